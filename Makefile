@@ -1,0 +1,43 @@
+# Every target works alone on a fresh clone: it makes .venv first if that is not there.
+#   make demo | test | lint | types | bench | clean
+#   PYTHON=python3.12 make test        another interpreter (3.11 and later)
+#   make bench BENCH="--model bert-base --budget 0.5"
+#   make demo DEMO="--budget 0.3 --steps 10"
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?=
+TESTS ?=
+BENCH ?= --model gpt2-deep --budget 1.0 --budget 0.5 --budget 0.25 --budget minimum --checkpoint
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/rockmate demo $(DEMO)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench.run $(BENCH)
+
+# torch first and by its pinned version, so that pip settles on one build before anything else asks for torch.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, $(PYTHON) is {v}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

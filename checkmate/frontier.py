@@ -1,0 +1,282 @@
+"""The whole Pareto set of (saved bytes, time), exactly, by dynamic programming over labels.
+
+Within a part (`reduction.Part`) the ops are swept in reverse topological order. A *label* is a choice for the
+ops swept so far: its bytes, its ticks, and its *state*, the set of links that a recomputed op reads and whose
+maker is still to come. At each op a label either keeps the op's required and needed outputs (bytes) or
+recomputes it (ticks, and its own links become needed). Of two labels in one state the dominated one is
+dropped (the list method of Nemhauser and Ullmann, 1969, along a path decomposition), so time grows with the
+number of open links, small in practice, and with the number of Pareto points.
+
+The parts' sets are then summed one part at a time. For one limit, labels are also dropped when even the
+convex hull of the parts to come cannot bring them under the best known plan, which leaves few.
+
+Optimal always. It refuses (`TooManyLabelsError`) rather than run for long: the refusal depends on the input
+alone, never on the clock, so the same input takes the same way. NP-hardness shows as that refusal; the ILP
+takes over there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkmate.hull import descend
+from checkmate.reduction import Part, PartOp, Reduced
+
+_PART_LABELS = 1 << 16
+_SUM_LABELS = 1 << 18
+_MAX_OPEN_LINKS = 62
+_MAX_BYTES = 1 << 61
+
+Ints = NDArray[np.int64]
+
+
+class TooManyLabelsError(Exception):
+    """The exact sweep would outgrow its bound; another method is needed."""
+
+
+class OutOfTimeError(Exception):
+    """The deadline passed during the sweep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Front:
+    """The Pareto set of a part.
+
+    Attributes:
+        saved_bytes: Strictly rising.
+        ticks: Strictly falling.
+        recomputed: For each point, which ops of the part run again; shape (points, ops).
+    """
+
+    saved_bytes: Ints
+    ticks: Ints
+    recomputed: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Total:
+    """Labels of the sum over all parts, with what is needed to tell the choice behind each.
+
+    Attributes:
+        saved_bytes: Strictly rising.
+        ticks: Strictly falling.
+        history: For each part, each label's predecessor and the point of the part that it took.
+    """
+
+    saved_bytes: Ints
+    ticks: Ints
+    history: tuple[tuple[Ints, Ints], ...]
+
+
+def part_fronts(reduced: Reduced, *, deadline: float) -> tuple[Front, ...]:
+    """The Pareto set of every part; equal parts are solved once.
+
+    Args:
+        reduced: The parts.
+        deadline: When to give up, in seconds of `time.monotonic`.
+
+    Raises:
+        TooManyLabelsError: A part is too wide for the sweep.
+        OutOfTimeError: The deadline passed.
+    """
+    known: dict[tuple[PartOp, ...], Front] = {}
+    for part in reduced.parts:
+        if part.ops not in known:
+            known[part.ops] = _sweep(part, deadline)
+    return tuple(known[part.ops] for part in reduced.parts)
+
+
+def sum_fronts(fronts: Sequence[Front], *, deadline: float) -> Total:
+    """The Pareto set of the whole: every useful level.
+
+    Raises:
+        TooManyLabelsError: There are too many levels to list.
+        OutOfTimeError: The deadline passed.
+    """
+    return _sum(fronts, None, deadline)
+
+
+def best_within(fronts: Sequence[Front], max_saved_bytes: int, *, deadline: float) -> Total:
+    """Labels of which the last is the fastest within a limit, of the fewest bytes; none if there is no plan.
+
+    Raises:
+        TooManyLabelsError: The bound leaves too many labels.
+        OutOfTimeError: The deadline passed.
+    """
+    return _sum(fronts, min(max_saved_bytes, _MAX_BYTES), deadline)
+
+
+def recomputed_ops(reduced: Reduced, fronts: Sequence[Front], total: Total, label: int) -> set[int]:
+    """The ops of the problem that a label of the sum recomputes."""
+    chosen = set(reduced.free)
+    for part, front, (parent, point) in reversed(
+        list(zip(reduced.parts, fronts, total.history, strict=True))
+    ):
+        chosen.update(part.indices[i] for i in np.flatnonzero(front.recomputed[point[label]]))
+        label = int(parent[label])
+    return chosen
+
+
+def _sweep(part: Part, deadline: float) -> Front:
+    if sum(op.kept_bytes + sum(op.link_bytes) for op in part.ops) >= _MAX_BYTES:
+        raise TooManyLabelsError
+    state, saved, ticks = (np.zeros(1, dtype=np.int64) for _ in range(3))
+    history: list[tuple[Ints, NDArray[np.bool_]]] = []
+    bit_of: dict[int, int] = {}
+    idle_bits = [1 << i for i in reversed(range(_MAX_OPEN_LINKS))]
+    for op in reversed(part.ops):
+        for link in op.links_in:
+            if link not in bit_of:
+                if not idle_bits:
+                    raise TooManyLabelsError
+                bit_of[link] = idle_bits.pop()
+        made_bits = [bit_of.pop(link) for link in op.links_out]
+        idle_bits += made_bits
+        rest = state & ~sum(made_bits)
+        kept = saved + op.kept_bytes
+        for bit, size in zip(made_bits, op.link_bytes, strict=True):
+            kept += np.where(state & bit, size, 0)
+        labels = np.arange(len(state))
+        if op.recomputable:
+            reads = sum(bit_of[link] for link in op.links_in)
+            rest = np.concatenate((rest, rest | reads))
+            saved = np.concatenate((kept, saved))
+            ticks = np.concatenate((ticks, ticks + op.ticks))
+            labels = np.concatenate((labels, labels))
+        else:
+            saved = kept
+        redone = np.arange(len(labels)) >= len(state)
+        keep = _undominated(rest, saved, ticks)
+        state, saved, ticks = rest[keep], saved[keep], ticks[keep]
+        history.append((labels[keep], redone[keep]))
+        if len(state) > _PART_LABELS:
+            raise TooManyLabelsError
+        if monotonic() > deadline:
+            raise OutOfTimeError
+    recomputed = np.zeros((len(state), len(part.ops)), dtype=np.bool_)
+    label = np.arange(len(state))
+    for position, (parent, redone) in enumerate(reversed(history)):
+        recomputed[:, position] = redone[label]
+        label = parent[label]
+    return Front(saved_bytes=saved, ticks=ticks, recomputed=recomputed)
+
+
+def _undominated(state: Ints, saved: Ints, ticks: Ints) -> Ints:
+    """Indices of the labels that none of the same state beats, by state, then rising bytes, falling ticks."""
+    order = np.lexsort((ticks, saved, state))
+    state, ticks = state[order], ticks[order]
+    new_state = np.empty(len(order), dtype=np.bool_)
+    new_state[0] = True
+    np.not_equal(state[1:], state[:-1], out=new_state[1:])
+    # Later states get lower numbers, so that a running minimum starts afresh with each.
+    shifted = ticks - np.cumsum(new_state) * (int(ticks.max()) + 1)
+    least = np.minimum.accumulate(shifted)
+    keep = new_state
+    keep[1:] |= shifted[1:] < least[:-1]
+    return order[keep]
+
+
+def _sum(fronts: Sequence[Front], limit: int | None, deadline: float) -> Total:
+    if sum(int(front.saved_bytes[-1]) for front in fronts) >= _MAX_BYTES:
+        raise TooManyLabelsError
+    saved, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    bound = None if limit is None else _Bound.of(fronts, limit)
+    history: list[tuple[Ints, Ints]] = []
+    for which, front in enumerate(fronts):
+        num_points = len(front.saved_bytes)
+        if len(saved) * num_points > 8 * _SUM_LABELS:
+            raise TooManyLabelsError
+        all_saved = np.add.outer(saved, front.saved_bytes).ravel()
+        all_ticks = np.add.outer(ticks, front.ticks).ravel()
+        keep = np.arange(len(all_saved))
+        if bound is not None:
+            keep = keep[bound.may_win(which, all_saved, all_ticks)]
+        if len(keep):
+            order = keep[np.lexsort((all_ticks[keep], all_saved[keep]))]
+            least = np.minimum.accumulate(all_ticks[order])
+            keep = order[np.concatenate(([True], least[1:] < least[:-1]))]
+        saved, ticks = all_saved[keep], all_ticks[keep]
+        history.append((keep // num_points, keep % num_points))
+        if len(saved) > _SUM_LABELS:
+            raise TooManyLabelsError
+        if monotonic() > deadline:
+            raise OutOfTimeError
+    if limit is not None and not fronts and limit < 0:
+        saved, ticks = saved[:0], ticks[:0]
+    return Total(saved_bytes=saved, ticks=ticks, history=tuple(history))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Bound:
+    """What the parts still to come can do at best, and what a known plan does.
+
+    Attributes:
+        limit: The limit on saved bytes.
+        incumbent: Ticks of the best plan met on the hull within the limit.
+        rest: For each part, the hull of the sum of the parts after it: rising bytes, falling ticks.
+    """
+
+    limit: int
+    incumbent: int
+    rest: tuple[tuple[Ints, Ints], ...]
+
+    @staticmethod
+    def of(fronts: Sequence[Front], limit: int) -> "_Bound":
+        hulls = [_lower_hull(front) for front in fronts]
+        walk = descend(hulls)
+        rest = [_walked(hulls, walk, which + 1) for which in range(len(fronts))]
+        all_saved, all_ticks = _walked(hulls, walk, 0)
+        within = all_ticks[all_saved <= limit]
+        incumbent = int(within.min()) if len(within) else -1
+        return _Bound(limit=limit, incumbent=incumbent, rest=tuple(rest))
+
+    def may_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
+        """Which labels, part `which` included, may still end as the best plan."""
+        rest_saved, rest_ticks = self.rest[which]
+        room = self.limit - saved
+        # Half a tick is far above the rounding of the interpolation, and below what tells two plans apart.
+        at_best = ticks + np.interp(room, rest_saved, rest_ticks)
+        return (room >= rest_saved[0]) & (at_best <= self.incumbent + 0.5)
+
+
+def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]], first: int) -> tuple[Ints, Ints]:
+    """The hull of the sum of the parts from `first` on, by rising bytes."""
+    saved = sum(points[0][0] for points in hulls[first:])
+    ticks = sum(points[0][1] for points in hulls[first:])
+    points = [(saved, ticks)]
+    for which, to in walk:
+        if which >= first:
+            saved += hulls[which][to][0] - hulls[which][to - 1][0]
+            ticks += hulls[which][to][1] - hulls[which][to - 1][1]
+            points.append((saved, ticks))
+    both = np.array(points[::-1], dtype=np.int64)
+    return both[:, 0], both[:, 1]
+
+
+def _lower_hull(front: Front) -> list[tuple[int, int]]:
+    """The vertices of a front's lower convex hull, from the least time to the least bytes."""
+    points = list(zip(front.saved_bytes.tolist(), front.ticks.tolist(), strict=True))[::-1]
+    return [points[i] for i in hull_positions(points)]
+
+
+def hull_positions(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Positions of the vertices of the lower convex hull (monotone chain).
+
+    Args:
+        points: (saved bytes, time) of strictly falling bytes and strictly rising time.
+
+    Returns:
+        Rising positions, both ends included.
+    """
+    stack: list[int] = []
+    for position, (saved, time) in enumerate(points):
+        while len(stack) >= 2:
+            (saved_a, time_a), (saved_b, time_b) = (points[i] for i in stack[-2:])
+            if (time_b - time_a) * (saved_b - saved) < (time - time_b) * (saved_a - saved_b):
+                break
+            stack.pop()
+        stack.append(position)
+    return stack

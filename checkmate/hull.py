@@ -1,0 +1,232 @@
+"""The lower convex hull of (saved bytes, time), exactly and in polynomial time, by minimum cuts.
+
+The Lagrangian relaxation  min time + lambda * saved bytes  is a minimum cut, like project selection (Picard,
+1976): with `R_o` = op o is recomputed and `N_v` = value v is needed, a plan pays
+
+    time_o            where R_o = 1                          edge  o -> sink
+    lambda * bytes_v  where N_v = 1 and R_maker(v) = 0       edge  v -> maker(v)
+    infinity          where R_o = 1 and N_v = 0, o reads v   edge  o -> v
+
+and N_v = 1 for required v (edge source -> maker). The source side of the cut is what equals 1. Walking from
+the two ends of the frontier, each cut either finds a new vertex strictly below the chord between two known
+ones, whose slope is its lambda, or proves the chord an edge of the hull (Eisner and Severance, 1976). Weights
+are integers (ticks * bytes), so nothing depends on rounding. Cuts are found by Dinic's algorithm (1970), part
+by part; the hull of the whole is the Minkowski sum of the parts' hulls: all their steps, cheapest time per
+byte first.
+
+Optimal: each returned plan is the fastest for its own saved bytes. Not covered: Pareto points above the hull.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from checkmate.problem import Knapsack, Solution, Status
+from checkmate.reduction import Part, PartOp, assemble, reduce
+from checkmate.verify import verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vertex:
+    """A vertex of a part's hull: its costs, and the positions in the part of the recomputed ops."""
+
+    saved_bytes: int
+    ticks: int
+    recomputed: frozenset[int]
+
+
+def convex_hull(problem: Knapsack) -> tuple[Solution, ...]:
+    """Plans on the lower convex hull of the frontier, by minimum cuts, with no ILP.
+
+    Args:
+        problem: The problem; whole models of some hundreds of ops are fine.
+
+    Returns:
+        Verified plans of strictly falling saved bytes and strictly rising time, from the least time to the
+        least bytes. Every vertex of the hull is among them; plans between, on its edges, stand where one part
+        of several with equal price has moved.
+    """
+    reduced = reduce(problem)
+    known: dict[tuple[PartOp, ...], tuple[Vertex, ...]] = {}
+    hulls: list[tuple[Vertex, ...]] = []
+    for part in reduced.parts:
+        if part.ops not in known:
+            known[part.ops] = part_hull(part)
+        hulls.append(known[part.ops])
+    recomputed = set(reduced.free)
+    for part, vertices in zip(reduced.parts, hulls, strict=True):
+        recomputed.update(part.indices[i] for i in vertices[0].recomputed)
+    plans = [assemble(problem, recomputed, Status.OPTIMAL)]
+    for which, to in descend([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls]):
+        part, before, after = reduced.parts[which], hulls[which][to - 1], hulls[which][to]
+        recomputed.difference_update(part.indices[i] for i in before.recomputed)
+        recomputed.update(part.indices[i] for i in after.recomputed)
+        plans.append(assemble(problem, recomputed, Status.OPTIMAL))
+    plans = strictly_falling(plans)
+    for plan in plans:
+        verify(problem, plan)
+    return tuple(plans)
+
+
+def least_saved_bytes(problem: Knapsack) -> int:
+    """The fewest bytes that any plan saves: below it every limit is infeasible. One minimum cut a part."""
+    return sum(_leanest(part).saved_bytes for part in reduce(problem).parts)
+
+
+def descend(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """The order in which to walk down several hulls: cheapest time per spared byte first.
+
+    Args:
+        hulls: For each part, its (saved bytes, ticks), from the least time to the least bytes.
+
+    Returns:
+        Pairs (part, vertex moved to); ties go to the earlier part.
+    """
+    steps: list[tuple[Fraction, int, int]] = []
+    for which, points in enumerate(hulls):
+        for to, ((bytes_before, ticks_before), (bytes_after, ticks_after)) in enumerate(
+            pairwise(points), start=1
+        ):
+            steps.append((Fraction(ticks_after - ticks_before, bytes_before - bytes_after), which, to))
+    return [(which, to) for _, which, to in sorted(steps)]
+
+
+def strictly_falling(plans: Iterable[Solution]) -> list[Solution]:
+    """Drop what is dominated, times compared as floats: bytes then strictly fall and times strictly rise."""
+    kept: list[Solution] = []
+    for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
+        if not kept or plan.time_ms < kept[-1].time_ms:
+            kept.append(plan)
+    kept.reverse()
+    return kept
+
+
+def part_hull(part: Part) -> tuple[Vertex, ...]:
+    """The vertices of one part's hull, from the least time to the least bytes."""
+    total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in part.ops)
+    fastest = _cut(part, ticks_weight=total_bytes + 1, bytes_weight=1)
+    leanest = _leanest(part)
+    if fastest.saved_bytes == leanest.saved_bytes:
+        return (fastest,)
+    vertices = [fastest]
+    pending = [(fastest, leanest)]
+    while pending:
+        left, right = pending.pop()
+        ticks_weight, bytes_weight = left.saved_bytes - right.saved_bytes, right.ticks - left.ticks
+        between = _cut(part, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
+        chord = left.ticks * ticks_weight + left.saved_bytes * bytes_weight
+        if between.ticks * ticks_weight + between.saved_bytes * bytes_weight < chord:
+            pending += [(between, right), (left, between)]
+        else:
+            vertices.append(right)
+    return tuple(vertices)
+
+
+def _leanest(part: Part) -> Vertex:
+    """The choice of the fewest bytes, and of the least time among those."""
+    return _cut(part, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in part.ops))
+
+
+def _cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
+    """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part."""
+    ops = part.ops
+    source, sink = len(ops), len(ops) + 1
+    num_links = sum(len(op.links_out) for op in ops)
+    network = _Network(len(ops) + 2 + num_links)
+    endless = 1 + sum(
+        op.ticks * ticks_weight + (op.kept_bytes + sum(op.link_bytes)) * bytes_weight for op in ops
+    )
+    for node, op in enumerate(ops):
+        network.add(source, node, op.kept_bytes * bytes_weight)
+        network.add(node, sink, op.ticks * ticks_weight if op.recomputable else endless)
+        for link in op.links_in:
+            network.add(node, sink + 1 + link, endless)
+        for link, size in zip(op.links_out, op.link_bytes, strict=True):
+            network.add(sink + 1 + link, node, size * bytes_weight)
+    side = network.source_side(source, sink)
+    recomputed = frozenset(node for node in range(len(ops)) if side[node])
+    needed = {link for node in recomputed for link in ops[node].links_in}
+    saved_bytes = 0
+    for node, op in enumerate(ops):
+        if node not in recomputed:
+            saved_bytes += op.kept_bytes
+            saved_bytes += sum(
+                s for link, s in zip(op.links_out, op.link_bytes, strict=True) if link in needed
+            )
+    return Vertex(saved_bytes=saved_bytes, ticks=sum(ops[i].ticks for i in recomputed), recomputed=recomputed)
+
+
+class _Network:
+    """A flow network with integer capacities; edge e and its reverse e ^ 1 stand side by side."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.edges: list[list[int]] = [[] for _ in range(num_nodes)]
+        self.head: list[int] = []
+        self.room: list[int] = []
+
+    def add(self, tail: int, head: int, capacity: int) -> None:
+        """Add an edge; one of no capacity is left out."""
+        if capacity > 0:
+            self.edges[tail].append(len(self.head))
+            self.edges[head].append(len(self.head) + 1)
+            self.head += [head, tail]
+            self.room += [capacity, 0]
+
+    def source_side(self, source: int, sink: int) -> list[bool]:
+        """Which nodes are on the source's side of the least cut (the smallest side), by Dinic's algorithm."""
+        while True:
+            level = self._levels(source, sink)
+            if level[sink] < 0:
+                return [depth >= 0 for depth in level]
+            self._block(source, sink, level)
+
+    def _levels(self, source: int, sink: int) -> list[int]:
+        level = [-1] * len(self.edges)
+        level[source] = 0
+        queue = deque([source])
+        head, room, edges = self.head, self.room, self.edges
+        while queue:
+            node = queue.popleft()
+            if node == sink:
+                continue
+            for edge in edges[node]:
+                if room[edge] and level[head[edge]] < 0:
+                    level[head[edge]] = level[node] + 1
+                    queue.append(head[edge])
+        return level
+
+    def _block(self, source: int, sink: int, level: list[int]) -> None:
+        """Push a blocking flow through the level graph, depth first, without recursion."""
+        head, room, edges = self.head, self.room, self.edges
+        cursor = [0] * len(edges)
+        path: list[int] = []
+        node = source
+        while True:
+            if node == sink:
+                push = min(room[edge] for edge in path)
+                first_full = len(path)
+                for position in reversed(range(len(path))):
+                    edge = path[position]
+                    room[edge] -= push
+                    room[edge ^ 1] += push
+                    if not room[edge]:
+                        first_full = position
+                node = head[path[first_full] ^ 1]
+                del path[first_full:]
+                continue
+            out = edges[node]
+            while cursor[node] < len(out):
+                edge = out[cursor[node]]
+                if room[edge] and level[head[edge]] == level[node] + 1:
+                    break
+                cursor[node] += 1
+            if cursor[node] < len(out):
+                path.append(out[cursor[node]])
+                node = head[path[-1]]
+            elif path:
+                node = head[path.pop() ^ 1]
+                cursor[node] += 1
+            else:
+                return

@@ -1,0 +1,140 @@
+"""The precedence-constrained knapsack of rematerialization, as numbers, and what a solver says of it.
+
+A directed acyclic graph of forward *ops*, each making one or more *values* (storages). The backward reads the
+`required` values. A value is **available** to the backward when it is
+
+* *given*: no op makes it (a block's input, a parameter, a carried value), free of cost; or
+* *saved* at the end of the forward, which costs its bytes; or
+* made by a *recomputed* op, which costs the op's time and needs all of the op's inputs to be available.
+
+Wanted: every required value available, at the least recompute time, with the saved bytes within a limit; and
+among plans of equal time the one with the fewest saved bytes.
+
+It is the case T = 1 of Checkmate's staged program (Jain et al., "Checkmate: Breaking the Memory Wall with
+Optimal Tensor Rematerialization", MLSys 2020) without its order and liveness variables, and the small form of
+Rockmate's per-block problem (Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
+Re-materialization in PyTorch", ICML 2023). The name of the combinatorial problem is *precedence-constrained
+knapsack*; it is NP-hard, since with no edges at all it is the knapsack problem.
+
+Not done here: the order of the recomputation and the peak while it runs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from math import inf, isfinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One forward op.
+
+    Attributes:
+        time_ms: Time of one run, in milliseconds, at least 0.
+        inputs: Indices of the values it reads; given values may be listed or left out.
+        outputs: Indices of the values it makes.
+        recomputable: False where a second run is impossible (a mutation, a collective, a lost random state).
+    """
+
+    time_ms: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knapsack:
+    """A save-or-recompute problem; see the module's docstring.
+
+    Attributes:
+        ops: The forward ops in topological order.
+        value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is never
+            counted.
+        required: The values that the backward reads.
+        forced: Values that are saved in any case, whose bytes are not counted.
+
+    Raises:
+        ValueError: An index, size or time is out of range, a value has two makers, or the order is not
+            topological.
+    """
+
+    ops: tuple[Op, ...]
+    value_bytes: tuple[int, ...]
+    required: frozenset[int]
+    forced: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Check every index, size, time and the order."""
+        for value, size in enumerate(self.value_bytes):
+            if not isinstance(size, int) or size < 0:
+                raise ValueError(
+                    f"value {value} has {size!r} bytes; a whole number (int) of at least 0 is needed"
+                )
+        self._check_values(self.required, "required")
+        self._check_values(self.forced, "forced")
+        maker: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if not (isfinite(op.time_ms) and op.time_ms >= 0):
+                raise ValueError(f"op {index} takes {op.time_ms} ms; a finite time of at least 0 is needed")
+            self._check_values(op.inputs, f"op {index} inputs")
+            self._check_values(op.outputs, f"op {index} outputs")
+            for value in op.outputs:
+                if value in maker:
+                    raise ValueError(
+                        f"value {value} is made by op {maker[value]} and by op {index}; one may make it"
+                    )
+                maker[value] = index
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                if maker.get(value, -1) >= index:
+                    raise ValueError(
+                        f"op {index} reads value {value}, which op {maker[value]} makes; ops must stand in "
+                        f"topological order (maker below {index})"
+                    )
+
+    def _check_values(self, values: Iterable[int], role: str) -> None:
+        for value in values:
+            if not 0 <= value < len(self.value_bytes):
+                raise ValueError(f"{role}: value {value} is outside 0..{len(self.value_bytes) - 1}")
+
+
+class Status(Enum):
+    """What a solver says of its answer."""
+
+    OPTIMAL = "optimal"
+    """Proven: no plan within the limit is faster, and none as fast saves fewer bytes."""
+    FEASIBLE = "feasible"
+    """A plan within the limit, but the solver stopped at its time limit before proving it the best."""
+    INFEASIBLE = "infeasible"
+    """Proven: no plan saves so few bytes."""
+    NOT_FOUND = "not found"
+    """The solver stopped at its time limit and holds no plan; there may be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A plan: what to save, what to recompute, and what that costs.
+
+    Attributes:
+        status: How much is proven.
+        saved: The values kept from forward to backward, the forced ones included.
+        recomputed: The ops that run again, in topological order.
+        time_ms: Total time of the recomputed ops, in milliseconds; infinite where there is no plan.
+        saved_bytes: Total size of the saved values that are not forced, in bytes: what the limit bounds.
+    """
+
+    status: Status
+    saved: frozenset[int]
+    recomputed: tuple[int, ...]
+    time_ms: float
+    saved_bytes: int
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a plan at all."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def no_plan(status: Status) -> Solution:
+    """An answer without a plan, for `Status.INFEASIBLE` and `Status.NOT_FOUND`."""
+    return Solution(status=status, saved=frozenset(), recomputed=(), time_ms=inf, saved_bytes=0)

@@ -1,0 +1,208 @@
+"""Presolve: from a `Knapsack` to independent small *parts*, and from a choice of ops back to a `Solution`.
+
+A plan is fully told by the set of recomputed ops: what must then be saved follows (`assemble`). Which choices
+touch each other is decided by the **links**. A value is *always at hand* when it is given, forced, required
+(every plan has it, saved or recomputed), of zero bytes (saving it costs nothing) or made by an op of zero
+time whose inputs are always at hand (recomputing it costs nothing). Reading such a value constrains nothing.
+Every other value that some useful recomputation may read is a link; ops that share no link are independent,
+so the problem falls into parts, the connected components of ops and links. In a transformer, where nearly
+every large value is required, a part holds one to six ops, whatever the depth of the model, and equal layers
+give equal parts.
+
+All of it is exact. Times become integer *ticks*, the finest power of ten of a millisecond for which all ops
+together take at most 1e12 ticks: equal times compare equal (0.1 + 0.2 and 0.3), and times are exact to 1e-12
+of their total.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import floor, fsum, log10
+
+from checkmate.problem import Knapsack, Solution, Status
+
+_MAX_TICKS = 10**12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOp:
+    """An op as its part sees it; two parts are equal when their ops are.
+
+    Attributes:
+        ticks: Time of one run, in ticks.
+        recomputable: Whether it may run again.
+        links_in: The part's links that it reads.
+        links_out: The part's links that it makes.
+        link_bytes: Their sizes, in bytes.
+        kept_bytes: Bytes of its required outputs, which must be saved unless the op is recomputed.
+    """
+
+    ticks: int
+    recomputable: bool
+    links_in: tuple[int, ...]
+    links_out: tuple[int, ...]
+    link_bytes: tuple[int, ...]
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Ops whose choices depend on each other, in topological order.
+
+    Attributes:
+        ops: The ops, with links counted from 0 within the part.
+        indices: The index of each in the problem.
+    """
+
+    ops: tuple[PartOp, ...]
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A problem in independent parts.
+
+    Attributes:
+        free: Ops of zero time that are recomputed in any case.
+        parts: The independent parts; their costs add up to the problem's.
+    """
+
+    free: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def ticks_of(problem: Knapsack) -> tuple[int, ...]:
+    """The time of each op in ticks; see the module's docstring."""
+    total_ms = fsum(op.time_ms for op in problem.ops)
+    if total_ms == 0:
+        return (0,) * len(problem.ops)
+    exponent = max(-280, min(280, floor(log10(_MAX_TICKS) - log10(total_ms))))
+    if exponent >= 0:
+        return tuple(round(op.time_ms * 10.0**exponent) for op in problem.ops)
+    return tuple(round(op.time_ms / 10.0**-exponent) for op in problem.ops)
+
+
+def reduce(problem: Knapsack) -> Reduced:
+    """Split a problem into independent parts.
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        Its parts, ordered by their first op. The Pareto set of the problem is the sum of those of the parts.
+    """
+    ops, sizes = problem.ops, problem.value_bytes
+    ticks = ticks_of(problem)
+    maker = {value: index for index, op in enumerate(ops) for value in op.outputs}
+    at_hand = {
+        value
+        for value, size in enumerate(sizes)
+        if value not in maker or value in problem.forced or value in problem.required or size == 0
+    }
+    free: set[int] = set()
+    for index, op in enumerate(ops):
+        if op.recomputable and ticks[index] == 0 and at_hand.issuperset(op.inputs):
+            free.add(index)
+            at_hand.update(op.outputs)
+
+    needed = set(problem.required)
+    useful: list[int] = []
+    for index in reversed(range(len(ops))):
+        op = ops[index]
+        if any(v in needed and v not in problem.forced and sizes[v] > 0 for v in op.outputs):
+            if index not in free:
+                useful.append(index)
+            if op.recomputable:
+                needed.update(op.inputs)
+    useful.reverse()
+
+    members = _components(problem, useful, at_hand, maker)
+    parts = tuple(_part(problem, indices, at_hand, needed, ticks) for indices in members)
+    return Reduced(free=tuple(sorted(free)), parts=parts)
+
+
+def _components(
+    problem: Knapsack, useful: list[int], at_hand: set[int], maker: dict[int, int]
+) -> list[tuple[int, ...]]:
+    """The connected components of the useful ops, joined by links (union-find)."""
+    root = {index: index for index in useful}
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for index in useful:
+        if problem.ops[index].recomputable:
+            for value in problem.ops[index].inputs:
+                if value not in at_hand:
+                    one, other = find(index), find(maker[value])
+                    root[max(one, other)] = min(one, other)
+    groups: dict[int, list[int]] = {}
+    for index in useful:
+        groups.setdefault(find(index), []).append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+def _part(
+    problem: Knapsack, indices: tuple[int, ...], at_hand: set[int], needed: set[int], ticks: tuple[int, ...]
+) -> Part:
+    local: dict[int, int] = {}
+    part_ops: list[PartOp] = []
+    sizes = problem.value_bytes
+    for index in indices:
+        op = problem.ops[index]
+        links = tuple(v for v in op.outputs if v in needed and v not in at_hand)
+        for value in links:
+            local[value] = len(local)
+        reads = sorted({local[v] for v in op.inputs if v not in at_hand}) if op.recomputable else []
+        kept = problem.required.intersection(op.outputs) - problem.forced
+        part_ops.append(
+            PartOp(
+                ticks=ticks[index],
+                recomputable=op.recomputable,
+                links_in=tuple(reads),
+                links_out=tuple(local[v] for v in links),
+                link_bytes=tuple(sizes[v] for v in links),
+                kept_bytes=sum(sizes[v] for v in kept),
+            )
+        )
+    return Part(ops=tuple(part_ops), indices=indices)
+
+
+def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> Solution:
+    """The plan that recomputes some ops and saves what then must be saved.
+
+    Recomputations that spare no bytes are left out, so equal costs give one canonical plan.
+
+    Args:
+        problem: The problem.
+        recomputed: Indices of recomputable ops.
+        status: The status to give to the plan.
+
+    Returns:
+        The plan, not yet verified.
+    """
+    wanted = frozenset(recomputed)
+    needed = set(problem.required)
+    kept: list[int] = []
+    rebuilt: set[int] = set()
+    made: set[int] = set()
+    for index in reversed(range(len(problem.ops))):
+        op = problem.ops[index]
+        made.update(op.outputs)
+        if index in wanted and any(
+            v in needed and v not in problem.forced and problem.value_bytes[v] > 0 for v in op.outputs
+        ):
+            kept.append(index)
+            rebuilt.update(op.outputs)
+            needed.update(op.inputs)
+    kept.reverse()
+    chosen = (needed & made) - rebuilt - problem.forced
+    return Solution(
+        status=status,
+        saved=problem.forced | chosen,
+        recomputed=tuple(kept),
+        time_ms=fsum(problem.ops[index].time_ms for index in kept),
+        saved_bytes=sum(problem.value_bytes[v] for v in chosen),
+    )

@@ -1,0 +1,195 @@
+"""One limit, one plan: the single function through which every backend goes.
+
+Backends:
+
+* `"sweep"` (the default): presolve (`reduction`), then the exact dynamic program (`frontier`). No solver
+  process; about a millisecond for a block, some tens for a whole model. Where the problem is too
+  wide for it, which depends on the input alone, it hands over to CBC.
+* `"cbc"`: the ILP (`model`) by the CBC that ships with PuLP; always there; 20 to 80 ms for 12 to 80 ops.
+* `"highs"`: the ILP by HiGHS, in process, where `highspy` is installed; about half of CBC's time.
+
+All are exact, so time and saved bytes do not depend on the backend (the ILP's: to about 1e-9 of the total
+time, the tolerance of solvers in floating point). Which of several plans of equal time *and* bytes is
+returned may. The default never uses HiGHS, so installing it changes nothing. One thread and fixed seeds: the
+same input gives the same plan, unless the time limit stops the solver.
+
+Ties are broken in two stages: first the least time, then the fewest bytes with that time as a bound.
+"""
+
+import importlib.util
+from dataclasses import replace
+from time import monotonic
+
+import pulp
+
+from checkmate.frontier import (
+    Front,
+    OutOfTimeError,
+    TooManyLabelsError,
+    best_within,
+    part_fronts,
+    recomputed_ops,
+)
+from checkmate.hull import convex_hull, least_saved_bytes
+from checkmate.model import Model, build
+from checkmate.problem import Knapsack, Solution, Status, no_plan
+from checkmate.reduction import Reduced, assemble, reduce, ticks_of
+from checkmate.verify import verify
+
+BACKENDS = ("sweep", "cbc", "highs")
+
+_TIE = 1e-4
+"""Slack on the least time in the second stage, against the model's total of 1e6: 1e-10 of all ops' time."""
+
+
+def solve(
+    problem: Knapsack, max_saved_bytes: int, *, time_limit_s: float = 10.0, backend: str | None = None
+) -> Solution:
+    """The fastest plan within a limit on saved bytes; among equally fast ones, the one that saves the fewest.
+
+    Args:
+        problem: What may be saved or recomputed.
+        max_saved_bytes: Limit on the bytes saved, forced values not counted.
+        time_limit_s: Wall time after which the search stops, in seconds.
+        backend: One of `BACKENDS`; None for the default.
+
+    Returns:
+        A verified plan, or one without a plan whose status says why. With the default backend a search out of
+        time still returns the best plan of the convex hull, as `Status.FEASIBLE`, and `Status.NOT_FOUND`
+        never occurs.
+
+    Raises:
+        ValueError: The time limit is not positive, or the backend is unknown or not installed.
+    """
+    check_search(time_limit_s, backend)
+    deadline = monotonic() + time_limit_s
+    if backend in (None, "sweep"):
+        reduced = reduce(problem)
+        try:
+            fronts = part_fronts(reduced, deadline=deadline)
+            return solve_by_fronts(problem, reduced, fronts, max_saved_bytes, deadline=deadline)
+        except TooManyLabelsError:
+            answer = solve_by_ilp(problem, max_saved_bytes, deadline=deadline, backend="cbc")
+        except OutOfTimeError:
+            answer = no_plan(Status.NOT_FOUND)
+        if answer.status in (Status.FEASIBLE, Status.NOT_FOUND):
+            answer = _at_least_the_hull(problem, max_saved_bytes, answer)
+        return answer
+    return solve_by_ilp(problem, max_saved_bytes, deadline=deadline, backend=backend)
+
+
+def check_search(time_limit_s: float, backend: str | None) -> None:
+    """Refuse a time limit or a backend that cannot be used.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s is {time_limit_s}; it must be above 0")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; known are {', '.join(BACKENDS)}")
+    if backend == "highs" and importlib.util.find_spec("highspy") is None:
+        raise ValueError("backend is 'highs', but highspy is not installed; install it or take 'cbc'")
+
+
+def solve_by_fronts(
+    problem: Knapsack, reduced: Reduced, fronts: tuple[Front, ...], max_saved_bytes: int, *, deadline: float
+) -> Solution:
+    """`solve` where the parts' Pareto sets are known.
+
+    Raises:
+        TooManyLabelsError: Too wide for the sweep.
+        OutOfTimeError: The deadline passed.
+    """
+    total = best_within(fronts, max_saved_bytes, deadline=deadline)
+    if not len(total.saved_bytes):
+        return no_plan(Status.INFEASIBLE)
+    last = len(total.saved_bytes) - 1
+    plan = assemble(problem, recomputed_ops(reduced, fronts, total, last), Status.OPTIMAL)
+    verify(problem, plan, max_saved_bytes=max_saved_bytes)
+    return plan
+
+
+def solve_by_ilp(problem: Knapsack, max_saved_bytes: int, *, deadline: float, backend: str) -> Solution:
+    """`solve` by the ILP alone, in two stages; only whether any plan exists is told by minimum cuts."""
+    if max_saved_bytes < least_saved_bytes(problem):
+        return no_plan(Status.INFEASIBLE)
+    model = build(problem, max_saved_bytes)
+    fastest = _run_within(problem, model, max_saved_bytes, deadline, backend)
+    if not fastest.found:
+        # There is a plan: a solver that says otherwise is wrong by its rounding, and is not believed.
+        return no_plan(Status.NOT_FOUND)
+    if fastest.status is Status.FEASIBLE:
+        verify(problem, fastest, max_saved_bytes=max_saved_bytes)
+        return fastest
+    ticks = ticks_of(problem)
+    least_ticks = sum(ticks[index] for index in fastest.recomputed)
+    bound = sum(model.time.get(model.recompute[index], 0.0) for index in fastest.recomputed)
+    model.program.addConstraint(model.time <= bound + _TIE, "least_time")
+    model.program.setObjective(model.saved)
+    leanest = _run_within(problem, model, max_saved_bytes, deadline, backend)
+    best = fastest
+    if leanest.found and sum(ticks[i] for i in leanest.recomputed) <= least_ticks:
+        best = min(leanest, fastest, key=lambda plan: plan.saved_bytes)
+    best = replace(best, status=Status.OPTIMAL if leanest.status is Status.OPTIMAL else Status.FEASIBLE)
+    verify(problem, best, max_saved_bytes=max_saved_bytes)
+    return best
+
+
+def _run_within(
+    problem: Knapsack, model: Model, max_saved_bytes: int, deadline: float, backend: str
+) -> Solution:
+    """Run the solver until its rounded plan truly is within the limit.
+
+    A solver's tolerance may let a plan slip past the limit by a few bytes. Such a plan is cut off (its saved
+    values cannot all be saved) and the solver is run again: exact, whatever the tolerance.
+    """
+    while True:
+        status = _run(model.program, deadline - monotonic(), backend)
+        if status in (Status.INFEASIBLE, Status.NOT_FOUND):
+            return no_plan(status)
+        recomputed = [index for index, variable in model.recompute.items() if round(variable.value() or 0)]
+        plan = assemble(problem, recomputed, status)
+        if plan.saved_bytes <= max_saved_bytes:
+            return plan
+        heavy = (value for value in sorted(plan.saved) if value in model.save and problem.value_bytes[value])
+        cover = [model.save[value] for value in heavy]
+        model.program.addConstraint(pulp.lpSum(cover) <= len(cover) - 1)
+
+
+def _run(program: pulp.LpProblem, seconds: float, backend: str) -> Status:
+    """Run a solver once; the only place that reads a solver's status.
+
+    PuLP's `status` reads Optimal after a time limit with an incumbent too; only `sol_status` tells.
+    """
+    if seconds <= 0:
+        return Status.NOT_FOUND
+    if backend == "cbc":
+        # No `threads=1`: that starts a worker thread, which now and then hangs until the time limit; without
+        # it CBC is serial. PULP_CBC_CMD itself warns of its removal, so its binary is named instead.
+        solver = pulp.COIN_CMD(
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+            msg=False,
+            timeLimit=seconds,
+            gapRel=0,
+            options=["randomSeed 1", "randomCbcSeed 1"],
+        )
+    else:
+        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
+    program.solve(solver)
+    if program.status == pulp.LpStatusInfeasible:  # CBC's "integer infeasible" leaves `sol_status` at 0
+        return Status.INFEASIBLE
+    return {
+        pulp.LpSolutionOptimal: Status.OPTIMAL,
+        pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
+        pulp.LpSolutionInfeasible: Status.INFEASIBLE,
+    }.get(program.sol_status, Status.NOT_FOUND)
+
+
+def _at_least_the_hull(problem: Knapsack, max_saved_bytes: int, answer: Solution) -> Solution:
+    """The better of an unfinished answer and the convex hull, which also tells whether any plan exists."""
+    within = [plan for plan in convex_hull(problem) if plan.saved_bytes <= max_saved_bytes]
+    if not within:
+        return no_plan(Status.INFEASIBLE)
+    best = min([answer, *within], key=lambda plan: (plan.time_ms, plan.saved_bytes))
+    return replace(best, status=Status.FEASIBLE)

@@ -1,0 +1,47 @@
+"""Optimal recomputation for a chain: numbers in, a sequence of forward and backward steps out.
+
+A chain of stages runs forward, then backward. Each stage can be run in several ways (options), which keep
+more or fewer bytes from forward to backward and take less or more time; a boundary between stages can be
+kept, and stages run again from it. Given the bytes and times, ``solve_table`` finds the fastest way to run
+the whole chain within *every* memory budget at once, ``Table.breakpoints`` gives the whole curve,
+``Table.sequence`` the steps for one budget, and ``replay`` checks them in exact bytes. Needs numpy, and knows
+nothing of tensors.
+
+    >>> from rotor import Chain, Option, Stage, replay, solve_table
+    >>> stage = Stage(input_bytes=10, output_gradient_bytes=10, forward_ms=1.0, forward_peak_bytes=10)
+    >>> save = Option(
+    ...     saved_bytes=40, forward_peak_bytes=40, backward_peak_bytes=60, forward_ms=1.0, backward_ms=2.0
+    ... )
+    >>> chain = Chain(stages=(stage,) * 4, spans={(s, s): (save,) for s in range(4)})
+    >>> table = solve_table(chain, max_budget_bytes=200)
+    >>> table.breakpoints()
+    ((70, 18.0), (80, 16.0), (90, 15.0), (110, 14.0), (150, 13.0), (180, 12.0))
+    >>> print(table.sequence(budget_bytes=100))
+    F0 F1 F2 K3.0 B3.0 K2.0 B2.0 K1.0 B1.0 K0.0 B0.0
+    >>> replay(chain, table.sequence(100))
+    Replay(peak_bytes=90, time_ms=15.0)
+
+What is counted, and what an option's numbers must contain, is told in ``chain.py``; what is optimal, what is
+not, and what rounding can cost, in ``solve.py``.
+"""
+
+from rotor.chain import Chain, Option, Stage
+from rotor.sequence import Backward, ForwardKeep, ForwardOnly, Sequence, Step
+from rotor.solve import InfeasibleBudgetError, Table, solve_table
+from rotor.verify import Replay, replay
+
+__all__ = [
+    "Backward",
+    "Chain",
+    "ForwardKeep",
+    "ForwardOnly",
+    "InfeasibleBudgetError",
+    "Option",
+    "Replay",
+    "Sequence",
+    "Stage",
+    "Step",
+    "Table",
+    "replay",
+    "solve_table",
+]

@@ -1,0 +1,125 @@
+"""The input of the solver: a chain of stages, and the options that run each span of them.
+
+Stage ``s`` reads the boundary ``x_s`` and makes the boundary ``x_{s+1}``; the last stage makes the chain's
+output. ``x_0``, the chain's input, is static: it is there throughout and is never counted. The backward pass
+visits the stages from last to first, with ``d_s``, the gradient of what stage ``s`` makes, and leaves ``g_s``
+bytes of parameter gradients behind. All sizes are whole bytes and all times are milliseconds; where they come
+from is not this package's concern. A chain is checked when it is made, and never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+
+def _check_numbers(owner: Option | Stage) -> None:
+    """Raise ``ValueError`` unless every size is a whole number >= 0 and every time is finite and >= 0."""
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        if field.name.endswith("_bytes"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{field.name} is {value!r}; it must be a whole number of bytes, at least 0")
+        elif not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"{field.name} is {value!r}; it must be a finite number of milliseconds, at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a span of stages forward, and later backward.
+
+    Attributes:
+        saved_bytes: Kept from the span's forward to its backward, beside the span's input. The boundary that
+            the span makes is part of it.
+        forward_peak_bytes: Peak of the forward beside the span's input; at least ``saved_bytes``.
+        backward_peak_bytes: Peak of the backward beside the span's input: what is saved, both gradients, and
+            the parameter gradients that the span itself makes are part of it.
+        forward_ms: Time of the forward.
+        backward_ms: Time of the backward, with what it recomputes.
+    """
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    forward_ms: float
+    backward_ms: float
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_numbers(self)
+        if self.saved_bytes > self.forward_peak_bytes:
+            raise ValueError(
+                f"saved_bytes is {self.saved_bytes}; "
+                f"it must be at most forward_peak_bytes, {self.forward_peak_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage, as it runs when nothing of it is saved.
+
+    Attributes:
+        input_bytes: The boundary ``x_s`` that enters the stage.
+        output_gradient_bytes: ``d_s``, the gradient of the boundary that leaves the stage (for the last
+            stage, of the chain's output; it counts from the start).
+        forward_ms: Time of a forward that saves nothing.
+        forward_peak_bytes: Peak of that forward beside the stage's input, the stage's output included.
+        parameter_gradient_bytes: ``g_s``, what stays behind after the stage's backward.
+    """
+
+    input_bytes: int
+    output_gradient_bytes: int
+    forward_ms: float
+    forward_peak_bytes: int
+    parameter_gradient_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_numbers(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Stages in forward order, and the options of every span of them that may be run as one.
+
+    Attributes:
+        stages: At least one stage.
+        spans: ``(first, last)``, both inclusive, to the span's options. Every ``(s, s)`` is there, with the
+            stage's own options; a span of several stages offers options that drop its inner boundaries.
+    """
+
+    stages: tuple[Stage, ...]
+    spans: Mapping[tuple[int, int], tuple[Option, ...]]
+
+    def __post_init__(self) -> None:
+        """Check that the spans cover the chain and that every size contains the boundary it must contain."""
+        num_stages = len(self.stages)
+        if num_stages == 0:
+            raise ValueError("the chain has 0 stages; it must have at least 1")
+        for s in range(num_stages):
+            if (s, s) not in self.spans:
+                raise ValueError(f"stage {s} has no options; spans must hold ({s}, {s})")
+        for s, stage in enumerate(self.stages):
+            if stage.forward_peak_bytes < self.output_bytes(s):
+                raise ValueError(
+                    f"forward_peak_bytes of stage {s} is {stage.forward_peak_bytes}; "
+                    f"it must be at least the stage's output, {self.output_bytes(s)}"
+                )
+        for (first, last), options in self.spans.items():
+            if not 0 <= first <= last < num_stages:
+                raise ValueError(f"span ({first}, {last}) is no span of the stages 0 to {num_stages - 1}")
+            if not options:
+                raise ValueError(f"span ({first}, {last}) has 0 options; it must have at least 1")
+            for index, option in enumerate(options):
+                if option.saved_bytes < self.output_bytes(last):
+                    raise ValueError(
+                        f"saved_bytes of option {index} of span ({first}, {last}) is {option.saved_bytes}; "
+                        f"it must be at least the span's output, {self.output_bytes(last)}"
+                    )
+
+    def output_bytes(self, stage: int) -> int:
+        """Return the size of the boundary that leaves ``stage``; 0 for the last, whose output none reads."""
+        return self.stages[stage + 1].input_bytes if stage + 1 < len(self.stages) else 0

@@ -1,0 +1,94 @@
+"""What is allocated while a function runs, from the allocator's own events.
+
+CPU: the legacy autograd profiler reports each allocation and release in order (the newer one writes to standard error and costs
+tens of milliseconds a session). CUDA: the caching allocator's counters. Scratch memory that oneDNN or MKL take from elsewhere is
+not seen by either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+
+def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
+    """Bytes by which the allocator's peak during `function` exceeds what is left allocated when it returns.
+
+    The function's result must be the only thing that it leaves allocated.
+    """
+    if device.type == "cuda":
+        return _peak_beyond_result_cuda(function, device)
+    result, threads = _record(function)  # the result is kept until here: its release is no event of the op
+    live = peak = 0
+    for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
+        live += event.cpu_memory_usage()
+        peak = max(peak, live)
+    del result
+    return peak - live
+
+
+def _peak_beyond_result_cuda(function: Callable[[], Any], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    beyond = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    del result
+    return beyond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The CPU allocator's live bytes while a function ran.
+
+    Attributes:
+        points: (seconds since the start, bytes allocated beyond those at the start), after each allocation and release, in order.
+        marks: name of a `torch.profiler.record_function` range -> seconds at which it was first entered.
+        duration_s: seconds from start to end, recording included.
+    """
+
+    points: Sequence[tuple[float, int]]
+    marks: Mapping[str, float]
+    duration_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest excess over what was allocated at the start."""
+        return max((live for _, live in self.points), default=0)
+
+
+def timeline(function: Callable[[], Any]) -> Timeline:
+    """Record every allocation and release of `function` on the CPU.
+
+    The sizes of releases are right for what `function` allocates itself; run it once beforehand, so that what it makes on first
+    use, and what it would release of older allocations, is settled.
+    """
+    result, threads = _record(function)
+    del result
+    events = [event for thread in threads for event in thread]
+    start = next(event for event in events if event.name() == "__start_profile")
+    timed = sorted(((start.cpu_elapsed_us(event) / 1e6, event) for event in events), key=lambda pair: pair[0])
+    points, marks, live = [(0.0, 0)], {}, 0
+    for seconds, event in timed:
+        if event.kind() == "memory_alloc":
+            live += event.cpu_memory_usage()
+            points.append((seconds, live))
+        elif event.kind() == "push":
+            marks.setdefault(event.name(), seconds)
+    return Timeline(points=points, marks=marks, duration_s=timed[-1][0])
+
+
+def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
+    """The function's result, and the profiler's events of each thread, in order."""
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(config)
+    try:
+        result = function()
+    finally:
+        threads = _disable_profiler_legacy()
+    return result, threads

@@ -1,0 +1,475 @@
+"""Module and sample -> joint graph: the only file that touches PyTorch's private tracing interface.
+
+`torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (torch 2.11 to 2.13) traces the plain module with fake tensors, no
+Dynamo, and returns forward and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here those become
+this project's own `Role`s, and everything that would let the trace differ from what eager runs is set for its duration:
+
+* the flags behind `torch.compiler.is_compiling()` and `is_exporting()` are on, so that model code does not read tensor values;
+* Hugging Face's mask code is told what it cannot read: without a padding mask there is no padding, without `position_ids` there is
+  no packing, so the captured graph runs the attention kernel that eager runs;
+* the key/value cache and gradient checkpointing of Hugging Face models are off: one is useless in training, the other is our job.
+
+Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and every flag are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.structure import Structure, flatten
+
+logger = logging.getLogger("rockmate")
+
+_PLAIN = (bool, int, float, str)
+_CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
+
+
+class RoleKind(enum.Enum):
+    """What an input or output of the joint graph stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    TANGENT = "tangent"
+    OUTPUT = "output"
+    BUFFER_UPDATE = "buffer_update"
+    INPUT_UPDATE = "input_update"
+    PARAMETER_GRADIENT = "parameter_gradient"
+    INPUT_GRADIENT = "input_gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One input or output of the joint graph: its kind, with the name (parameters, buffers, constants) or index (all others)."""
+
+    kind: RoleKind
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A joint graph and the meaning of its ends.
+
+    Attributes:
+        joint: the functional forward and backward in one graph.
+        inputs: the role of each placeholder and of each constant tensor, in order.
+        output_roles: the role of each value that the graph returns; None for the gradient of an input that needs none.
+        constants: tensors that the model's code made from Python numbers, by name.
+        output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
+        module_of_sequence: autograd sequence number of a forward op -> path of the innermost module that ran it.
+    """
+
+    joint: fx.GraphModule
+    inputs: tuple[tuple[fx.Node, Role], ...]
+    output_roles: tuple[Role | None, ...]
+    constants: Mapping[str, torch.Tensor]
+    output_structure: Structure
+    module_of_sequence: Mapping[int, str]
+
+    @property
+    def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:
+        """Each value that the graph returns now, with its role."""
+        returned: Any = self.joint.graph.output_node().args[0]
+        return tuple((node, role) for node, role in zip(returned, self.output_roles, strict=True) if role is not None)
+
+
+def capture_joint(
+    model: nn.Module,
+    tensors: list[torch.Tensor],
+    structure: Structure,
+    *,
+    differentiable: Literal["loss", "all"] = "loss",
+    outputs: Literal["all", "loss"] = "all",
+) -> Capture:
+    """Traces forward and backward of `model` for one input signature.
+
+    Args:
+        model: the module, in the mode that it will be trained in.
+        tensors: the tensors of the sample input; only their metadata matters.
+        structure: rebuilds `(args, kwargs)` from the tensors.
+        differentiable: "loss" cuts every output but the loss from the backward where the output has a loss; "all" keeps them all.
+        outputs: "loss" returns `None` for every output tensor but the loss.
+
+    Raises:
+        InvalidSampleError: the model rejects the sample, or no output depends on anything that requires a gradient.
+        UnsupportedModelError: the model cannot be captured as one static graph; the message names the line.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    # Copies, since a sample that passes one tensor twice would be captured as a model with one input.
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
+    args, kwargs = structure.rebuild(tensors)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_CAPTURE_LOCK)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_compile_flags())
+        stack.enter_context(_known_masks(args, kwargs))
+        stack.enter_context(_training_only_features_off(model))
+        stack.enter_context(_random_state_kept(tensors))
+        stack.enter_context(_attributes_kept(model))
+        modules = stack.enter_context(_module_spans(model))
+        try:
+            joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
+        except (InvalidSampleError, UnsupportedModelError):
+            raise
+        except Exception as error:
+            raise _explain(error, model) from error
+        captured = joint.graph_module
+    if forward.notice:
+        logger.warning('%s; pass differentiable="all" if they are part of your loss', forward.notice)
+    return _with_roles(captured, forward, modules)
+
+
+class _TensorsIn(nn.Module):
+    """The model as a function from tensors to a flat tuple of tensors, which is what the tracer's descriptors number."""
+
+    def __init__(self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str) -> None:
+        super().__init__()
+        self.model = model
+        self._structure = structure
+        self._differentiable = differentiable
+        self._outputs = outputs
+        self.output_structure: Structure | None = None
+        self.differentiable_outputs: tuple[int, ...] = ()
+        self.notice = ""
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self._structure.rebuild(list(tensors))
+        buffers = _buffers_by_place(self.model)
+        output = self.model(*args, **kwargs)
+        _refuse_reassigned(buffers, _buffers_by_place(self.model))
+        flat, structure = flatten(output, what="the model's output")
+        loss = _find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
+        if self._outputs == "loss":
+            if loss is None:
+                msg = 'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave `outputs` at "all".'
+                raise InvalidSampleError(msg)
+            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
+        if self._differentiable == "loss" and loss is not None:
+            cut = [tensor for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad]
+            scalars = sum(tensor.numel() == 1 for tensor in cut)
+            self.notice = f"{scalars} scalar outputs beside the loss have no gradient in planned steps" if scalars else ""
+            flat = [tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)]
+        self.output_structure = structure
+        self.differentiable_outputs = tuple(index for index, tensor in enumerate(flat) if tensor.requires_grad)
+        if not self.differentiable_outputs:
+            msg = (
+                "no output of the model requires a gradient, so there is nothing to train. Unfreeze a parameter, pass labels, or "
+                "call the plain model."
+            )
+            raise InvalidSampleError(msg)
+        return tuple(_unshared(flat))
+
+
+def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Raises if the forward has put another tensor in the place of a buffer, which a graph cannot do for it."""
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) is not after.get(name))
+    if changed:
+        msg = (
+            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured graph cannot repeat. Change it in "
+            "place instead (`buffer.copy_(...)`, `buffer.add_(...)`)."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def _find_loss(output: Any, flat: list[torch.Tensor], *, has_labels: bool) -> int | None:
+    """Index among `flat` of the output's loss, None if there is none.
+
+    That is an entry called `loss`, or the leading scalar of a tuple if the model was given `labels`.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and has_labels and isinstance(output, tuple | list) and len(flat) > 1 and flat[0] is output[0]:
+        loss = flat[0] if flat[0].ndim == 0 else None
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+        return None
+    return next((index for index, tensor in enumerate(flat) if tensor is loss), None)
+
+
+def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies differentiable outputs that share memory with an earlier one: each then has a gradient of its own."""
+    seen: set[int] = set()
+    result = []
+    for tensor in flat:
+        key = tensor.untyped_storage()._cdata
+        result.append(tensor.clone() if tensor.requires_grad and key in seen else tensor)
+        seen.add(key)
+    return result
+
+
+@contextlib.contextmanager
+def _compile_flags() -> Iterator[None]:
+    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true."""
+    from torch._functorch import config
+
+    compiler = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        # Eager's backward runs outside the user's autocast. Not every supported release knows the setting.
+        known = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+        with config.patch(known):
+            yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def _known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Answers for Hugging Face's mask code the questions that it would answer by reading values.
+
+    A mask that is given is never skipped: its values differ from batch to batch, and a traced mask is still taken as unknown.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or len(args) > 1:  # further positional arguments may be masks or positions
+        yield
+        return
+    answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
+    if kwargs.get("position_ids") is None:
+        answers["find_packed_sequence_indices"] = lambda position_ids: None
+    before = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
+    try:
+        for name in before:
+            setattr(masking, name, answers[name])
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking, name, function)
+
+
+@contextlib.contextmanager
+def _training_only_features_off(model: nn.Module) -> Iterator[None]:
+    """Switches off the key/value cache and gradient checkpointing, and says so."""
+    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "__dict__")]
+    settings = [(config, vars(config).copy()) for config in configs]  # some forwards write to them (`problem_type`)
+    changed: list[tuple[Any, str]] = []
+    holders = {id(holder): holder for module in model.modules() for holder in _cache_switches(module)}
+    changed += [(holder, "use_cache") for holder in holders.values()]
+    changed += [(module, "gradient_checkpointing") for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    if holders:
+        logger.info("use_cache is off in the planned forward: a training step has no use for past_key_values")
+    if len(changed) > len(holders):
+        logger.info("gradient checkpointing is off in the planned forward: the plan recomputes instead")
+    try:
+        for holder, name in changed:
+            setattr(holder, name, False)
+        yield
+    finally:
+        for holder, name in changed:
+            setattr(holder, name, True)
+        for config, before in settings:
+            for name in vars(config).keys() - before.keys():
+                delattr(config, name)
+            for name, value in before.items():
+                if vars(config).get(name) is not value:
+                    setattr(config, name, value)
+
+
+def _cache_switches(module: nn.Module) -> Iterator[Any]:
+    config = getattr(module, "config", None)
+    for holder in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)):
+        if getattr(holder, "use_cache", None) is True:
+            yield holder
+
+
+@contextlib.contextmanager
+def _random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+        drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+    if drawn:
+        msg = (
+            "the model's forward draws from Python's or NumPy's random numbers, which a captured graph cannot repeat: it would train one "
+            "outcome for ever. Draw with torch, and keep control flow out of it."
+        )
+        raise UnsupportedModelError(msg)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back plain attributes that the forward changes (counters), which planned steps will leave alone."""
+    before = [(module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in attributes.items():
+                if vars(module).get(name) != value:
+                    logger.warning("the forward changes %s.%s, which planned steps do not", type(module).__name__, name)
+                    setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def _module_spans(model: nn.Module) -> Iterator[list[tuple[int, int, str]]]:
+    """Records which autograd sequence numbers each submodule's forward spans: (first, past the last, module path)."""
+    spans: list[tuple[int, int, str]] = []
+    entered: list[int] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        entered.append(torch.autograd._get_sequence_nr())
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            spans.append((entered.pop(), torch.autograd._get_sequence_nr(), path))
+
+        return hook
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave(path)))
+    try:
+        yield spans
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _module_of_sequence(spans: list[tuple[int, int, str]]) -> dict[int, str]:
+    """The innermost module of each sequence number. Spans end in order of leaving, so an inner one comes before its parent."""
+    last_trace_start = max((first for first, _, path in spans if not path), default=0)
+    result: dict[int, str] = {}
+    for first, past_last, path in spans:
+        if first < last_trace_start:  # an earlier trace of the same module: the tracer runs it more than once
+            continue
+        for number in range(first, past_last):
+            result.setdefault(number, path)
+    return result
+
+
+def _explain(error: Exception, model: nn.Module) -> Exception:
+    """The tracer's error as one that the user can act on, with the line of their code that caused it."""
+    where = _user_line(error)
+    text = str(error).strip().split("\n")[0][:300]
+    if _is_data_dependent(error):
+        msg = (
+            f"{type(model).__name__} cannot be captured as one graph: its forward reads the value of a tensor{where}. Control flow or "
+            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or keep that part outside. ({text})"
+        )
+        return UnsupportedModelError(msg)
+    if "convert all Tensors to FakeTensors" in str(error):
+        msg = (
+            f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor input{where}, typically an attribute. "
+            "Register it with register_buffer(name, tensor, persistent=False)."
+        )
+        return UnsupportedModelError(msg)
+    if isinstance(error, TypeError | ValueError | IndexError | RuntimeError | KeyError | AttributeError):
+        msg = f"{type(model).__name__} raised on the sample input{where}: {type(error).__name__}: {text}"
+        return InvalidSampleError(msg)
+    return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}")
+
+
+def _is_data_dependent(error: BaseException | None) -> bool:
+    names = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError"}
+    while error is not None:
+        text = str(error)
+        if type(error).__name__ in names or "data-dependent" in text or "_local_scalar_dense" in text:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _user_line(error: BaseException) -> str:
+    """The deepest frame outside PyTorch and this package, as text that starts with a blank; empty if there is none."""
+    ours, torch_root = Path(__file__).parent, Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if ours not in Path(frame.filename).parents and torch_root not in Path(frame.filename).parents and frame.line
+    ]
+    frames = [frame for frame in frames if "contextlib" not in frame.filename]
+    return f' at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)' if frames else ""
+
+
+def _with_roles(joint: fx.GraphModule, forward: _TensorsIn, spans: list[tuple[int, int, str]]) -> Capture:
+    made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
+    for node in made_by_code:
+        if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
+            msg = f"the model's forward uses a {type(getattr(joint, str(node.target))).__name__} object, which cannot be captured"
+            raise UnsupportedModelError(f"{msg}. Use the default random generator, and tensors that are inputs or buffers.")
+    constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    returned = joint.graph.output_node()
+    values: Any = returned.args[0]
+    inputs = tuple((node, _input_role(node.meta["desc"])) for node in placeholders)
+    inputs += tuple((node, Role(RoleKind.CONSTANT, name=str(node.target))) for node in made_by_code)
+    output_roles = tuple(
+        _output_role(descriptor) if isinstance(node, fx.Node) else None
+        for node, descriptor in zip(values, returned.meta["desc"], strict=True)
+    )
+    tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
+    if tangents != set(forward.differentiable_outputs):
+        missing = sorted(set(forward.differentiable_outputs) - tangents)
+        msg = (
+            f"output tensors {missing} of the model require grad but are its own inputs or parameters (or views of them). Return a "
+            "copy, or detach them."
+        )
+        raise UnsupportedModelError(msg)
+    assert forward.output_structure is not None
+    return Capture(joint, inputs, output_roles, constants, forward.output_structure, _module_of_sequence(spans))
+
+
+def _input_role(descriptor: Any) -> Role:
+    kind = type(descriptor).__name__
+    match kind:
+        case "ParamAOTInput":
+            return Role(RoleKind.PARAMETER, name=_own_name(descriptor.target))
+        case "BufferAOTInput":
+            return Role(RoleKind.BUFFER, name=_own_name(descriptor.target))
+        case "PlainAOTInput":
+            return Role(RoleKind.INPUT, index=descriptor.idx)
+        case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
+            return Role(RoleKind.TANGENT, index=descriptor.output.idx)
+    msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
+    raise UnsupportedModelError(msg)
+
+
+def _output_role(descriptor: Any) -> Role:
+    kind = type(descriptor).__name__
+    if kind == "PlainAOTOutput":
+        return Role(RoleKind.OUTPUT, index=descriptor.idx)
+    if kind == "InputMutationAOTOutput":
+        target = _input_role(descriptor.mutated_input)
+        if target.kind is RoleKind.BUFFER:
+            return Role(RoleKind.BUFFER_UPDATE, name=target.name)
+        if target.kind is RoleKind.INPUT:
+            return Role(RoleKind.INPUT_UPDATE, index=target.index)
+    if kind == "GradAOTOutput":
+        target = _input_role(descriptor.grad_of)
+        if target.kind is RoleKind.PARAMETER:
+            return Role(RoleKind.PARAMETER_GRADIENT, name=target.name)
+        if target.kind is RoleKind.INPUT:
+            return Role(RoleKind.INPUT_GRADIENT, index=target.index)
+    msg = f"the model has an output of kind {kind} ({descriptor}), which is not supported"
+    raise UnsupportedModelError(msg)
+
+
+def _own_name(target: str) -> str:
+    return target.removeprefix("model.")

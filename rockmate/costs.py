@@ -1,0 +1,187 @@
+"""Time and workspace of each op, measured on the real device.
+
+Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each distinct one is run alone, on inputs made up for it; the
+model as a whole is never run. Rounds go over all distinct calls in turn, so that no call finds its own data in the cache, and the
+median over rounds is taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from tqdm import tqdm
+
+from rockmate.allocations import peak_beyond_result
+from rockmate.capture import RoleKind
+from rockmate.errors import InvalidSampleError, RockmateError
+from rockmate.graph import Graph, Op, call_key
+
+_ADD = torch.ops.aten.add_.Tensor
+_ROUNDS = 5
+_SLOW_MS = 20.0  # a call this slow is measured well by two runs, the one for the overhead included
+_VERY_SLOW_MS = 100.0  # and this slow by that one alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one run of an op costs.
+
+    Attributes:
+        time_ms: wall time; at the first run that of adding its gradients to `.grad` included.
+        overhead_bytes: allocated while it runs, beyond its inputs and its results.
+    """
+
+    time_ms: float
+    overhead_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The cost of each op of a graph, by `Op.index`: at its first run, and when recomputed (which may be another call)."""
+
+    first: tuple[Cost, ...]
+    again: tuple[Cost, ...]
+    num_distinct: int
+
+
+def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
+    """Measures every distinct call of the graph on the device of its tensors.
+
+    Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans true.
+
+    Args:
+        graph: the ops.
+        progress: shows a progress bar.
+
+    Raises:
+        RockmateError: a profiler is running.
+        InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
+    """
+    if torch.autograd._profiler_enabled():
+        msg = "a profiler is running, and planning needs PyTorch's own to see what ops allocate. Plan before you start it."
+        raise RockmateError(msg)
+    calls: dict[Hashable, _Call] = {}
+
+    def distinct(call: _Call) -> _Call:
+        return calls.setdefault(call.key, call)
+
+    first = [distinct(_Call(op, op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
+    again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
+    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
+    cuda = sorted({call.device.index or 0 for call in calls.values() if call.device.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        _run_rounds(list(calls.values()), progress=progress)
+    costs = {key: call.cost() for key, call in calls.items()}
+    return Costs(
+        first=tuple(_with_additions(costs[call.key], [costs[a.key] for a in added]) for call, added in zip(first, additions, strict=True)),
+        again=tuple(costs[call.key] for call in again),
+        num_distinct=len(calls),
+    )
+
+
+def unit_times(costs: Costs) -> Costs:
+    """The same overheads with one millisecond for every op: a table that no clock has had a hand in."""
+    first, again = (tuple(replace(cost, time_ms=1.0) for cost in table) for table in (costs.first, costs.again))
+    return Costs(first=first, again=again, num_distinct=costs.num_distinct)
+
+
+def _additions(graph: Graph, op: Op) -> list[tuple[fx.Node, fx.Node]]:
+    """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
+    parameter = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    pairs = [(parameter[role.name], node) for node, role in op.delivers]
+    return pairs * 2 if op.handover else pairs
+
+
+def _with_additions(cost: Cost, additions: Sequence[Cost]) -> Cost:
+    return replace(cost, time_ms=cost.time_ms + sum(addition.time_ms for addition in additions))
+
+
+def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
+    bar = tqdm(total=_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False)
+    with bar:
+        for call in calls:
+            call.measure_overhead()
+        bar.update()
+        for round_index in range(_ROUNDS):
+            for call in calls:
+                if call.first_ms < (_VERY_SLOW_MS if round_index == 0 else _SLOW_MS):
+                    call.measure_time()
+            bar.update()
+
+
+class _Call:
+    """One distinct call, with what has been measured of it."""
+
+    def __init__(self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.op = op
+        self.target = target
+        self.args, self.kwargs = args, kwargs
+        self.device = _device_of(op.node)
+        self.key = call_key(target, args, kwargs)
+        self.times_ms: list[float] = []
+        self.overhead_bytes = 0
+        self.first_ms = 0.0
+
+    def cost(self) -> Cost:
+        return Cost(time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes)
+
+    def measure_overhead(self) -> None:
+        args, kwargs = self._make_inputs()
+        begin = time.perf_counter()
+        try:
+            self.overhead_bytes = peak_beyond_result(lambda: self.target(*args, **kwargs), self.device)
+        except Exception as error:
+            msg = (
+                f"{self.target} in {self.op.module or 'the model'} fails on inputs like the sample's: {type(error).__name__}: {error}. "
+                "Check the sample's shapes and dtypes against what the model takes."
+            )
+            raise InvalidSampleError(msg) from error
+        self.first_ms = (time.perf_counter() - begin) * 1e3
+        if self.device.type == "cuda":
+            self.first_ms = 0.0  # the first launch tells nothing
+        elif self.first_ms >= _SLOW_MS:
+            self.times_ms.append(self.first_ms)
+
+    def measure_time(self) -> None:
+        args, kwargs = self._make_inputs()
+        if self.device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            self.target(*args, **kwargs)
+            end.record()
+            end.synchronize()
+            self.times_ms.append(start.elapsed_time(end))
+            return
+        begin = time.perf_counter()
+        result = self.target(*args, **kwargs)
+        self.times_ms.append((time.perf_counter() - begin) * 1e3)
+        del result
+
+    def _make_inputs(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        made: dict[fx.Node, torch.Tensor] = {}
+
+        def make(node: fx.Node) -> torch.Tensor:
+            if node not in made:
+                made[node] = _made_up(node.meta["val"])
+            return made[node]
+
+        return fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
+
+
+def _made_up(fake: torch.Tensor) -> torch.Tensor:
+    value = 0.5 if fake.is_floating_point() or fake.is_complex() else 1 if fake.dtype == torch.bool else 0
+    needed = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
+    memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
+    return memory.as_strided(fake.shape, fake.stride())
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    first = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
+    return first.device

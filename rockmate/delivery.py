@@ -1,0 +1,202 @@
+"""How parameter gradients leave the backward: each is added to `.grad` as soon as it is final, and its hooks fire once.
+
+A weight that is tied arrives as several gradients. All but the last are added to `.grad` directly and only the last goes through
+autograd's accumulation, so that hooks fire once and the first need not wait in memory for the last.
+
+The gradient of a large weight is a matrix product that nobody else reads. It is made and added slice by slice: the whole of it, often
+the largest tensor of the backward, never exists. Each element is the same dot product, so on CPU the result is bitwise the same; a
+library that sums in another order for another shape may round it differently (within 1e-6 relative). The gradient of an embedding is
+zero but for the rows of the tokens at hand, so only those are made and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from rockmate.graph import EmbeddingRows, Graph, Op, Product
+
+_SPLIT_ABOVE_BYTES = 1 << 22
+_SLICE_BYTES = 1 << 21
+_ROWS_PER_SLICE = 512  # fewer make the products slow
+
+
+def split_handovers(graph: Graph) -> None:
+    """Marks, in place, the ops whose result can be added to `.grad` piece by piece; their storage then has a piece's size."""
+    read = {storage for op in graph.ops for storage in op.reads}
+    for op in graph.ops:
+        is_own = len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
+        if not is_own or op.writes[0].num_bytes < _SPLIT_ABOVE_BYTES:
+            continue
+        if op.node.target is torch.ops.aten.mm.default:
+            _split_product(op)
+        elif op.node.target is torch.ops.aten.embedding_dense_backward.default:
+            _split_embedding(op)
+
+
+def _split_product(op: Op) -> None:
+    fake, delivered = op.node.meta["val"], op.delivers[0][0].meta["val"]
+    rows, columns = fake.shape
+    is_same = delivered.shape == fake.shape and delivered.stride() == fake.stride()
+    is_flipped = tuple(delivered.shape) == (columns, rows) and tuple(delivered.stride()) == (1, columns)
+    longer = max(rows, columns)
+    num_slices = min(-(-op.writes[0].num_bytes // _SLICE_BYTES), longer // _ROWS_PER_SLICE)
+    if num_slices >= 2 and (is_same or is_flipped):
+        size = -(-longer // num_slices)
+        op.handover = Product(is_flipped=is_flipped, dim=0 if rows >= columns else 1, slice_size=size)
+        op.writes[0].num_bytes = size * min(rows, columns) * fake.element_size()
+
+
+def _split_embedding(op: Op) -> None:
+    _, indices, num_weights, _, scale_grad_by_freq = op.node.args
+    assert isinstance(indices, fx.Node)
+    fake, num_rows = op.node.meta["val"], indices.meta["val"].numel()
+    if not scale_grad_by_freq and 2 * num_rows <= num_weights and op.delivers[0][0] is op.node:
+        op.handover = EmbeddingRows(num_rows=num_rows)
+        op.writes[0].num_bytes = num_rows * fake.shape[1] * fake.element_size()
+
+
+def deliver(sink: GradientSink, gradient: torch.Tensor, name: str, is_final: bool) -> None:
+    """Hands one parameter gradient over; called from the emitted backward."""
+    sink.accept(name, gradient, is_final=is_final)
+
+
+def deliver_product(
+    sink: GradientSink,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    name: str,
+    is_final: bool,
+    is_flipped: bool,
+    dim: int,
+    slice_size: int,
+) -> None:
+    """Hands over the product of two matrices, slice by slice; called from the emitted backward."""
+    product = Product(is_flipped=is_flipped, dim=dim, slice_size=slice_size)
+    sink.accept_product(name, left, right, product, is_final=is_final)
+
+
+def deliver_embedding(
+    sink: GradientSink, gradient: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, name: str, is_final: bool
+) -> None:
+    """Hands over the gradient of an embedding, only the rows that a token touches; called from the emitted backward."""
+    sink.accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
+
+
+class Binding:
+    """Finds the present parameters and buffers of a module by the names that the capture gave them."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._places = {name: self._place(model, name) for name in names}
+
+    @staticmethod
+    def _place(model: nn.Module, name: str) -> tuple[Mapping[str, torch.Tensor | None], str]:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        holder, leaf = self._places[name]
+        tensor = holder[leaf]
+        assert tensor is not None, f"{name} has been removed from the model"
+        return tensor
+
+
+def owner_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter the first name of the same tensor: tied parameters share one."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+class GradientSink:
+    """Takes parameter gradients as they become final."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Takes the parameters that the forward ran with, by name."""
+        self._parameters = parameters
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
+        """Adds `gradient` to the `.grad` of parameter `name`; hooks fire if it is the parameter's last of this backward."""
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
+            return
+        if is_final:
+            waiting = self._waiting.pop(id(parameter), None)
+            if waiting is not None:
+                gradient = waiting + gradient
+            torch.autograd.backward((parameter,), (gradient,))
+        elif parameter._backward_hooks:  # a tensor hook must see the sum
+            waiting = self._waiting.get(id(parameter))
+            self._waiting[id(parameter)] = gradient if waiting is None else waiting + gradient
+        elif parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            parameter.grad.add_(gradient)
+
+    def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
+        """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:
+            return
+        if self._must_see_whole(parameter):
+            whole = torch.mm(left, right)
+            self.accept(name, whole.t() if product.is_flipped else whole, is_final=is_final)
+            return
+        gradient = _gradient_at_rest(parameter)
+        total = gradient.t() if product.is_flipped else gradient
+        for start in range(0, total.shape[product.dim], product.slice_size):
+            length = min(product.slice_size, total.shape[product.dim] - start)
+            rows = left.narrow(0, start, length) if product.dim == 0 else left
+            columns = right.narrow(1, start, length) if product.dim == 1 else right
+            total.narrow(product.dim, start, length).add_(torch.mm(rows, columns))
+        if is_final:
+            _fire_hooks(parameter)
+
+    def accept_embedding(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        num_weights: int,
+        padding_idx: int,
+        *,
+        is_final: bool,
+    ) -> None:
+        """Adds the gradient of an embedding's weight to the `.grad` of parameter `name`, touched rows only.
+
+        Rows are numbered anew without the untouched ones, and ATen's own kernel adds up the tokens of each, in its order.
+        """
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:
+            return
+        backward = torch.ops.aten.embedding_dense_backward
+        if self._must_see_whole(parameter):
+            self.accept(name, backward(gradient, indices, num_weights, padding_idx, False), is_final=is_final)
+            return
+        touched, row_of_token = torch.unique(indices, return_inverse=True)
+        rows = backward(gradient, row_of_token, touched.numel(), -1, False)
+        if padding_idx >= 0:
+            rows[touched == padding_idx] = 0.0
+        _gradient_at_rest(parameter).index_add_(0, touched, rows)
+        if is_final:
+            _fire_hooks(parameter)
+
+    def _must_see_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
+        return bool(parameter._backward_hooks) or id(parameter) in self._waiting
+
+
+def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's `.grad`, made of zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _fire_hooks(parameter: torch.Tensor) -> None:
+    """Accumulates a gradient of zeros that takes no memory, so that autograd fires the hooks of a gradient that is complete."""
+    nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+    torch.autograd.backward((parameter,), (nothing,))

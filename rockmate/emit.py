@@ -1,0 +1,311 @@
+"""Schedule -> forward and backward fx graphs.
+
+The forward graph returns the model's outputs, the new values of buffers, and what the schedule keeps. The backward graph is written
+in schedule order; recomputed ops are copies of their nodes. Generated code drops each name after its last use, so memory is
+released exactly where the schedule's liveness says, without explicit frees. The backward takes its arguments in one list that it
+empties (the boxed convention): a caller's argument tuple would keep everything alive.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from rockmate.capture import Role, RoleKind
+from rockmate.delivery import deliver, deliver_embedding, deliver_product
+from rockmate.graph import EmbeddingRows, Graph, Op, Product, Storage
+from rockmate.in_place import dying_operand, in_place_call
+from rockmate.kernels import batch_norm_again
+from rockmate.random_state import exchange_state, keep_state
+from rockmate.schedule import Schedule, last_reads
+
+_UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
+
+
+class ArgumentKind(enum.Enum):
+    """What an argument of an emitted graph is."""
+
+    STATIC = "static"  # a parameter, buffer, input or constant
+    TANGENT = "tangent"
+    KEPT = "kept"  # a storage kept from the forward
+    STATE = "state"  # the random state before an op's first run
+    SINK = "sink"  # takes the parameter gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an emitted graph: a role of the joint graph, a kept storage, an op's random state, or the sink."""
+
+    kind: ArgumentKind
+    what: Role | Storage | Op | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The planned step as two functions.
+
+    Attributes:
+        forward: takes the arguments of `forward_arguments` in one list; returns a tuple: the values of `results`, then those of `kept`.
+        backward: takes the arguments of `backward_arguments` in one list, which it empties; returns the values of `gradients`.
+        results: roles of what the forward returns first (outputs and updates).
+        kept: what the forward returns after that, in this order.
+        gradients: roles of what the backward returns.
+        delivered: names of the parameters whose gradients it hands over instead.
+        constants: tensors that belong to the graphs themselves, by name.
+        differentiable: indices of the outputs that have a gradient.
+        layouts: for each input and tangent a fake tensor with the strides that the graphs rely on.
+    """
+
+    forward: Callable[[list[Any]], tuple[Any, ...]]
+    backward: Callable[[list[Any]], tuple[Any, ...]]
+    forward_arguments: tuple[Argument, ...]
+    backward_arguments: tuple[Argument, ...]
+    results: tuple[Role, ...]
+    kept: tuple[Argument, ...]
+    gradients: tuple[Role, ...]
+    delivered: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    differentiable: frozenset[int]
+    layouts: Mapping[Role, torch.Tensor]
+    forward_code: str
+    backward_code: str
+
+
+def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Program:
+    """Writes the two graphs of a schedule.
+
+    Args:
+        graph: ops and storages.
+        schedule: the order in which they run.
+        owner_of: for each parameter's name that of the parameter it is tied to (its own if none); of the gradients that share
+            such a name, only the last to arrive is final.
+    """
+    runs = Counter(schedule.steps)
+    ends = last_reads(graph, schedule.forward, schedule.backward)
+    again = {index for index, number in runs.items() if number > 1}
+    forward = _Writer(graph, schedule, ends, again)
+    for position, index in enumerate(schedule.forward):
+        forward.run(graph.ops[index], position)
+    backward_reads = _kept_storages(graph, schedule)
+    kept = [Argument(ArgumentKind.KEPT, storage) for storage in backward_reads]
+    states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in again]
+    results = [(node, role) for node, role in graph.outputs if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES]
+    returned = [forward.value(node) for node, _ in results]
+    returned += [forward.value(storage.root) for storage in backward_reads]
+    returned += [forward.states[argument.what] for argument in states]  # pyright: ignore[reportArgumentType]
+    forward.graph.output(tuple(returned))
+
+    backward = _Writer(graph, schedule, ends, again, ran=forward.ran, is_final=_Finality(graph, schedule, owner_of))
+    for argument in (*kept, *states):
+        backward.take(argument)
+    for node, role in graph.initial_deliveries:
+        backward.hand_over(node, role)
+    for offset, index in enumerate(schedule.backward):
+        backward.run(graph.ops[index], len(schedule.forward) + offset)
+    gradient_kinds = {RoleKind.INPUT_GRADIENT} | ({RoleKind.PARAMETER_GRADIENT} if _are_returned(graph) else set())
+    gradients = [(node, role) for node, role in graph.outputs if role.kind in gradient_kinds]
+    backward.graph.output(tuple(backward.value(node) for node, _ in gradients))
+    forward_module, backward_module = _compile(forward.graph), _compile(backward.graph)
+    return Program(
+        forward=forward_module.forward,
+        backward=backward_module.forward,
+        forward_arguments=tuple(forward.arguments),
+        backward_arguments=tuple(backward.arguments),
+        results=tuple(role for _, role in results),
+        kept=(*kept, *states),
+        gradients=tuple(role for _, role in gradients),
+        delivered=tuple(dict.fromkeys(_delivery_order(graph, schedule))),
+        constants=graph.constants,
+        differentiable=frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT),
+        layouts={role: node.meta["val"] for node, role in graph.inputs if role.kind in {RoleKind.INPUT, RoleKind.TANGENT}},
+        forward_code=forward_module.code,
+        backward_code=backward_module.code,
+    )
+
+
+def _are_returned(graph: Graph) -> bool:
+    """Whether parameter gradients are returned: then no op delivers any."""
+    return not graph.initial_deliveries and not any(op.delivers for op in graph.ops)
+
+
+def _kept_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
+    """Storages of the forward that the backward reads before it makes them anew, in order of their making."""
+    made: set[Storage] = set()
+    read: dict[Storage, None] = {}
+    for index in schedule.backward:
+        op = graph.ops[index]
+        read.update({s: None for s in op.reads if s not in made and not s.is_static and not s.is_tangent})
+        made.update(op.writes)
+    for node, role in graph.outputs:  # a gradient that is a value of the forward
+        storage = graph.storage_of[node]
+        if role.kind in {RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT} and storage.producer and storage not in made:
+            read[storage] = None
+    return sorted(read, key=lambda storage: storage.index)
+
+
+def _compile(graph: fx.Graph) -> fx.GraphModule:
+    graph.set_codegen(_BoxedCodeGen())
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _delivery_order(graph: Graph, schedule: Schedule) -> list[str]:
+    """Names of parameters, once for each gradient that is handed over, in order."""
+    order = [role.name for _, role in graph.initial_deliveries]
+    return order + [role.name for index in schedule.backward for _, role in graph.ops[index].delivers]
+
+
+class _Finality:
+    """Tells of each delivery whether it is the last one for its parameter."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, owner: Mapping[str, str]) -> None:
+        self.owner = owner
+        self.left = Counter(owner[name] for name in _delivery_order(graph, schedule))
+
+    def __call__(self, name: str) -> bool:
+        self.left[self.owner[name]] -= 1
+        return self.left[self.owner[name]] == 0
+
+
+class _Writer:
+    """Writes runs into one fx graph, keeping track of which node stands for which value now."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        ends: list[list[Storage]],
+        again: Iterable[int],
+        *,
+        ran: Iterable[int] = (),
+        is_final: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.source = graph
+        self.schedule = schedule
+        self.ends = ends
+        self.again = set(again)
+        self.ran = set(ran)
+        self.is_final = is_final
+        self.roles = dict(graph.inputs)
+        self.graph = fx.Graph()
+        self.arguments: list[Argument] = []
+        self.states: dict[Op, fx.Node] = {}
+        self.present: dict[fx.Node, fx.Node] = {}
+        self.nodes_of: dict[Storage, list[fx.Node]] = {}
+        self.last_placeholder: fx.Node | None = None
+        self.sink: fx.Node | None = None
+
+    def take(self, argument: Argument) -> fx.Node:
+        """A new argument of this graph."""
+        name = f"{argument.kind.value}_{len(self.arguments)}"
+        if self.last_placeholder is None:
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_after(self.last_placeholder):
+                node = self.graph.placeholder(name)
+        self.last_placeholder = node
+        self.arguments.append(argument)
+        if argument.kind is ArgumentKind.KEPT:
+            assert isinstance(argument.what, Storage)
+            self._set(argument.what.root, node)
+        elif argument.kind is ArgumentKind.STATE:
+            assert isinstance(argument.what, Op)
+            self.states[argument.what] = node
+        return node
+
+    def _set(self, node: fx.Node, value: fx.Node) -> None:
+        self.present[node] = value
+        self.nodes_of.setdefault(self.source.storage_of[node], []).append(node)
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The node that stands for `node` of the joint graph now; views are taken anew where they are needed."""
+        found = self.present.get(node)
+        if found is not None:
+            return found
+        role = self.roles.get(node)
+        if role is not None:
+            kind = ArgumentKind.TANGENT if role.kind is RoleKind.TANGENT else ArgumentKind.STATIC
+            value = self.take(Argument(kind, role))
+        else:
+            value = self._view(node)
+        if node in self.source.storage_of:
+            self._set(node, value)
+        return value
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        """Copies a view; a chain of them is walked without recursion by `value` of its base, which is short in practice."""
+        assert node in self.source.view_base, f"{node} is not available here"
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        assert callable(node.target)
+        return self.graph.call_function(node.target, args, kwargs)
+
+    def run(self, op: Op, position: int) -> None:
+        """One run of `op`: its call, its outputs, and the gradients that are final now."""
+        is_again = op.index in self.ran
+        self.ran.add(op.index)
+        target: Any = op.recompute_target if is_again else op.node.target
+        source = op.node.args
+        if target is batch_norm_again:  # the running statistics, which may have changed, are none of its business
+            source = (*source[:3], None, None, *source[5:])
+        args, kwargs = fx.map_arg((source, op.node.kwargs), self.value)
+        if position in self.schedule.in_place:
+            operand = dying_operand(self.source, op, self.ends[position])
+            assert operand is not None
+            target, args, kwargs = in_place_call(op, operand, args, kwargs, self.value(operand))
+        if op.handover is not None:
+            self._hand_over_pieces(op, args)
+            return
+        present = None
+        if op.is_random and is_again:
+            present = self.graph.call_function(exchange_state, (op.device, self.states[op]))
+        elif op.is_random and op.index in self.again:
+            self.states[op] = self.graph.call_function(keep_state, (op.device,))
+        self._publish(op, self.graph.call_function(target, args, kwargs))
+        if present is not None:
+            self.graph.call_function(exchange_state, (op.device, present))
+        for node, role in op.delivers:
+            self.hand_over(node, role)
+
+    def _publish(self, op: Op, call: fx.Node) -> None:
+        for storage in op.writes:
+            for stale in self.nodes_of.pop(storage, ()):
+                self.present.pop(stale, None)
+        for storage in op.writes:
+            if storage.root is op.node:
+                if isinstance(op.node.meta["val"], torch.Tensor):
+                    self._set(op.node, call)
+            else:
+                item = self.graph.call_function(storage.root.target, (call, storage.root.args[1]))  # pyright: ignore[reportArgumentType]
+                self._set(storage.root, item)
+
+    def hand_over(self, node: fx.Node, role: Role) -> None:
+        """Gives a parameter gradient to the sink."""
+        self.graph.call_function(deliver, (self._sink(), self.value(node), role.name, self._is_final(role.name)))
+
+    def _hand_over_pieces(self, op: Op, args: tuple[Any, ...]) -> None:
+        """Gives a gradient to the sink that is never made as a whole."""
+        name = op.delivers[0][1].name
+        whose = (name, self._is_final(name))
+        match op.handover:
+            case Product() as product:
+                how = (product.is_flipped, product.dim, product.slice_size)
+                self.graph.call_function(deliver_product, (self._sink(), *args, *whose, *how))
+            case EmbeddingRows():
+                self.graph.call_function(deliver_embedding, (self._sink(), *args[:4], *whose))
+
+    def _sink(self) -> fx.Node:
+        if self.sink is None:
+            self.sink = self.take(Argument(ArgumentKind.SINK, None))
+        return self.sink
+
+    def _is_final(self, name: str) -> bool:
+        assert self.is_final is not None
+        return self.is_final(name)

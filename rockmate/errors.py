@@ -1,0 +1,55 @@
+"""Errors that a user can act on: each names the value, the limit and the next step."""
+
+from __future__ import annotations
+
+
+class RockmateError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class InfeasibleBudgetError(RockmateError, ValueError):
+    """No schedule of this planner fits the budget.
+
+    Attributes:
+        budget_bytes: the activation budget that was asked for.
+        minimum_bytes: the smallest budget for which `Planner.plan` succeeds.
+    """
+
+    def __init__(self, budget_bytes: int, minimum_bytes: int, *, where: str = "", slowdown: float | None = None) -> None:
+        """Build the text from the numbers.
+
+        Args:
+            budget_bytes: the budget asked for.
+            minimum_bytes: the smallest feasible one.
+            where: what is running when the smallest plan is at its peak.
+            slowdown: predicted step time of the smallest plan over that of no recomputation.
+        """
+        text = f"the activation budget of {budget_bytes:,} bytes is below the smallest feasible peak of {minimum_bytes:,} bytes"
+        if where:
+            text += f", which is set by {where}"
+        if slowdown is not None:
+            text += f"; the plan at that minimum takes {slowdown:.2f}x the step time of no recomputation"
+        text += f". Ask for budget={minimum_bytes} or more, or make the batch smaller."
+        super().__init__(text)
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+
+
+class InvalidBudgetError(RockmateError, ValueError):
+    """A budget that cannot be read as bytes or as a fraction."""
+
+
+class InvalidSampleError(RockmateError, ValueError):
+    """The sample input does not fit the model: wrong device, wrong arguments, nothing to differentiate."""
+
+
+class UnsupportedModelError(RockmateError, ValueError):
+    """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
+
+
+class SignatureMismatchError(RockmateError, ValueError):
+    """A call differs in shapes, dtypes, devices or constants from the sample that the plan was made for."""
+
+
+class BackwardError(RockmateError, RuntimeError):
+    """A backward that this kind of schedule cannot serve: a second one, a second derivative, `autograd.grad`."""

@@ -1,0 +1,128 @@
+"""Ops that can write their result into an operand that dies with them, bitwise as if they had not.
+
+Eager uses in-place forms (a ReLU after a convolution, gradients added up); a functional graph without them starts behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.graph import Graph, Op, Storage
+from rockmate.kernels import cross_entropy_backward, dropout_apply
+
+_aten = torch.ops.aten
+_HALF = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceForm:
+    """How to run an op on the memory of one of its operands.
+
+    Attributes:
+        target: called with the op's own arguments; where `out_name` is set, with the operand again under that name.
+        operands: positions of the arguments whose memory may be taken, best first.
+        out_name: keyword of the `out=` variant, empty for a method that writes into its first argument.
+    """
+
+    target: Callable[..., Any]
+    operands: tuple[int, ...]
+    out_name: str = ""
+
+
+_FORMS: dict[Any, InPlaceForm] = {
+    _aten.add.Tensor: InPlaceForm(_aten.add.out, (0, 1), "out"),
+    _aten.sub.Tensor: InPlaceForm(_aten.sub.out, (0, 1), "out"),
+    _aten.mul.Tensor: InPlaceForm(_aten.mul.out, (0, 1), "out"),
+    _aten.div.Tensor: InPlaceForm(_aten.div.out, (0, 1), "out"),
+    _aten.mul.Scalar: InPlaceForm(_aten.mul_.Scalar, (0,)),
+    _aten.add.Scalar: InPlaceForm(_aten.add_.Scalar, (0,)),
+    _aten.div.Scalar: InPlaceForm(_aten.div_.Scalar, (0,)),
+    _aten.neg.default: InPlaceForm(_aten.neg_.default, (0,)),
+    _aten.relu.default: InPlaceForm(_aten.relu_.default, (0,)),
+    _aten.tanh.default: InPlaceForm(_aten.tanh_.default, (0,)),
+    _aten.sigmoid.default: InPlaceForm(_aten.sigmoid_.default, (0,)),
+    _aten.exp.default: InPlaceForm(_aten.exp_.default, (0,)),
+    _aten.pow.Tensor_Scalar: InPlaceForm(_aten.pow_.Scalar, (0,)),
+    _aten.masked_fill.Scalar: InPlaceForm(_aten.masked_fill_.Scalar, (0,)),
+    _aten.masked_fill.Tensor: InPlaceForm(_aten.masked_fill_.Tensor, (0,)),
+    _aten.threshold_backward.default: InPlaceForm(_aten.threshold_backward.grad_input, (0,), "grad_input"),
+    _aten.tanh_backward.default: InPlaceForm(_aten.tanh_backward.grad_input, (0,), "grad_input"),
+    _aten.sigmoid_backward.default: InPlaceForm(_aten.sigmoid_backward.grad_input, (0,), "grad_input"),
+    _aten.gelu_backward.default: InPlaceForm(_aten.gelu_backward.grad_input, (0,), "grad_input"),
+    _aten.silu_backward.default: InPlaceForm(_aten.silu_backward.grad_input, (0,), "grad_input"),
+    # The row's sum is taken before the row is written.
+    _aten._log_softmax_backward_data.default: InPlaceForm(_aten._log_softmax_backward_data.out, (0,), "out"),
+    dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
+    cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),
+}
+
+
+def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
+    """The argument whose memory the op's result can take, or None.
+
+    Args:
+        graph: where the op stands.
+        op: the op in question.
+        ends: storages that nobody reads after this run.
+    """
+    if op.in_place_operands is None:
+        op.in_place_operands = tuple(_operands(graph, op))
+    for operand in op.in_place_operands:  # empty for most ops
+        if graph.storage_of[operand] in ends:
+            return operand
+    return None
+
+
+def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
+    form = _FORMS.get(op.node.target)
+    if form is None:
+        return
+    result = op.node.meta["val"]
+    if result.dtype in _HALF and not form.out_name and len(op.node.args) > 1:
+        return  # with a number as argument the two forms round it differently
+    for position in form.operands:
+        operand = op.node.args[position]
+        if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
+            continue
+        if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(graph, op, operand):
+            yield operand
+
+
+def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    return (
+        operand.dtype == result.dtype
+        and operand.shape == result.shape
+        and operand.stride() == result.stride()
+        and operand.storage_offset() == 0
+        and operand.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    )
+
+
+def _reads_twice(graph: Graph, op: Op, operand: fx.Node) -> bool:
+    """Whether another argument is a different view of the operand's memory, which would be read while it is overwritten."""
+    others = [node for node in op.node.all_input_nodes if node is not operand]
+    return any(graph.storage_of[node] is graph.storage_of[operand] for node in others)
+
+
+def in_place_call(
+    op: Op, operand: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target, arguments and keywords that run `op` on the memory of `operand`.
+
+    Args:
+        op: an op for which `dying_operand` found `operand`.
+        operand: that argument in the joint graph.
+        args: the op's arguments as they are now.
+        kwargs: its keywords as they are now.
+        value: the operand as it is now.
+    """
+    form = _FORMS[op.node.target]
+    if not form.out_name:
+        assert op.node.args[0] is operand
+        return form.target, args, kwargs
+    return form.target, args, {**kwargs, form.out_name: value}

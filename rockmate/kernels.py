@@ -1,0 +1,98 @@
+"""Calls that stand in for ATen ops in a planned graph, each bitwise equal to what it stands for.
+
+They exist where an op as ATen has it ties together what the planner wants apart (drawing a dropout mask and applying it), cannot run
+twice (batch normalisation that updates statistics), or needs memory that its mathematics does not (the gradient of cross entropy).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_aten = torch.ops.aten
+_CHUNK_BYTES = 1 << 20  # of each piece of the cross entropy's gradient: large enough to hide the calls, small beside the logits
+
+
+def dropout_mask(size: list[int], stride: list[int], device: torch.device, probability: float) -> torch.Tensor:
+    """The mask that dropout draws on CPU, bitwise, without its input.
+
+    Args:
+        size: the input's shape.
+        stride: the mask's strides, which fix the order of drawing.
+        device: where; the values are those of eager on CPU only.
+        probability: that an element is dropped; at 1 nothing is drawn, as in eager.
+    """
+    mask = torch.empty_strided(size, stride, dtype=torch.bool, device=device)
+    return mask.fill_(False) if probability >= 1.0 else mask.bernoulli_(1.0 - probability)
+
+
+def dropout_apply(
+    values: torch.Tensor, mask: torch.Tensor, probability: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What dropout makes of its input and its mask on CPU, bitwise; of its gradient, too.
+
+    Eager multiplies by a noise tensor whose entries are 0 or 1 / (1 - p) rounded to the input's dtype. Multiplying by the mask is
+    exact, so multiplying by that rounded number afterwards gives the same.
+    """
+    kept = 1.0 - probability
+    scale = torch.ones((), dtype=values.dtype).div_(kept).item() if kept else 0.0
+    return torch.mul(values, mask, out=out).mul_(scale)
+
+
+def batch_norm_again(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """Batch normalisation in training, bitwise as at the first run, without touching the running statistics.
+
+    The running statistics are outputs of the first run only, and their old values are gone by now; in training they do not enter
+    the result. Takes the arguments of `_native_batch_norm_legit_functional` and returns
+    what it returns, less the new statistics.
+    """
+    assert training, "batch normalisation in inference mode updates nothing and is recomputed as it is"
+    return *_aten._native_batch_norm_legit.no_stats(values, weight, bias, training, momentum, eps), None, None
+
+
+def cross_entropy_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient of `nll_loss(log_softmax(x, 1), target)` for x, a few rows at a time.
+
+    ATen makes the gradient for the log-probabilities first, a matrix of the logits' size that is zero but for one entry a row, and
+    then that for the logits. Rows do not depend on each other, so both steps are taken on slices and the first matrix never exists
+    as a whole. The same kernels run on each row, so the result is bitwise the same.
+
+    Args:
+        gradient: of the loss; a scalar, or one a row where the loss is not reduced.
+        log_probabilities: (rows, classes).
+        target: (rows,) class indices.
+        weight: (classes,) or None.
+        reduction: ATen's number for it (0 none, 1 mean, 2 sum).
+        ignore_index: target that counts for nothing.
+        total_weight: what the forward returned beside the loss.
+        out: where to put the result; may be `log_probabilities` itself.
+    """
+    num_rows = log_probabilities.shape[0]
+    result = torch.empty_like(log_probabilities) if out is None else out
+    row_bytes = max(1, log_probabilities.shape[1] * log_probabilities.element_size())
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        scores = log_probabilities[rows]
+        row_gradient = gradient[rows] if gradient.ndim else gradient
+        piece = _aten.nll_loss_backward(row_gradient, scores, target[rows], weight, reduction, ignore_index, total_weight)
+        _aten._log_softmax_backward_data.out(piece, scores, 1, scores.dtype, out=result[rows])
+    return result

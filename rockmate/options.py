@@ -1,0 +1,142 @@
+"""Block -> options: the ways to run it, by what it saves.
+
+Which values to save and which to recompute is a precedence-constrained knapsack, solved by `checkmate` at every useful level of
+saved bytes; each answer is then replayed on its own for its peaks. Equal blocks are solved once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from checkmate import Knapsack, Status, pareto
+from checkmate import Op as KnapsackOp
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Phase, Storage
+from rockmate.lowering import backward_steps
+from rockmate.partition import Block, BlockChain, storages_of, structure_of
+from rockmate.simulate import PartSimulation, simulate_part, state_bytes
+
+logger = logging.getLogger("rockmate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOption:
+    """One way to run a block.
+
+    Attributes:
+        saved: positions in `storages_of(block)` of what is kept from its forward to its backward, the output boundary left out.
+        saved_bytes: their bytes, the output boundary and random states included.
+        forward: peak beside the input, and time, of the forward that saves them.
+        backward: peak beside the input, gradients included, and time of the backward, recomputation included.
+    """
+
+    saved: tuple[int, ...]
+    saved_bytes: int
+    forward: PartSimulation
+    backward: PartSimulation
+
+
+class OptionSolver:
+    """Solves blocks, each distinct one once."""
+
+    def __init__(self, graph: Graph, chain: BlockChain, costs: Costs, *, max_options: int, time_limit_s: float) -> None:
+        self.graph = graph
+        self.chain = chain
+        self.costs = costs
+        self.max_options = max_options
+        self.time_limit_s = time_limit_s
+        self.num_unproved = 0
+        self._solved: dict[Hashable, tuple[BlockOption, ...]] = {}
+        self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
+
+    @property
+    def num_distinct(self) -> int:
+        """Distinct blocks solved so far."""
+        return len(self._solved)
+
+    def options(self, block: Block) -> tuple[BlockOption, ...]:
+        """The block's options, from the one that saves most to the one that saves least."""
+        key = structure_of(block, self.chain.carried)
+        if key not in self._solved:
+            self._solved[key] = self._solve(block)
+        return self._solved[key]
+
+    def saved_sets(self, block: Block, max_points: int) -> list[set[Storage]]:
+        """Just the saved storages at each useful level."""
+        problem, values = self.knapsack(block)
+        solutions = pareto(problem, max_points=max_points, time_limit_s=self.time_limit_s)
+        if any(solution.status is not Status.OPTIMAL for solution in solutions):
+            self.num_unproved += 1
+            logger.warning("a block of %d ops was not solved to the end in %.0f s", len(problem.ops), self.time_limit_s)
+        return [{values[value] for value in solution.saved} for solution in solutions]
+
+    def forward_only(self, block: Block) -> PartSimulation:
+        """The forward that saves nothing but its output."""
+        after = {block.output} if block.output else set()
+        part = simulate_part(self.graph, _indices(block), self.costs, before=(), after=after, uncounted=self._uncounted)
+        output_bytes = block.output.num_bytes if block.output else 0  # counted, even if the user or an earlier block holds it
+        return PartSimulation(peak_bytes=max(part.peak_bytes, output_bytes), time_ms=part.time_ms)
+
+    def _solve(self, block: Block) -> tuple[BlockOption, ...]:
+        sets = self.saved_sets(block, self.max_options)
+        position = {storage: index for index, storage in enumerate(storages_of(block))}
+        return tuple(self._measure(block, saved, position) for saved in sets)
+
+    def _measure(self, block: Block, saved: set[Storage], position: dict[Storage, int]) -> BlockOption:
+        boundary = {block.output} if block.output else set()
+        kept = saved | boundary
+        forward = simulate_part(self.graph, _indices(block), self.costs, before=(), after=kept, uncounted=self._uncounted)
+        entering = {block.input} if block.input else set()
+        steps = backward_steps(block, {*saved, *boundary, *entering, *self._uncounted})
+        own = set(block.backward)
+        made = {storage for op in block.backward for storage in op.writes}
+        gradients = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
+        leaving = {s for s in made if any(reader not in own for reader in self.graph.readers.get(s, ())) or s.is_kept_to_end}
+        backward = simulate_part(self.graph, steps, self.costs, before=kept | gradients, after=leaving, again=True)
+        states = sum(state_bytes(self.graph.ops[index]) for index in steps if self.graph.ops[index].phase is Phase.FORWARD)
+        saved_bytes = sum(storage.num_bytes for storage in kept) + states
+        return BlockOption(
+            saved=tuple(sorted(position[storage] for storage in saved)),
+            saved_bytes=saved_bytes,
+            forward=PartSimulation(peak_bytes=max(forward.peak_bytes + states, saved_bytes), time_ms=forward.time_ms),
+            backward=PartSimulation(peak_bytes=backward.peak_bytes + states, time_ms=backward.time_ms),
+        )
+
+    def knapsack(self, block: Block) -> tuple[Knapsack, list[Storage]]:
+        """The block as numbers, and the storage that each value stands for."""
+        values = [storage for op in block.forward for storage in op.writes if storage not in self._uncounted]
+        number = {storage: index for index, storage in enumerate(values)}
+        ops = [
+            KnapsackOp(
+                time_ms=self.costs.again[op.index].time_ms,
+                inputs=tuple(number[s] for s in op.reads if s in number),
+                outputs=tuple(number[s] for s in op.writes if s in number),
+                recomputable=op.recompute_target is not None,
+            )
+            for op in block.forward
+        ]
+        required = {number[storage] for op in block.backward for storage in op.reads if storage in number}
+        forced = {number[block.output]} if block.output in number else set()
+        problem = Knapsack(
+            ops=tuple(op for op in ops if op.outputs),
+            value_bytes=tuple(storage.num_bytes for storage in values),
+            required=frozenset(required),
+            forced=frozenset(forced),
+        )
+        return problem, values
+
+
+def storages_at(block: Block, positions: Sequence[int]) -> set[Storage]:
+    """The storages of `block` at the given positions of `storages_of`."""
+    storages = storages_of(block)
+    return {storages[position] for position in positions}
+
+
+def _indices(block: Block) -> list[int]:
+    return [op.index for op in block.forward]
+
+
+def _is_gradient(storage: Storage) -> bool:
+    return storage.producer is not None and storage.producer.phase is Phase.BACKWARD

@@ -1,0 +1,101 @@
+"""Changes to the captured graph that give the planner more freedom and leave every number as it is, bitwise.
+
+Checks that the model makes on values (`one_hot` on its classes) are left out: they compute nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.kernels import cross_entropy_backward, dropout_apply, dropout_mask
+
+_aten = torch.ops.aten
+
+
+def rewrite(joint: fx.GraphModule) -> None:
+    """Applies every rewrite, in place."""
+    for node in list(joint.graph.nodes):
+        if node.target is _aten.native_dropout.default:
+            _split_dropout(node)
+        elif node.target is _aten.native_dropout_backward.default:
+            _apply_dropout_to_gradient(node)
+        elif node.target in (_aten._assert_async.msg, _aten._assert_async.default, _aten._assert_tensor_metadata.default):
+            joint.graph.erase_node(node)
+        elif node.target is _aten.native_batch_norm_backward.default:
+            _forget_running_statistics(node)
+        elif node.target is _aten._log_softmax_backward_data.default:
+            _fuse_cross_entropy_backward(node)
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+
+
+def _split_dropout(node: fx.Node) -> None:
+    """Draws the mask apart from applying it, so that a kept mask (a quarter of the bytes) rebuilds the output without the generator.
+
+    On CPU `native_dropout` is these very steps. On CUDA it is one fused kernel with its own way of drawing, so it stays whole.
+    """
+    values, probability, training = node.args
+    assert isinstance(values, fx.Node)
+    fake = values.meta["val"]
+    items = {user.args[1]: user for user in node.users}
+    if fake.device.type != "cpu" or training is False or 0 not in items or 1 not in items:
+        return
+    mask_fake = items[1].meta["val"]
+    graph = node.graph
+    with graph.inserting_before(node):
+        mask = graph.call_function(dropout_mask, (list(mask_fake.shape), list(mask_fake.stride()), fake.device, probability))
+        output = graph.call_function(dropout_apply, (values, mask, probability))
+    _replace(items[1], mask)
+    _replace(items[0], output)
+    graph.erase_node(node)
+
+
+def _apply_dropout_to_gradient(node: fx.Node) -> None:
+    """Masks and scales the gradient as eager does on CPU, where `native_dropout_backward` rounds otherwise in half precision."""
+    gradient, mask, _ = node.args
+    drawn = _viewed(mask)
+    if drawn.target is dropout_mask:
+        with node.graph.inserting_before(node):
+            masked = node.graph.call_function(dropout_apply, (gradient, mask, drawn.args[3]))
+        _replace(node, masked)
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def _forget_running_statistics(node: fx.Node) -> None:
+    """In training the backward of batch normalisation does not read the running statistics, which the forward has overwritten."""
+    args: list[Any] = list(node.args)
+    if args[7] is True:
+        args[3] = args[4] = None
+        node.args = tuple(args)
+
+
+def _fuse_cross_entropy_backward(node: fx.Node) -> None:
+    """Takes the backwards of `nll_loss` and `log_softmax` in one step where the first has no other use."""
+    gradient, scores, dim, dtype = node.args
+    if not (isinstance(gradient, fx.Node) and isinstance(scores, fx.Node) and gradient.target is _aten.nll_loss_backward.default):
+        return
+    fake = scores.meta["val"]
+    if len(gradient.users) != 1 or fake.ndim != 2 or dim not in (1, -1) or dtype != fake.dtype:
+        return
+    if _viewed(gradient.args[1]) is not _viewed(scores):
+        return
+    loss_gradient, _, *rest = gradient.args
+    with node.graph.inserting_before(node):
+        fused = node.graph.call_function(cross_entropy_backward, (loss_gradient, scores, *rest))
+    _replace(node, fused)
+    node.graph.erase_node(gradient)
+
+
+def _viewed(node: Any) -> Any:
+    """What `node` is a detached alias of."""
+    while isinstance(node, fx.Node) and node.target in (_aten.detach.default, _aten.alias.default):
+        node = node.args[0]
+    return node

@@ -1,0 +1,153 @@
+"""A schedule: the order in which ops run, forward then backward, with recomputed ops standing more than once.
+
+Nothing else is said: what is kept from the forward to the backward, and when memory is released, follows from the order. A read
+takes the latest run's result; a result is released after its last read before the next run of the same op. `in_place` marks the
+runs that may write into the memory of an input which dies there.
+
+`Schedule` is what the solvers make, the simulator judges and the emitter turns into code; it knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rockmate.graph import Graph, Phase, Storage
+from rockmate.in_place import dying_operand
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Op indices in running order.
+
+    Attributes:
+        forward: runs before the loss is returned.
+        backward: runs of the backward: backward and late ops once each, forward ops as often as they are recomputed.
+        in_place: positions in forward + backward whose result takes over the memory of its first read that dies there.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    in_place: frozenset[int] = frozenset()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Forward and backward in one sequence."""
+        return self.forward + self.backward
+
+    def num_recomputations(self) -> int:
+        """Runs beyond the first of each op."""
+        return len(self.steps) - len(set(self.steps))
+
+    def to_text(self, graph: Graph) -> str:
+        """One line a run; `from_text` reads it back."""
+        lines = []
+        seen: set[int] = set()
+        for position, index in enumerate(self.steps):
+            half = "forward" if position < len(self.forward) else "backward"
+            again = " again" if index in seen else ""
+            place = " in-place" if position in self.in_place else ""
+            lines.append(f"{half} {index} {graph.ops[index].name}{again}{place}")
+            seen.add(index)
+        return "\n".join(lines)
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """The schedule that `to_text` printed."""
+        rows = [line.split() for line in text.splitlines() if line.strip()]
+        return cls(
+            tuple(int(row[1]) for row in rows if row[0] == "forward"),
+            tuple(int(row[1]) for row in rows if row[0] == "backward"),
+            frozenset(position for position, row in enumerate(rows) if row[-1] == "in-place"),
+        )
+
+    def verify(self, graph: Graph) -> None:
+        """Asserts that the schedule computes the step: each needed op runs, on results that exist, with random ops in order."""
+        made: set[Storage] = {storage for storage in graph.storages if storage.is_static}
+        runs: Counter[int] = Counter()
+        for position, index in enumerate(self.steps):
+            op = graph.ops[index]
+            if position == len(self.forward):
+                made.update(storage for storage in graph.storages if storage.is_tangent)
+            if position < len(self.forward):
+                assert op.phase is Phase.FORWARD, f"{op} runs in the forward"
+            missing = [storage for storage in op.reads if storage not in made]
+            assert not missing, f"{op} at {position} reads {missing} before it is made"
+            assert not runs[index] or op.recompute_target is not None, f"{op} cannot run again"
+            runs[index] += 1
+            made.update(op.writes)
+        never = [op for op in graph.ops if not runs[op.index] and (op.delivers or any(s.is_result for s in op.writes))]
+        assert not never, f"{never} never run"
+        random_first = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
+        assert random_first == sorted(random_first), "random ops draw in another order than eager's"
+
+
+def no_recomputation(graph: Graph) -> Schedule:
+    """Every op once, in the order of the graph: what a framework does that saves whatever the backward reads."""
+    return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in graph.backward_ops])
+
+
+def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
+    """Drops runs whose results nobody reads, then finds the runs that can work in place."""
+    forward, backward = prune(graph, forward, backward)
+    return Schedule(tuple(forward), tuple(backward), find_in_place(graph, forward, backward))
+
+
+def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Removes each run that makes nothing that is read before it is made anew, returned, handed over or drawn."""
+    steps = [*forward, *backward]
+    first_run = {}
+    for position, index in enumerate(steps):
+        first_run.setdefault(index, position)
+    needed = {graph.storage_of[node] for node, _ in graph.outputs}
+    kept: list[tuple[int, int]] = []
+    for position in range(len(steps) - 1, -1, -1):
+        op = graph.ops[steps[position]]
+        is_first = first_run[op.index] == position
+        if needed.isdisjoint(op.writes) and not (op.delivers or (is_first and op.is_random)):
+            continue
+        kept.append((position, op.index))
+        needed.difference_update(op.writes if is_first else [storage for storage in op.writes if not storage.is_result])
+        needed.update(op.reads)
+    kept.reverse()
+    return (
+        [index for position, index in kept if position < len(forward)],
+        [index for position, index in kept if position >= len(forward)],
+    )
+
+
+def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> list[list[Storage]]:
+    """For each position the storages whose memory is released when that run has ended.
+
+    Left out is what someone else holds: static storages, tangents and results. A storage that nobody reads ends where it is made;
+    one that is copied into a buffer ends with the forward.
+    """
+    steps = [*forward, *backward]
+    ends: list[list[Storage]] = [[] for _ in steps]
+    unavailable = set(graph.held)  # read later, or never to be released
+    held, last_of_forward = graph.held, len(forward) - 1
+    for position in range(len(steps) - 1, -1, -1):
+        op = graph.ops[steps[position]]
+        for storage in op.reads if position != last_of_forward else (*graph.updates, *op.reads):
+            if storage not in unavailable:
+                unavailable.add(storage)
+                ends[position].append(storage)
+        for storage in op.writes:
+            if storage in held:
+                continue
+            if storage in unavailable:
+                unavailable.discard(storage)
+            else:
+                ends[position].append(storage)
+    return ends
+
+
+def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
+    """Positions at which the op has an in-place form and one operand's memory dies there, unseen by anyone else."""
+    ends = last_reads(graph, forward, backward)
+    for storage in graph.updates:  # still to be copied when the forward has ended
+        if forward and storage in ends[len(forward) - 1]:
+            ends[len(forward) - 1].remove(storage)
+    steps = enumerate([*forward, *backward])
+    return frozenset(position for position, index in steps if dying_operand(graph, graph.ops[index], ends[position]))

@@ -1,0 +1,163 @@
+"""What a plan is made for: the metadata of a call, and the state of the module, that the captured graph depends on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.errors import InvalidSampleError, SignatureMismatchError
+from rockmate.structure import Structure, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSignature:
+    """Metadata of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, with_strides: bool = False) -> TensorSignature:
+        """The metadata of `tensor`; strides count where the tensor goes into the graph as it is."""
+        strides = tensor.stride() if with_strides else None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides)
+
+    def __str__(self) -> str:
+        grad = ", requires_grad" if self.requires_grad else ""
+        strides = f", strides {list(self.strides)}" if self.strides is not None else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{grad}{strides}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """Metadata of a call: its tensors and everything around them."""
+
+    tensors: tuple[TensorSignature, ...]
+    structure: Structure
+
+    def __str__(self) -> str:
+        return f"{self.structure.rebuild([str(tensor) for tensor in self.tensors])}"
+
+
+def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample input as positional and keyword arguments.
+
+    Args:
+        sample_input: a tensor (the one positional argument), a tuple or list (positional), or a mapping (keyword).
+
+    Raises:
+        InvalidSampleError: it is none of these.
+    """
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, Mapping):
+        return (), {str(name): value for name, value in sample_input.items()}
+    if isinstance(sample_input, tuple | list):
+        return tuple(sample_input), {}
+    msg = (
+        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of positional arguments, or a mapping of "
+        "keyword arguments."
+    )
+    raise InvalidSampleError(msg)
+
+
+def check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Raises `InvalidSampleError` if the sample and the model are not all on one device."""
+    of_model = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    of_sample = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
+    if len(of_model) > 1:
+        msg = f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. Move it to one."
+        raise InvalidSampleError(msg)
+    if of_model and not of_sample <= of_model:
+        msg = f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. Move the sample there."
+        raise InvalidSampleError(msg)
+
+
+def optional_keywords(model: nn.Module) -> frozenset[str]:
+    """Names of the arguments of the model's forward that default to `None`: passing that is the same as not passing them."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.default is None)
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
+) -> tuple[list[torch.Tensor], CallSignature]:
+    """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
+    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional}
+    tensors, structure = flatten((args, named), what="the call")
+    return tensors, CallSignature(tuple(TensorSignature.of(tensor) for tensor in tensors), structure)
+
+
+def check_call(planned: CallSignature, actual: CallSignature) -> None:
+    """Raises `SignatureMismatchError`, naming both, unless the call is like the one that was planned."""
+    if actual != planned:
+        msg = (
+            f"this call differs from the sample that the plan was made for.\n  planned: {planned}\n  called:  {actual}\n"
+            "Pad to the planned shapes, or make another RockmateModule (or Planner) with a sample like this call."
+        )
+        raise SignatureMismatchError(msg)
+
+
+def hook_keys(module: nn.Module) -> tuple[int, ...]:
+    """Keys of the hooks that run around the module's forward or change its backward."""
+    return (*module._forward_pre_hooks, *module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """State of the module that the graph depends on.
+
+    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers, who is in training
+    mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
+    """
+
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[tuple[str, TensorSignature], ...]
+    training: tuple[bool, ...]
+    numbers: tuple[dict[str, float], ...]
+    hooks: tuple[tuple[int, ...], ...]
+    autocast: tuple[bool, torch.dtype, bool, torch.dtype]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelSignature:
+        """The present state of `model`."""
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return cls(
+            tuple(model.modules()),
+            tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
+            tuple(module.training for module in model.modules()),
+            tuple({name: value for name, value in vars(module).items() if type(value) is float} for module in model.modules()),
+            tuple(hook_keys(module) for module in model.modules()),
+            (
+                torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+                torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
+            ),
+        )  # fmt: skip
+
+    def difference(self, now: ModelSignature) -> str:
+        """What has changed, in words; empty if nothing has."""
+        if len(self.modules) != len(now.modules) or any(a is not b for a, b in zip(self.modules, now.modules, strict=True)):
+            return "a submodule has been replaced, added or removed"
+        planned, present = dict(self.tensors), dict(now.tensors)
+        for name in planned.keys() | present.keys():
+            if planned.get(name) != present.get(name):
+                return f"{name} was {planned.get(name, 'absent')} and is {present.get(name, 'absent')}"
+        if self.training != now.training:
+            return "a submodule has changed between train and eval mode"
+        for module, before, after in zip(self.modules, self.numbers, now.numbers, strict=True):
+            changed = [name for name in before if after.get(name) != before[name] and before[name] == before[name]]
+            if changed:
+                return f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is {after.get(changed[0])}"
+        if self.hooks != now.hooks:
+            return "a hook of a submodule has been added or removed"
+        if self.autocast != now.autocast:
+            return f"autocast was {self.autocast} and is {now.autocast} (cpu, dtype, cuda, dtype)"
+        return ""

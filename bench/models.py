@@ -1,0 +1,536 @@
+"""The workloads that are measured: a model, its batches, its loss and its layers, by name.
+
+Every model is built from written-out configuration values with fixed seeds, so that nothing is fetched and
+two runs train the same numbers. Models are in train mode with the dropout of their configuration's default
+(0.1 in GPT-2, BERT, T5 and the plain encoder; the other architectures have none by default), and keep no
+key-value cache. Token batches carry no padding mask. At full size a step takes roughly half a second to
+four on one CPU thread; `tiny` variants take milliseconds and are meant for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[[Callable[..., Any], Batch], tuple[Any, Tensor]]
+
+TARGET = "target"
+"""Name of the batch entry that the loss outside the model reads and the model itself never sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One model with all that a training step of it needs.
+
+    Attributes:
+        name: The registry name.
+        model: The module, in train mode.
+        layers: `layers(model)` gives the modules that "one checkpoint a layer" wraps.
+        loss: `loss(model, batch)` gives (outputs, loss). The caller holds on to the outputs until the
+            backward is over, as a training loop does, so that their bytes count alike for every peer.
+        make_batch: `make_batch(seed)` gives a batch; equal seeds give equal values, all seeds equal shapes.
+    """
+
+    name: str
+    model: nn.Module
+    layers: Callable[[nn.Module], list[nn.Module]]
+    loss: LossFunction
+    make_batch: Callable[[int], Batch]
+
+    @property
+    def sample(self) -> dict[str, Tensor]:
+        """The keyword arguments of one call of the model (a target for an outside loss is not among them)."""
+        return _model_inputs(self.make_batch(0))
+
+
+def build(name: str, *, tiny: bool = False, device: str | torch.device = "cpu", seed: int = 0) -> Workload:
+    """The workload of that name, its weights drawn from `seed`; the global random state is left alone."""
+    if name not in REGISTRY:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(sorted(REGISTRY))}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return REGISTRY[name](name, tiny, torch.device(device))
+
+
+def _prepared(model: nn.Module, device: torch.device) -> nn.Module:
+    return model.to(device).train()
+
+
+# --- losses -------------------------------------------------------------------------------------------
+
+
+def _model_inputs(batch: Batch) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name != TARGET}
+
+
+def _own_loss(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    outputs = model(**batch)
+    return outputs, outputs.loss
+
+
+def _outside_cross_entropy(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    outputs = model(**_model_inputs(batch))
+    return outputs, functional.cross_entropy(outputs, batch[TARGET])
+
+
+def _outside_squared_error(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    outputs = model(**_model_inputs(batch))
+    return outputs, functional.mse_loss(outputs, batch[TARGET])
+
+
+# --- batches ------------------------------------------------------------------------------------------
+
+
+def _generator(seed: int) -> torch.Generator:
+    # An offset keeps batch 0 from repeating the draws that initialized the weights.
+    return torch.Generator().manual_seed(1_000_003 + seed)
+
+
+def _causal_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+    tokens = torch.randint(3, vocabulary, shape, generator=_generator(seed)).to(device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _classified_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+    tokens = torch.randint(1, vocabulary, shape, generator=_generator(seed))
+    labels = torch.randint(0, 4, shape[:1], generator=_generator(seed + 1))
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
+
+
+def _masked_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+    generator = _generator(seed)
+    tokens = torch.randint(3, vocabulary, shape, generator=generator)
+    hidden = torch.rand(shape, generator=generator) < 0.15
+    labels = tokens.masked_fill(~hidden, -100)
+    return {"input_ids": tokens.masked_fill(hidden, 2).to(device), "labels": labels.to(device)}
+
+
+def _translation_tokens(
+    seed: int, *, shape: tuple[int, int], labels_shape: tuple[int, int], vocabulary: int, device: torch.device
+) -> Batch:
+    generator = _generator(seed)
+    tokens = torch.randint(3, vocabulary, shape, generator=generator)
+    labels = torch.randint(3, vocabulary, labels_shape, generator=generator)
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
+
+
+def _images(
+    seed: int, *, batch: int, pixels: int, classes: int, names: tuple[str, str], device: torch.device
+) -> Batch:
+    generator = _generator(seed)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
+    classes_wanted = torch.randint(0, classes, (batch,), generator=generator)
+    return {names[0]: images.to(device), names[1]: classes_wanted.to(device)}
+
+
+def _vectors(
+    seed: int, *, shape: tuple[int, ...], name: str, target_shape: tuple[int, ...], device: torch.device
+) -> Batch:
+    generator = _generator(seed)
+    vectors = torch.randn(shape, generator=generator)
+    target = torch.randn(target_shape, generator=generator)
+    return {name: vectors.to(device), TARGET: target.to(device)}
+
+
+# --- language models ----------------------------------------------------------------------------------
+
+
+def _causal_workload(
+    name: str,
+    model: nn.Module,
+    layers: Callable[[Any], Any],
+    shape: tuple[int, int],
+    vocabulary: int,
+    device: torch.device,
+) -> Workload:
+    return Workload(
+        name=name,
+        model=_prepared(model, device),
+        layers=lambda module: list(layers(module)),
+        loss=_own_loss,
+        make_batch=partial(_causal_tokens, shape=shape, vocabulary=vocabulary, device=device),
+    )
+
+
+def _gpt2(
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    num_layers: int,
+    width: int,
+    heads: int,
+    vocabulary: int,
+    tokens: int,
+) -> Workload:
+    if tiny:
+        num_layers, width, heads, vocabulary, tokens = min(num_layers, 3), 32, 2, 97, 16
+    config = transformers.GPT2Config(
+        n_layer=num_layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=max(tokens, 64),
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    # What the library falls back to, with a warning, since this class name tells it nothing.
+    model.loss_type = "ForCausalLM"
+    return _causal_workload(
+        name,
+        model,
+        lambda model: model.transformer.h,
+        (2, tokens),
+        vocabulary,
+        device,
+    )
+
+
+def _llama(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, heads, inner, vocabulary, tokens = 8, 384, 6, 1024, 8192, 256
+    if tiny:
+        num_layers, width, heads, inner, vocabulary, tokens = 2, 32, 2, 48, 97, 16
+    config = transformers.LlamaConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width // heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(tokens, 64),
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return _causal_workload(
+        name,
+        transformers.LlamaForCausalLM(config),
+        lambda model: model.model.layers,
+        (2, tokens),
+        vocabulary,
+        device,
+    )
+
+
+def _qwen3(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, heads, inner, vocabulary, tokens = 8, 320, 8, 896, 8192, 256
+    if tiny:
+        num_layers, width, heads, inner, vocabulary, tokens = 2, 32, 4, 48, 97, 16
+    config = transformers.Qwen3Config(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,  # grouped queries are what sets it apart from the Llama type
+        head_dim=width // heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(tokens, 64),
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return _causal_workload(
+        name,
+        transformers.Qwen3ForCausalLM(config),
+        lambda model: model.model.layers,
+        (2, tokens),
+        vocabulary,
+        device,
+    )
+
+
+def _bert_config(*, tiny: bool) -> transformers.BertConfig:
+    num_layers, width, heads, inner, vocabulary = (2, 32, 2, 64, 97) if tiny else (12, 768, 12, 3072, 30522)
+    return transformers.BertConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        num_labels=4,  # pyright: ignore
+        pad_token_id=0,
+        use_cache=False,
+    )
+
+
+def _bert(name: str, tiny: bool, device: torch.device) -> Workload:
+    """BERT with its sequence-classification head."""
+    config = _bert_config(tiny=tiny)
+    return Workload(
+        name=name,
+        model=_prepared(transformers.BertForSequenceClassification(config), device),
+        layers=lambda model: list(model.bert.encoder.layer),  # pyright: ignore
+        loss=_own_loss,
+        make_batch=partial(_classified_tokens, shape=_bert_shape(tiny=tiny), vocabulary=config.vocab_size, device=device),
+    )
+
+
+def _bert_mlm(name: str, tiny: bool, device: torch.device) -> Workload:
+    """BERT with its masked-language-model head: a seventh of the tokens is hidden and has a label."""
+    config = _bert_config(tiny=tiny)
+    return Workload(
+        name=name,
+        model=_prepared(transformers.BertForMaskedLM(config), device),
+        layers=lambda model: list(model.bert.encoder.layer),  # pyright: ignore
+        loss=_own_loss,
+        make_batch=partial(_masked_tokens, shape=_bert_shape(tiny=tiny), vocabulary=config.vocab_size, device=device),
+    )
+
+
+def _bert_shape(*, tiny: bool) -> tuple[int, int]:
+    return (2, 16) if tiny else (4, 256)
+
+
+def _t5(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, head_width, heads, inner, vocabulary = 6, 512, 64, 8, 2048, 32128
+    shape, labels_shape = (2, 256), (2, 128)
+    if tiny:
+        num_layers, width, head_width, heads, inner, vocabulary = 2, 32, 16, 2, 64, 97
+        shape, labels_shape = (2, 16), (2, 8)
+    config = transformers.T5Config(
+        num_layers=num_layers,
+        num_decoder_layers=num_layers,
+        d_model=width,
+        d_kv=head_width,
+        d_ff=inner,
+        num_heads=heads,
+        vocab_size=vocabulary,
+        relative_attention_num_buckets=32,
+        relative_attention_max_distance=128,
+        dropout_rate=0.1,
+        feed_forward_proj="relu",
+        decoder_start_token_id=0,  # pyright: ignore[reportCallIssue]
+        pad_token_id=0,
+        eos_token_id=1,
+        use_cache=False,
+    )
+    return Workload(
+        name=name,
+        model=_prepared(transformers.T5ForConditionalGeneration(config), device),
+        layers=lambda model: [*model.encoder.block, *model.decoder.block],  # pyright: ignore
+        loss=_own_loss,
+        make_batch=partial(
+            _translation_tokens, shape=shape, labels_shape=labels_shape, vocabulary=vocabulary, device=device
+        ),
+    )
+
+
+# --- image models -------------------------------------------------------------------------------------
+
+
+def _vit(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, heads, inner, batch, pixels, patch, classes = 12, 768, 12, 3072, 4, 224, 16, 1000
+    if tiny:
+        num_layers, width, heads, inner, batch, pixels, patch, classes = 2, 32, 2, 64, 2, 32, 8, 10
+    config = transformers.ViTConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        image_size=pixels,
+        patch_size=patch,
+        num_labels=classes,  # pyright: ignore[reportCallIssue]
+        problem_type="single_label_classification",
+    )
+    return Workload(
+        name=name,
+        model=_prepared(transformers.ViTForImageClassification(config), device),
+        layers=_vit_layers,
+        loss=_own_loss,
+        make_batch=partial(
+            _images,
+            batch=batch,
+            pixels=pixels,
+            classes=classes,
+            names=("pixel_values", "labels"),
+            device=device,
+        ),
+    )
+
+
+def _vit_layers(model: nn.Module) -> list[nn.Module]:
+    # By class, because the attribute that holds the layers moved between releases of the library.
+    return [module for module in model.modules() if type(module).__name__ == "ViTLayer"]
+
+
+def _hf_resnet(name: str, tiny: bool, device: torch.device) -> Workload:
+    widths, depths, embedding, batch, pixels, classes = [128, 256, 512, 1024], [2, 2, 3, 2], 64, 8, 192, 100
+    if tiny:
+        widths, depths, embedding, batch, pixels, classes = [16, 32], [2, 2], 8, 2, 32, 10
+    config = transformers.ResNetConfig(
+        embedding_size=embedding,
+        hidden_sizes=widths,
+        depths=depths,
+        layer_type="bottleneck",
+        num_labels=classes,  # pyright: ignore[reportCallIssue]
+        problem_type="single_label_classification",
+    )
+    return Workload(
+        name=name,
+        model=_prepared(transformers.ResNetForImageClassification(config), device),
+        layers=lambda model: [layer for stage in model.resnet.encoder.stages for layer in stage.layers],  # pyright: ignore
+        loss=_own_loss,
+        make_batch=partial(
+            _images,
+            batch=batch,
+            pixels=pixels,
+            classes=classes,
+            names=("pixel_values", "labels"),
+            device=device,
+        ),
+    )
+
+
+class Bottleneck(nn.Module):
+    """The residual block of ResNet-50: 1x1, 3x3 (which strides), 1x1, with in-place ReLU and addition."""
+
+    expansion = 4
+
+    def __init__(self, in_width: int, inner: int, stride: int) -> None:
+        """Widths in channels; a block that changes width or size projects its shortcut."""
+        super().__init__()
+        out_width = inner * self.expansion
+        self.conv1 = nn.Conv2d(in_width, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, out_width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out_width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or in_width != out_width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(in_width, out_width, 1, stride, bias=False), nn.BatchNorm2d(out_width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output, (batch, 4 * inner, height / stride, width / stride)."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += shortcut
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """ResNet of bottlenecks (He et al., 2015), laid out like torchvision's; the loss is the caller's."""
+
+    def __init__(self, *, depths: tuple[int, ...], base_width: int, classes: int) -> None:
+        """`depths` is the number of bottlenecks a stage; each stage doubles the inner width."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, base_width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(base_width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        blocks: list[nn.Module] = []
+        in_width = base_width
+        for stage, depth in enumerate(depths):
+            inner = base_width * 2**stage
+            for index in range(depth):
+                blocks.append(Bottleneck(in_width, inner, 2 if stage and not index else 1))
+                in_width = inner * Bottleneck.expansion
+        self.blocks = nn.ModuleList(blocks)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(in_width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, (batch, classes)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for block in self.blocks:
+            x = block(x)
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def _resnet50(name: str, tiny: bool, device: torch.device) -> Workload:
+    depths, base_width, classes, batch, pixels = (3, 4, 6, 3), 64, 1000, 5, 160
+    if tiny:
+        depths, base_width, classes, batch, pixels = (1, 2), 8, 10, 2, 32
+    return Workload(
+        name=name,
+        model=_prepared(ResNet(depths=depths, base_width=base_width, classes=classes), device),
+        layers=lambda model: list(model.blocks),  # pyright: ignore
+        loss=_outside_cross_entropy,
+        make_batch=partial(
+            _images, batch=batch, pixels=pixels, classes=classes, names=("x", TARGET), device=device
+        ),
+    )
+
+
+# --- plain torch --------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """A chain of equal layers, Linear then GELU: the simplest thing that has something to recompute."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        """All layers keep the width."""
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(num_layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's output, of the input's shape."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _mlp(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, rows = (4, 32, 256) if tiny else (24, 768, 1024)
+    shape = (rows, width)
+    return Workload(
+        name=name,
+        model=_prepared(MLP(num_layers, width), device),
+        layers=lambda model: list(model.layers),  # pyright: ignore
+        loss=_outside_squared_error,
+        make_batch=partial(_vectors, shape=shape, name="x", target_shape=shape, device=device),
+    )
+
+
+def _encoder(name: str, tiny: bool, device: torch.device) -> Workload:
+    num_layers, width, heads, inner, shape = (2, 32, 2, 64, (2, 16)) if tiny else (8, 512, 8, 2048, (4, 192))
+    layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
+    # Nested tensors serve inference only, and the default warns where they cannot be used.
+    model = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+    full_shape = (*shape, width)
+    return Workload(
+        name=name,
+        model=_prepared(model, device),
+        layers=lambda module: list(module.layers),  # pyright: ignore
+        loss=_outside_squared_error,
+        make_batch=partial(_vectors, shape=full_shape, name="src", target_shape=full_shape, device=device),
+    )
+
+
+REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
+    "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, tokens=256),
+    "gpt2-deep": partial(_gpt2, num_layers=24, width=256, heads=4, vocabulary=8192, tokens=192),
+    "gpt2-48": partial(_gpt2, num_layers=48, width=256, heads=4, vocabulary=8192, tokens=96),
+    "bert-base": _bert,
+    "bert-mlm": _bert_mlm,
+    "llama": _llama,
+    "t5-small": _t5,
+    "vit-base": _vit,
+    "resnet50": _resnet50,
+    "qwen3": _qwen3,
+    "hf-resnet": _hf_resnet,
+    "mlp": _mlp,
+    "encoder": _encoder,
+}
+"""Name to builder; a builder takes (name, tiny, device)."""

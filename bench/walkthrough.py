@@ -1,0 +1,417 @@
+"""One small model through every stage, with what each stage printed: the source of the blocks in docs/architecture.md.
+
+    python -m bench.walkthrough            print every section
+    python -m bench.walkthrough --write    put them into docs/architecture.md, between its markers
+
+The stages are called one by one, as `rockmate.planner` calls them, on a residual MLP that is small enough to read and has what
+makes planning interesting: dropout, a loss inside, an output that the user holds. Sizes and the graph are the same at every run;
+times are the machine's, and so may be the plan that follows from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from rockmate.allocations import timeline
+from rockmate.capture import Capture, Role, capture_joint
+from rockmate.costs import Costs, measure_costs
+from rockmate.delivery import owner_names, split_handovers
+from rockmate.emit import Program, emit
+from rockmate.graph import Graph, Op, Storage, build_graph
+from rockmate.partition import partition, storages_of
+from rockmate.rewrite import rewrite
+from rockmate.runtime import Runner
+from rockmate.schedule import Schedule, last_reads
+from rockmate.search import Candidate, Search
+from rockmate.simulate import state_bytes
+from rockmate.structure import flatten
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+BUDGET_FRACTION = 0.52
+_SEED = 0
+_BATCH, _WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS = 1024, 128, 512, 64, 3
+_SHOWN_BLOCK = 1
+_EXCERPT_LINES = 16
+_KIB = 1024
+
+
+class Layer(nn.Module):
+    """A residual layer: two matrices, GELU between, dropout at the end."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + self.dropout(self.down(functional.gelu(self.up(x))))
+
+
+class Classifier(nn.Module):
+    """A few such layers and a head; returns loss and scores, as a Hugging Face model does."""
+
+    def __init__(self, width: int, hidden: int, classes: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(num_layers))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        for layer in self.layers:
+            x = layer(x)
+        scores = self.head(x)
+        return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What one stage printed.
+
+    Attributes:
+        name: the marker in the document.
+        language: of the code block.
+        text: its content.
+        is_exact: whether every run prints the same; where not, times stand in it or follow into it.
+    """
+
+    name: str
+    language: str
+    text: str
+    is_exact: bool
+
+    @property
+    def block(self) -> str:
+        """The marked code block that stands in the document."""
+        return f"<!-- generated:{self.name} -->\n```{self.language}\n{self.text}\n```\n<!-- /generated -->"
+
+
+def sections() -> Iterator[Section]:
+    """Runs the pipeline and gives each stage's section as it is done."""
+    torch.manual_seed(_SEED)
+    model = Classifier(_WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS).train()
+    sample = {"x": torch.randn(_BATCH, _WIDTH), "labels": torch.randint(_CLASSES, (_BATCH,))}
+    yield Section(name="model", language="python", text=_model_text(), is_exact=True)
+
+    tensors, structure = flatten(((), sample), what="the sample")
+    capture = capture_joint(model, tensors, structure)
+    yield Section(name="capture", language="text", text=_capture_text(capture), is_exact=True)
+
+    before = _call_counts(capture.joint)
+    rewrite(capture.joint)
+    yield Section(name="rewrite", language="text", text=_rewrite_text(before, _call_counts(capture.joint)), is_exact=True)
+
+    graph = build_graph(capture)
+    split_handovers(graph)
+    yield Section(name="graph", language="text", text=str(graph), is_exact=True)
+
+    costs = measure_costs(graph)
+    yield Section(name="costs", language="text", text=_costs_text(graph, costs), is_exact=False)
+
+    chain = partition(graph)
+    yield Section(name="chain", language="text", text=str(chain), is_exact=True)
+
+    search = Search(graph, chain, costs)
+    yield Section(name="options", language="text", text=_options_text(search), is_exact=False)
+    yield Section(name="rotor", language="text", text=_rotor_text(search), is_exact=False)
+
+    budget_bytes = int(BUDGET_FRACTION * search.baseline.simulation.peak_bytes)
+    chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
+    assert chosen is not None
+    yield Section(name="frontier", language="text", text=_frontier_text(search, budget_bytes), is_exact=False)
+    yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
+    yield Section(name="simulation", language="text", text=_simulation_text(graph, chosen, budget_bytes), is_exact=False)
+
+    program = emit(graph, chosen.schedule, owner_names(model))
+    yield Section(name="forward", language="python", text=_code_text(program.forward_code), is_exact=False)
+    backward = _code_text(program.backward_code, _again_in(graph, chosen.schedule))
+    yield Section(name="backward", language="python", text=backward, is_exact=False)
+    yield Section(
+        name="run", language="text", text=_run_text(model, tensors, capture, program, chosen, budget_bytes), is_exact=False
+    )
+
+
+# --- one function a stage ---------------------------------------------------------------------------------
+
+
+def _model_text() -> str:
+    source = "\n\n".join(inspect.getsource(kind).rstrip() for kind in (Layer, Classifier))
+    source = re.sub(r' *""".*"""\n\n|  # noqa: D102', "", source)
+    sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
+    return (
+        f"{source}\n\nmodel = Classifier({sizes}).train()\n"
+        f"sample = {{\"x\": torch.randn({_BATCH}, {_WIDTH}), \"labels\": torch.randint({_CLASSES}, ({_BATCH},))}}"
+    )
+
+
+def _capture_text(capture: Capture) -> str:
+    ends = (("inputs", capture.inputs), ("outputs", capture.outputs))
+    lines = [f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the joint graph"]
+    for title, roles in ends:
+        lines.append(f"{title}:")
+        lines += [f"  {node.name:<22} {_shape(node):<14} {_role_text(role)}" for node, role in roles]
+    return "\n".join(lines)
+
+
+def _role_text(role: Role) -> str:
+    return f"{role.kind.value} {role.name or role.index}"
+
+
+def _shape(node: fx.Node) -> str:
+    return str(list(node.meta["val"].shape))
+
+
+def _call_counts(joint: fx.GraphModule) -> Counter[str]:
+    return Counter(_call_name(node.target) for node in joint.graph.nodes if node.op == "call_function")
+
+
+def _call_name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+
+
+def _rewrite_text(before: Counter[str], after: Counter[str]) -> str:
+    lines = [f"{'call':<40} before  after"]
+    for name in sorted(before.keys() | after.keys()):
+        if before[name] != after[name]:
+            lines.append(f"{name:<40} {before[name]:>6} {after[name]:>6}")
+    return "\n".join(lines)
+
+
+def _costs_text(graph: Graph, costs: Costs) -> str:
+    lines = [
+        f"{len(graph.ops)} ops, {costs.num_distinct} distinct calls",
+        f"{'op':<28} {'phase':<9} {'makes, bytes':>12} {'time, ms':>9} {'overhead, bytes':>16}",
+    ]
+    seen = set()
+    for op, cost in zip(graph.ops, costs.first, strict=True):
+        if cost not in seen:
+            seen.add(cost)
+            lines.append(
+                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} {cost.overhead_bytes:>16,}"
+            )
+    return "\n".join(lines)
+
+
+def _options_text(search: Search) -> str:
+    block = search.chain.blocks[_SHOWN_BLOCK]
+    storages = storages_of(block)
+    lines = [
+        f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output {_name(block.output)}",
+        f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} {'backward':>9}",
+        f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the output",
+    ]
+    for index, option in enumerate(search.proposals.solver.options(block)):
+        saved = " ".join(storages[position].name for position in option.saved if storages[position] is not block.output)
+        times = f"{option.forward.time_ms:>9.3f} {option.backward.time_ms:>9.3f}"
+        lines.append(
+            f"{index:>6} {_kib(option.saved_bytes):>8} {_kib(option.forward.peak_bytes):>13} "
+            f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
+        )
+    lines.append(f"{search.proposals.solver.num_distinct} distinct blocks and spans solved for {len(search.proposals.rotor_chain.spans)}")
+    return "\n".join(lines)
+
+
+def _rotor_text(search: Search) -> str:
+    lines = [f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"]
+    for index, stage in enumerate(search.proposals.rotor_chain.stages):
+        lines.append(
+            f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} {stage.forward_ms:>12.3f} "
+            f"{_kib(stage.forward_peak_bytes):>18}"
+        )
+    points = search.proposals.table.breakpoints()
+    lines += ["", f"{len(points)} breakpoints; table unit {search.proposals.table.unit_bytes:,} bytes"]
+    for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
+        lines.append(f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {search.proposals.table.sequence(budget_bytes)}")
+    return "\n".join(lines)
+
+
+def _frontier_text(search: Search, budget_bytes: int) -> str:
+    baseline = search.baseline.simulation
+    lines = [
+        f"nothing recomputed: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
+        f"budget {BUDGET_FRACTION}: {_kib(budget_bytes)} KiB; smallest peak: {_kib(search.minimum().simulation.peak_bytes)} KiB",
+        "peak, KiB  of nothing recomputed  time, ms  times as long  recomputed ops",
+    ]
+    for candidate in search.frontier():
+        found = candidate.simulation
+        lines.append(
+            f"{_kib(found.peak_bytes):>9} {found.peak_bytes / baseline.peak_bytes:>22.3f} {found.time_ms:>9.3f} "
+            f"{found.time_ms / baseline.time_ms:>14.3f} {candidate.schedule.num_recomputations():>15}"
+        )
+    return "\n".join(lines)
+
+
+def _schedule_text(graph: Graph, schedule: Schedule) -> str:
+    lines = schedule.to_text(graph).splitlines()
+    again = [position for position, line in enumerate(lines) if " again" in line]
+    start = max(0, min(again, default=0) - 2)
+    shown = lines[start : start + _EXCERPT_LINES]
+    head = f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, {len(again)} of them again"
+    return "\n".join([head, f"... runs {start} to {start + len(shown) - 1}:", *shown])
+
+
+def _simulation_text(graph: Graph, chosen: Candidate, budget_bytes: int) -> str:
+    found, schedule = chosen.simulation, chosen.schedule
+    op = graph.ops[schedule.steps[found.peak_position]]
+    half = "forward" if found.peak_position < len(schedule.forward) else "backward"
+    lines = [
+        f"budget           {budget_bytes:>10,} bytes",
+        f"predicted peak   {found.peak_bytes:>10,} bytes, in run {found.peak_position}: {op.name} of the {half}",
+        f"kept to backward {found.saved_bytes:>10,} bytes",
+        f"predicted time   {found.time_ms:>10.3f} ms",
+        "live at the peak:",
+    ]
+    lines += [f"  {size:>10,} bytes  {name}" for name, size in live_at(graph, schedule, found.peak_position)]
+    return "\n".join(lines)
+
+
+def live_at(graph: Graph, schedule: Schedule, position: int) -> list[tuple[str, int]]:
+    """Names and bytes of all that is in memory while the run at `position` runs, its own overhead left out, largest first."""
+    ends = last_reads(graph, schedule.forward, schedule.backward)
+    live: dict[Storage, None] = {}
+    for step, index in enumerate(schedule.steps[: position + 1]):
+        if step == len(schedule.forward):
+            live.update({storage: None for storage in graph.storages if storage.is_tangent})
+        live.update(dict.fromkeys(graph.ops[index].writes))
+        if step < position:
+            for storage in ends[step]:
+                live.pop(storage, None)
+    rows = [(storage.name, storage.num_bytes) for storage in live]
+    if position in schedule.in_place:
+        op = graph.ops[schedule.steps[position]]
+        rows.append((f"less {op.writes[0].name}, which takes over an operand's memory", -op.writes[0].num_bytes))
+    rows += [(f"random state of {op.name}", state_bytes(op)) for op in _states_held(graph, schedule, position)]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def _states_held(graph: Graph, schedule: Schedule, position: int) -> list[Op]:
+    so_far, later = schedule.steps[: position + 1], schedule.steps[position:]
+    held = [index for index in dict.fromkeys(so_far) if index in later and schedule.steps.count(index) > 1]
+    return [graph.ops[index] for index in held if state_bytes(graph.ops[index])]
+
+
+def _code_text(code: str, first_shown: str = "") -> str:
+    """An excerpt of an emitted function, its arguments left out: from just before `first_shown`, or the end of it."""
+    lines = [line for line in code.strip().splitlines() if line.strip()]
+    body = [line for line in lines[2:] if "next(args_iter)" not in line]
+    num_arguments = len(lines) - 2 - len(body)
+    found = [index - 2 for index, line in enumerate(body) if first_shown and first_shown in line]
+    start = max(0, found[0] if found else len(body) - _EXCERPT_LINES)
+    shown = body[start : start + _EXCERPT_LINES]
+    return "\n".join([lines[0], f"    # {num_arguments} arguments and {start} lines before these", *shown])
+
+
+def _again_in(graph: Graph, schedule: Schedule) -> str:
+    """The target of the first recomputed op as the emitted code writes it, empty if there is none."""
+    seen = set(schedule.forward)
+    again = next((graph.ops[index] for index in schedule.backward if index in seen), None)
+    return _call_name(again.node.target) + "(" if again else ""
+
+
+def _run_text(
+    model: nn.Module, tensors: Sequence[Tensor], capture: Capture, program: Program, chosen: Candidate, budget_bytes: int
+) -> str:
+    eager = copy.deepcopy(model)
+    runner = Runner(program, model)
+
+    def planned_step() -> Tensor:
+        outputs = capture.output_structure.rebuild(list(runner.run(list(tensors))))
+        outputs["loss"].backward()
+        return outputs["loss"]
+
+    def eager_step() -> Tensor:
+        outputs = eager(*tensors)
+        outputs["loss"].backward()
+        return outputs["loss"]
+
+    measured = {}
+    for name, step, owner in (("eager", eager_step, eager), ("planned", planned_step, model)):
+        step()  # makes `.grad` and what libraries make on first use
+        owner.zero_grad(set_to_none=False)
+        torch.manual_seed(1)
+        loss = []
+        measured[name] = timeline(lambda step=step, loss=loss: loss.append(step().detach())), loss[0], torch.get_rng_state()
+    (eager_memory, eager_loss, eager_state), (memory, loss, state) = measured["eager"], measured["planned"]
+    pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
+    equal = sum(torch.equal(_gradient(own), _gradient(theirs)) for own, theirs in pairs)
+    predicted = chosen.simulation.peak_bytes
+    return "\n".join(
+        [
+            f"eager, measured peak     {eager_memory.peak_bytes:>10,} bytes",
+            f"budget                   {budget_bytes:>10,} bytes",
+            f"predicted peak           {predicted:>10,} bytes",
+            f"measured peak            {memory.peak_bytes:>10,} bytes",
+            f"loss equal to eager's: {torch.equal(loss, eager_loss)}; gradients bitwise equal: {equal} of {len(pairs)}; "
+            f"generator state equal: {torch.equal(state, eager_state)}",
+        ]
+    )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _kib(num_bytes: int) -> str:
+    return f"{num_bytes / _KIB:,.1f}"
+
+
+def _name(storage: Storage | None) -> str:
+    return storage.name if storage else "none"
+
+
+# --- into the document --------------------------------------------------------------------------------------
+
+
+def marked_blocks(text: str) -> dict[str, str]:
+    """The generated blocks of a document, markers included, by name."""
+    pattern = r"<!-- generated:(\w+) -->\n.*?<!-- /generated -->"
+    return {match[1]: match[0] for match in re.finditer(pattern, text, flags=re.DOTALL)}
+
+
+def write(found: Sequence[Section], path: Path = DOCUMENT) -> None:
+    """Replaces the marked blocks of the document.
+
+    Raises:
+        ValueError: a section has no marker in the document, or a marker no section.
+    """
+    text = path.read_text()
+    old = marked_blocks(text)
+    names = {section.name for section in found}
+    if names != old.keys():
+        msg = f"sections and markers of {path.name} differ in {sorted(names ^ old.keys())}"
+        raise ValueError(msg)
+    for section in found:
+        text = text.replace(old[section.name], section.block)
+    path.write_text(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="bench.walkthrough", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"replace the marked blocks of {DOCUMENT.name}")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = []
+    for section in sections():
+        found.append(section)
+        if not options.write:
+            sys.stdout.write(f"--- {section.name}\n{section.text}\n\n")
+    if options.write:
+        write(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

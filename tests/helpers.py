@@ -1,0 +1,204 @@
+"""What several test files need: budgets by regime, plans made once, recorded training steps, and what is left allocated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import torch
+from torch import Tensor, nn
+
+from bench import measure
+from bench.models import Workload
+from rockmate import Planner, RockmateModule
+
+torch.set_num_threads(1)
+
+REGIMES = ("loose", "binding", "minimum")
+
+
+def budget_for(planner: Planner, regime: str) -> int | float:
+    minimum, baseline = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    return {"loose": 1.0, "binding": (minimum + baseline) // 2, "minimum": minimum}[regime]
+
+
+def modules_of(model: nn.Module, sample: Any, **options: Any) -> list[RockmateModule]:
+    """One planned module for each regime, all on the same model."""
+    planner = Planner(model, sample, **options)
+    return [planner.module(budget_for(planner, regime)) for regime in REGIMES]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A workload with its planner and the weights that it began with."""
+
+    workload: Workload
+    planner: Planner
+    before: Mapping[str, Tensor]
+
+    def module(self, regime: str) -> RockmateModule:
+        """A module of that regime; the model is put back to its first weights."""
+        model = self.workload.model
+        model.load_state_dict(self.before)
+        model.zero_grad(set_to_none=True)
+        model.train()
+        return self.planner.module(budget_for(self.planner, regime))
+
+    def eager(self) -> nn.Module:
+        """An independent copy of the model with its first weights."""
+        twin = copy.deepcopy(self.workload.model)
+        twin.load_state_dict(self.before)
+        twin.zero_grad(set_to_none=True)
+        return twin.train()
+
+
+@functools.cache
+def planned(name: str, size: str = "tiny") -> Planned:
+    """The workload of that name with a planner; made once a session."""
+    workload = models.tiny(name) if size == "tiny" else models.medium(name)
+    before = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    return Planned(workload, Planner(workload.model, workload.sample), before)
+
+
+# --- equality ------------------------------------------------------------------------------------------
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors of a nested output, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for inner in value.values() for tensor in tensors_of(inner)]
+    if isinstance(value, tuple | list):
+        return [tensor for inner in value for tensor in tensors_of(inner)]
+    if dataclasses.is_dataclass(value):
+        return [t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))]
+    return []
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all gradients by name; a tied one stands under each of its names, one that is None is left out."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[str]:
+    """Names that only one side has, or whose values are not the same bit for bit."""
+    both = ours.keys() & reference.keys()
+    return sorted((ours.keys() ^ reference.keys()) | {name for name in both if not same_bits(ours[name], reference[name])})
+
+
+def same_bits(ours: Tensor, reference: Tensor) -> bool:
+    return ours.shape == reference.shape and ours.dtype == reference.dtype and torch.equal(ours, reference)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Largest difference over largest value."""
+    scale = reference.double().abs().max().item()
+    return (ours.double() - reference.double()).abs().max().item() / max(scale, 1e-30)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step left behind, in copies."""
+
+    loss: Tensor
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random_state: Tensor
+
+
+Loss = Callable[[Callable[..., Any], int], tuple[Any, Tensor]]
+"""`loss(model, step)` gives (outputs, loss)."""
+
+
+def one_step(module: nn.Module, owner: nn.Module, loss_of: Loss, seed: int) -> Step:
+    """One forward and backward from a fixed random state; gradients are added to what `.grad` holds."""
+    torch.manual_seed(seed)
+    outputs, loss = loss_of(module, seed)
+    kept = [tensor.detach().clone() for tensor in tensors_of(outputs)]
+    loss.backward()
+    return Step(
+        loss=loss.detach().clone(),
+        outputs=kept,
+        gradients=gradients_of(owner),
+        buffers={name: buffer.clone() for name, buffer in owner.named_buffers()},
+        random_state=torch.get_rng_state(),
+    )
+
+
+def train(module: nn.Module, owner: nn.Module, loss_of: Loss, num_steps: int = 3) -> list[Step]:
+    """Training steps with an optimizer between them."""
+    optimizer = torch.optim.AdamW([p for p in owner.parameters() if p.requires_grad], lr=1e-2)
+    steps = []
+    for index in range(num_steps):
+        optimizer.zero_grad()
+        steps.append(one_step(module, owner, loss_of, index + 1))
+        optimizer.step()
+    return steps
+
+
+def workload_loss(workload: Workload) -> Loss:
+    return lambda module, step: workload.loss(module, workload.make_batch(step))
+
+
+def assert_same(ours: Step, reference: Step) -> None:
+    """Every figure bit for bit."""
+    assert same_bits(ours.loss, reference.loss), f"loss {ours.loss.item()!r} is not {reference.loss.item()!r}"
+    assert len(ours.outputs) == len(reference.outputs)
+    assert all(same_bits(a, b) for a, b in zip(ours.outputs, reference.outputs, strict=True)), "outputs differ"
+    assert not differing(ours.gradients, reference.gradients), "gradients differ"
+    assert not differing(ours.buffers, reference.buffers), "buffers differ"
+    assert torch.equal(ours.random_state, reference.random_state), "the generator is elsewhere"
+
+
+def check_against_eager(model: nn.Module, sample: Any, loss_of: Loss, *, num_steps: int = 3, **options: Any) -> None:
+    """Trains a copy of `model` plainly and others planned for each regime, and compares every step bit for bit."""
+    reference_model = copy.deepcopy(model)
+    reference = train(reference_model, reference_model, loss_of, num_steps)
+    before = copy.deepcopy(model.state_dict())
+    for module in modules_of(model, sample, **options):
+        model.load_state_dict(before)
+        model.zero_grad(set_to_none=True)
+        for ours, theirs in zip(train(module, model, loss_of, num_steps), reference, strict=True):
+            assert_same(ours, theirs)
+
+
+def assert_close(ours: Step, reference: Step) -> None:
+    """As `assert_same`, but for rounding: for kernels that get the same values in another layout, and so add them in another order."""
+    assert relative_error(ours.loss, reference.loss) <= 1e-6
+    assert ours.gradients.keys() == reference.gradients.keys()
+    for name, gradient in reference.gradients.items():
+        # A gradient that is zero but for rounding (a bias ahead of a batch normalisation) has no scale of its own.
+        gap = (ours.gradients[name].double() - gradient.double()).abs().max().item()
+        largest = max(other.abs().max().item() for other in reference.gradients.values())
+        assert gap <= 1e-6 * largest, name
+    assert torch.equal(ours.random_state, reference.random_state)
+
+
+# --- memory --------------------------------------------------------------------------------------------
+
+
+def left_allocated(function: Callable[[], Any]) -> int:
+    """Bytes that `function` allocates and that nothing has freed when it has returned and its result is gone; no garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            function()
+    finally:
+        gc.enable()
+    live: dict[int, int] = {}
+    for event in measure._cpu_events(profiler.profiler.kineto_results.experimental_event_tree()):
+        if event.num_bytes > 0:
+            live[event.address] = event.num_bytes
+        else:
+            live.pop(event.address, None)
+    return sum(live.values())

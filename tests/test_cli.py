@@ -1,0 +1,256 @@
+"""The command line: what the demonstration prints and draws, and how it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rockmate import demo
+from rockmate.allocations import Timeline, timeline
+from rockmate.cli import main
+
+TINY = ["--layers", "3", "--width", "64", "--batch", "2", "--tokens", "64", "--steps", "3", "--budget", "0.7"]
+
+
+def run_demo(out: Path, *arguments: str) -> int:
+    return main(["demo", *TINY, "--threads", "1", "--quiet", "--out", str(out), *arguments])
+
+
+def test_demo_prints_one_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(tmp_path / "out") == 0
+    printed, noise = capfd.readouterr()
+    assert noise == ""
+    assert "3 layers, width 64" in printed
+    assert len(re.findall(r"^loss of step \d +\d+\.\d{7} +\d+\.\d{7} +identical$", printed, re.MULTILINE)) == 3
+    for row in ("activation budget", "activation peak, predicted", "activation peak, measured", "step time, predicted"):
+        assert len(re.findall(f"^{row} ", printed, re.MULTILINE)) == 1
+    assert re.search(r"^step time, measured \(median\) +[\d.]+ ms +[\d.]+ ms +[\d.]+$", printed, re.MULTILINE)
+    assert re.search(r"^planning time +[\d.]+ s$", printed, re.MULTILINE)
+    assert "bit by bit" in printed
+    assert "inside the budget" in printed
+
+    picture = (tmp_path / "out" / "memory.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width >= 1000
+    assert height >= 500
+    assert len(picture) > 20_000  # curves, not an empty frame
+
+
+def test_progress_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *TINY, "--out", str(tmp_path)]) == 0
+    printed, progress = capfd.readouterr()
+    assert "3/3" in progress
+    assert "planning for" in progress
+    assert "planning for" not in printed
+
+
+def test_threads_are_put_back(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    assert main(["demo", *TINY, "--quiet", "--threads", str(before + 1), "--out", str(tmp_path)]) == 0
+    assert torch.get_num_threads() == before
+
+
+def test_model_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    save_tiny_llama(folder)
+    shape = ["--batch", "2", "--tokens", "32", "--steps", "2", "--budget", "0.8"]
+    assert main(["demo", "--model", str(folder), *shape, "--quiet", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM" in printed
+    assert "identical in all 2 steps" in printed
+
+
+def save_tiny_llama(folder: Path) -> None:
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+# --- refusals -------------------------------------------------------------------------------------------
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(["demo", "--quiet", *arguments]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert said.startswith("rockmate demo: error: ")
+    assert "Traceback" not in said
+    return said
+
+
+def test_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, ["--model", str(tmp_path / "nothing-here"), "--out", str(tmp_path)])
+    assert "nothing-here" in said
+    assert "folder" in said
+
+
+def test_more_tokens_than_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_llama(tmp_path / "model")
+    said = refusal(capsys, ["--model", str(tmp_path / "model"), "--tokens", "65", "--out", str(tmp_path)])
+    assert "--tokens 65" in said
+    assert "64 or fewer" in said
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "hf"), ("matplotlib", "plot")])
+def test_missing_extra(
+    package: str, extra: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(package, monkeypatch)
+    said = refusal(capsys, ["--out", str(tmp_path)])
+    assert package in said
+    assert f"pip install 'rockmate-planner[{extra}]'" in said
+
+
+def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = demo.importlib.import_module
+
+    def without(name: str, anchor: str | None = None) -> object:
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return real(name, anchor)
+
+    monkeypatch.setattr(demo.importlib, "import_module", without)
+
+
+def test_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, [*TINY, "--budget", "0.0001", "--out", str(tmp_path)])
+    smallest = re.search(r"--budget (\d\.\d+)", said)
+    assert smallest is not None
+    assert main(["demo", *TINY, "--quiet", "--budget", smallest[1], "--out", str(tmp_path)]) == 0
+
+
+def test_size_of_a_model_that_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--layers" in refusal(capsys, ["--model", "any", "--layers", "2", "--out", str(tmp_path)])
+
+
+def test_width_without_whole_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--width 200" in refusal(capsys, ["--width", "200", "--out", str(tmp_path)])
+
+
+def test_more_text_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "too few" in refusal(capsys, ["--steps", "1000000", "--layers", "1", "--width", "64", "--out", str(tmp_path)])
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--out" in refusal(capsys, ["--out", str(tmp_path / "file" / "folder")])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["demo", "--budget", "1.5"], ["demo", "--budget", "nan"], ["demo", "--steps", "0"], ["demo", "--tokens", "1"]],
+)
+def test_arguments_that_cannot_be_read(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: rockmate" in capsys.readouterr().err
+
+
+# --- a promise that does not hold -----------------------------------------------------------------------
+
+
+def example_result(**changes: Any) -> demo.DemoResult:
+    memory = Timeline(points=[(0.0, 0), (0.1, 1000), (0.2, 0)], marks={demo.BACKWARD_MARK: 0.1}, duration_s=0.2)
+    run = demo.Run(losses=[2.0, 1.0], times_ms=[10.0, 20.0], memory=memory)
+    plan: Any = SimpleNamespace(
+        budget_bytes=1000, predicted_peak_bytes=990, predicted_ms=12.0, baseline_peak_bytes=2000, baseline_ms=10.0
+    )
+    result = demo.DemoResult(
+        title="a model",
+        eager=run,
+        planned=dataclasses.replace(run, times_ms=[12.0, 22.0]),
+        plan=plan,
+        planning_s=1.0,
+        stage_s={"capture": 0.5},
+        equal_weights=True,
+    )
+    return dataclasses.replace(result, **changes)
+
+
+def test_success_is_all_three_promises() -> None:
+    result = example_result()
+    assert result.succeeded
+    assert result.measured_ratio == pytest.approx((1.2 + 1.1) / 2)
+    assert "FAILED" not in demo.report(result)
+
+
+def test_a_loss_that_differs_fails() -> None:
+    result = example_result()
+    result = dataclasses.replace(result, planned=dataclasses.replace(result.planned, losses=[2.0, 1.0000001]))
+    assert not result.succeeded
+    assert "DIFFERENT" in demo.report(result)
+    assert "FAILED: the losses" in demo.report(result)
+
+
+def test_weights_that_differ_fail() -> None:
+    result = example_result(equal_weights=False)
+    assert not result.succeeded
+    assert "the weights after them are not" in demo.report(result)
+
+
+def test_a_peak_above_the_budget_fails() -> None:
+    result = example_result()
+    above = Timeline(points=[(0.0, 1234)], marks={}, duration_s=0.1)
+    result = dataclasses.replace(result, planned=dataclasses.replace(result.planned, memory=above))
+    assert not result.succeeded
+    assert "FAILED: the measured peak is 234 bytes above the budget" in demo.report(result)
+
+
+# --- the timeline ---------------------------------------------------------------------------------------
+
+
+def test_timeline_tells_bytes_in_order_and_the_marks() -> None:
+    def function() -> None:
+        first = torch.empty(1000, dtype=torch.uint8)
+        with torch.profiler.record_function("second half"):
+            second = torch.empty(500, dtype=torch.uint8)
+        del first
+        del second
+
+    memory = timeline(function)
+    assert [live for _, live in memory.points] == [0, 1000, 1500, 500, 0]
+    seconds = [at for at, _ in memory.points]
+    assert seconds == sorted(seconds)
+    assert seconds[1] <= memory.marks["second half"] <= seconds[2]
+    assert memory.duration_s >= seconds[-1]
+    assert memory.peak_bytes == 1500
+
+
+def test_timeline_counts_the_result_as_live() -> None:
+    assert timeline(lambda: torch.empty(64, dtype=torch.uint8)).points[-1][1] == 64
+
+
+def test_timeline_ends_the_recording_when_the_function_fails() -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        timeline(fail)
+    assert timeline(lambda: None).points == [(0.0, 0)]

@@ -1,0 +1,289 @@
+"""What must not change: wrapping and planning leave no trace, and the planned module is otherwise the original."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from helpers import REGIMES, budget_for, differing, gradients_of, modules_of, planned, same_bits
+from torch import nn
+
+from rockmate import Planner, RockmateModule, SignatureMismatchError
+
+HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
+
+
+def settings() -> dict[str, Any]:
+    return {
+        "torch generator": torch.get_rng_state().tolist(),
+        "numpy generator": np.random.get_state(legacy=True)[1].tolist(),
+        "python generator": random.getstate(),
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "compiling": torch.compiler.is_compiling(),
+        "exporting": torch.compiler.is_exporting(),
+        "compile flags": (torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        "sdp": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        "donated": torch._functorch.config.donated_buffer,
+        "dispatch modes": len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
+    }
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "values": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "identities": [id(tensor) for tensor in (*model.parameters(), *model.buffers())],
+        "versions": [tensor._version for tensor in (*model.parameters(), *model.buffers())],
+        "names": [name for name, _ in model.named_parameters(remove_duplicate=False)],
+        "gradients": gradients_of(model),
+        "modes": [module.training for module in model.modules()],
+        "trainable": [parameter.requires_grad for parameter in model.parameters()],
+        "hooks": [[dict(getattr(module, name)) for name in HOOKS if hasattr(module, name)] for module in model.modules()],
+        "tensor hooks": [dict(p._backward_hooks or {}) for p in model.parameters()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "children": [id(module) for module in model.modules()],
+    }
+
+
+def assert_same_state(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for key in before:
+        if key in ("values", "gradients"):
+            assert not differing(now[key], before[key]), key
+        else:
+            assert now[key] == before[key], key
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_planning_and_wrapping_leave_no_trace(name: str) -> None:
+    workload = models.tiny(name)
+    model, sample = workload.model, workload.sample
+    for index, parameter in enumerate(model.parameters()):  # some have a gradient, some are frozen, some a hook
+        if index % 3 == 0:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        elif index % 5 == 1:
+            parameter.requires_grad_(False)
+    next(module for module in model.modules() if isinstance(module, nn.Dropout | nn.LayerNorm | nn.BatchNorm2d | nn.Linear)).eval()
+    handle = model.register_forward_hook(lambda module, inputs, output: None)
+    masking = __import__("transformers").masking_utils
+    functions = {key: value for key, value in vars(masking).items() if callable(value)}
+    if hasattr(model, "config"):
+        model.config.problem_type = "single_label_classification"  # else the model's own forward writes it there
+    config = copy.deepcopy(vars(model.config)) if hasattr(model, "config") else None
+    sample_before = {key: value.clone() for key, value in sample.items()}
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    before, settings_before = state_of(model), settings()
+    planner = Planner(model, sample)
+    planner.frontier()
+    for regime in REGIMES:
+        planner.module(budget_for(planner, regime))
+    assert settings() == settings_before
+    assert_same_state(state_of(model), before)
+    assert {key: value for key, value in vars(masking).items() if callable(value)} == functions
+    assert config is None or vars(model.config) == config
+    assert not differing(sample, sample_before)
+    handle.remove()
+
+
+def test_failed_planning_leaves_no_trace_either() -> None:
+    class Picky(models.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y if y.sum() > 0 else -y
+
+    model = Picky()
+    before, settings_before = state_of(model), settings()
+    with pytest.raises(ValueError, match="Picky"):
+        Planner(model, torch.randn(2, 16, generator=torch.Generator().manual_seed(1)))
+    assert settings() == settings_before
+    assert_same_state(state_of(model), before)
+
+
+def test_global_settings_of_the_user_survive_a_planned_step() -> None:
+    module = planned("gpt2").module("minimum")
+    batch = planned("gpt2").workload.make_batch(1)
+    before = {key: value for key, value in settings().items() if key != "torch generator"}
+    module(**batch).loss.backward()
+    assert {key: value for key, value in settings().items() if key != "torch generator"} == before
+
+
+def test_it_is_the_original_to_the_outside() -> None:
+    workload = models.tiny("gpt2")
+    model = workload.model
+    module = RockmateModule(model, workload.sample, 0.7)
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in module.parameters()] == [id(p) for p in model.parameters()]
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in module.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert [name for name, _ in module.named_modules()][1:] == [name for name, _ in model.named_modules()][1:]
+    assert module.config is model.config
+    assert module.transformer is model.transformer
+    assert module.device == model.device
+    assert module.num_parameters() == model.num_parameters()
+    assert module.get_submodule("transformer.h.0") is model.transformer.h[0]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        module.no_such_thing  # noqa: B018
+    assert "budget" in repr(module)
+
+
+def test_saving_and_loading(tmp_path: Any) -> None:
+    workload = models.tiny("gpt2")
+    module = RockmateModule(workload.model, workload.sample, 0.7)
+    module.save_pretrained(tmp_path)
+    again = type(workload.model).from_pretrained(tmp_path)
+    assert not differing(again.state_dict(), workload.model.state_dict())
+    zeros = {key: torch.zeros_like(value) for key, value in module.state_dict().items()}
+    module.load_state_dict(zeros)
+    assert all((parameter == 0).all() for parameter in workload.model.parameters())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict({})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_loaded_after_planning_are_the_ones_that_train(assign: bool) -> None:
+    model, other = models.Stack(), models.Stack()
+    x = torch.randn(64, 16)
+    for module in modules_of(model, x):
+        module.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+        torch.manual_seed(1)
+        module(x).sum().backward()
+        torch.manual_seed(1)
+        other.zero_grad()
+        other(x).sum().backward()
+        assert not differing(gradients_of(model), gradients_of(other))
+        model.zero_grad()
+
+
+def test_parameter_or_submodule_put_in_later_is_the_one_that_trains_or_is_refused() -> None:
+    x = torch.randn(64, 16)
+    for change in (
+        lambda model: setattr(model.layers[0], "0", nn.Linear(16, 64)),
+        lambda model: setattr(model.layers[0][0], "weight", nn.Parameter(torch.randn(64, 16))),
+        lambda model: model.layers.__setitem__(1, copy.deepcopy(model.layers[2])),
+    ):
+        model = models.Stack(dropout=0.0)
+        module = RockmateModule(model, x, 1.0)
+        change(model)
+        reference = copy.deepcopy(model)
+        reference(x).square().sum().backward()
+        try:
+            module(x).square().sum().backward()
+        except SignatureMismatchError:
+            continue
+        assert not differing(gradients_of(model), gradients_of(reference))
+
+
+def test_casting_the_module_is_noticed_in_training_and_works_in_eval() -> None:
+    model = models.Stack()
+    x = torch.randn(64, 16)
+    module = RockmateModule(model, x, 0.8)
+    module.to(torch.float64)
+    assert model.layers[0][0].weight.dtype is torch.float64
+    with pytest.raises(SignatureMismatchError, match="float64"):
+        module(x.double())
+    module.eval()
+    assert module(x.double()).dtype is torch.float64
+    module.train()
+    module.to(torch.float32)
+    module(x).sum().backward()
+    assert model.layers[0][0].weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_eval_and_no_grad_run_the_original(name: str) -> None:
+    from helpers import tensors_of
+
+    case = planned(name)
+    module, model = case.module("minimum"), case.workload.model
+    sample = case.workload.sample
+    module.eval()
+    assert not any(inner.training for inner in model.modules())
+    assert all(same_bits(a, b) for a, b in zip(tensors_of(module(**sample)), tensors_of(model(**sample)), strict=True))
+    module.train()
+    assert all(inner.training for inner in model.modules())
+    results = []
+    for callee in (module, model):
+        model.load_state_dict(case.before)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            results.append(tensors_of(callee(**sample)))
+        results[-1].append(torch.get_rng_state())
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_eval_takes_any_shape_and_has_gradients() -> None:
+    model = models.Stack()
+    module = RockmateModule(model, torch.randn(64, 16), 0.8).eval()
+    x = torch.randn(7, 3, 16, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+    assert module.training is False
+    with torch.inference_mode():
+        module.train()(torch.randn(2, 16))
+
+
+def test_generate() -> None:
+    case = planned("gpt2")
+    module, model = case.module("binding"), case.workload.model
+    words = case.workload.make_batch(1)["input_ids"][:, :5]
+    module.eval()
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(words)}
+    assert torch.equal(module.generate(words, **options), model.generate(words, **options))
+    module.train()
+
+
+def test_switching_between_modes_during_training() -> None:
+    from helpers import assert_same, one_step, workload_loss
+
+    case = planned("hf-resnet")
+    eager = case.eager()
+    module, model = case.module("minimum"), case.workload.model
+    ours, reference = [], []
+    for callee, owner, steps in ((module, model, ours), (eager, eager, reference)):
+        for seed in (1, 2):
+            owner.zero_grad()
+            steps.append(one_step(callee, owner, workload_loss(case.workload), seed))
+            callee.eval()
+            with torch.no_grad():
+                callee(**case.workload.sample)
+            callee.train()
+    for a, b in zip(ours, reference, strict=True):
+        assert_same(a, b)
+
+
+def test_buffer_that_the_forward_reassigns_counts_on_or_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return self.linear(x) * self.count
+
+    model = Counting()
+    x = torch.randn(64, 16)
+    try:
+        module = RockmateModule(model, x, 1.0)
+    except ValueError as error:
+        assert "count" in str(error)  # noqa: PT017
+    else:
+        for _ in range(2):
+            module(x).sum().backward()
+        assert model.count == 2
+    assert type(model.count) is torch.Tensor

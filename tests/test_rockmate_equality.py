@@ -1,0 +1,214 @@
+"""Training through a plan gives eager's numbers, bit for bit: every model, every regime, three steps, dropout on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from functools import partial
+
+import models
+import pytest
+import torch
+from helpers import (
+    REGIMES,
+    Step,
+    assert_same,
+    check_against_eager,
+    modules_of,
+    one_step,
+    planned,
+    relative_error,
+    train,
+    workload_loss,
+)
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from rockmate import Planner, RockmateModule
+
+
+@functools.cache
+def eager_steps(name: str) -> list[Step]:
+    case = planned(name)
+    model = case.eager()
+    return train(model, model, workload_loss(case.workload))
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", [name for name in models.TINY if name not in models.SUMS_IN_ANOTHER_ORDER])
+def test_three_steps_are_eagers_bit_for_bit(name: str, regime: str) -> None:
+    case = planned(name)
+    module = case.module(regime)
+    ours = train(module, case.workload.model, workload_loss(case.workload))
+    for step, reference in zip(ours, eager_steps(name), strict=True):
+        assert_same(step, reference)
+    assert len({step.loss.item() for step in ours}) == 3  # the weights did move
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", sorted(models.SUMS_IN_ANOTHER_ORDER))
+def test_weight_of_three_uses_differs_by_rounding_only(name: str, regime: str) -> None:
+    case = planned(name)
+    module, owner, eager = case.module(regime), case.workload.model, case.eager()
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    for seed in (1, 2, 3):
+        owner.load_state_dict(eager.state_dict())
+        owner.zero_grad()
+        optimizer.zero_grad()
+        reference = one_step(eager, eager, workload_loss(case.workload), seed)
+        ours = one_step(module, owner, workload_loss(case.workload), seed)
+        assert torch.equal(ours.loss, reference.loss)
+        assert all(torch.equal(a, b) for a, b in zip(ours.outputs, reference.outputs, strict=True))
+        assert torch.equal(ours.random_state, reference.random_state)
+        assert ours.gradients.keys() == reference.gradients.keys()
+        assert max(relative_error(ours.gradients[k], reference.gradients[k]) for k in reference.gradients) <= 1e-6
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", sorted(models.HAS_DROPOUT))
+def test_tight_plans_do_recompute_random_ops(name: str) -> None:
+    """Else the equality above would say nothing of the replay."""
+    case = planned(name)
+    schedule = case.planner.plan(case.planner.minimum_peak_bytes).schedule
+    assert schedule.num_recomputations() > 0
+    graph = case.planner.plan(1.0).graph
+    assert any(graph.ops[i].is_random for i in schedule.steps)
+
+
+def test_batch_norm_of_every_kind_is_updated_once() -> None:
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([0, 1, 2, 3])
+    model = models.BatchNormNet()
+
+    def loss_of(module: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = module(images * step)
+        return logits, functional.cross_entropy(logits, target)
+
+    check_against_eager(model, images, loss_of)
+    assert model.bn1.num_batches_tracked == 3  # the last of the regimes, from a fresh start
+    assert model.bn2.num_batches_tracked == 3
+
+
+def test_batch_norm_in_eval_mode_inside_a_training_model_stays_as_it_is() -> None:
+    images = torch.randn(4, 3, 8, 8)
+    model = models.BatchNormNet().train()
+    model.bn1.eval()
+    model.bn1.running_mean.fill_(0.25)
+    mean = model.bn1.running_mean.clone()
+    check_against_eager(model, images, lambda module, step: (None, module(images * step).square().sum()))
+    assert torch.equal(model.bn1.running_mean, mean)
+    assert not model.bn1.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 16).to(dtype)
+    model = models.Stack().to(dtype)
+    check_against_eager(model, x, lambda module, step: (None, module(x * step).float().square().mean()))
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0, 0.5])
+def test_dropout_at_its_extremes(probability: float) -> None:
+    x = torch.randn(64, 16)
+    check_against_eager(models.Stack(dropout=probability), x, lambda module, step: (None, module(x * step).square().mean()))
+
+
+def test_every_kind_of_dropout() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Dropout2d(0.3), nn.ReLU(inplace=True), nn.AlphaDropout(0.2), nn.Conv2d(8, 4, 3), nn.RReLU(), nn.Flatten(),
+        nn.Linear(64, 16), nn.FeatureAlphaDropout(0.2), nn.Dropout(0.5, inplace=True), nn.Linear(16, 4),
+    )  # fmt: skip
+    x = torch.randn(5, 3, 8, 8)
+    check_against_eager(model, x, lambda module, step: (None, module(x * step).square().mean()))
+
+
+def test_random_ops_of_the_users_own() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.a(x) + 0.1 * torch.randn_like(x))
+            h = h * torch.rand(16)
+            return self.b(h) + torch.randn(x.shape[0], 16)
+
+    x = torch.randn(64, 16)
+    check_against_eager(Noisy(), x, lambda module, step: (None, module(x * step).square().mean()))
+
+
+def test_scaled_loss_and_loss_used_twice() -> None:
+    x = torch.randn(64, 16)
+
+    def loss_of(module: nn.Module, step: int) -> tuple[None, torch.Tensor]:
+        loss = module(x * step).square().mean()
+        return None, loss * 0.25 + loss.exp() * step
+
+    check_against_eager(models.Stack(), x, loss_of)
+
+
+def test_activation_checkpointing_of_the_model_itself_is_ours_to_do() -> None:
+    case = planned("gpt2")
+    model, reference_model = case.eager(), case.eager()
+    for inner in model.modules():
+        if hasattr(inner, "gradient_checkpointing"):
+            inner.gradient_checkpointing = True
+            inner._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    loss_of = workload_loss(case.workload)
+    reference = train(reference_model, reference_model, loss_of, 1)
+    planner = Planner(model, case.workload.sample)
+    assert planner.baseline_peak_bytes == case.planner.baseline_peak_bytes
+    module = planner.module(planner.minimum_peak_bytes)
+    assert all(inner.gradient_checkpointing for inner in model.modules() if hasattr(inner, "gradient_checkpointing"))
+    assert_same(train(module, model, loss_of, 1)[0], reference[0])
+
+
+def test_padding_mask_of_a_later_batch_is_heeded() -> None:
+    case = planned("llama")
+    model = case.eager()
+    words = case.workload.make_batch(1)["input_ids"]
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones_like(words)
+        mask[0, : step - 1] = 0
+        return {"input_ids": words, "labels": words.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+    def loss_of(module: nn.Module, step: int) -> tuple[object, torch.Tensor]:
+        output = module(**batch(step))
+        return None, output.loss
+
+    reference_model = copy.deepcopy(model)
+    reference = train(reference_model, reference_model, loss_of)
+    ours = train(RockmateModule(model, batch(1), 1.0), model, loss_of)
+    for step, theirs in zip(ours, reference, strict=True):
+        # Eager may take another kernel when it reads that nothing is masked: equal but for rounding.
+        assert relative_error(step.loss, theirs.loss) <= 1e-4
+    assert len({step.loss.item() for step in ours}) == 3
+
+
+def test_autocast_region_at_capture_and_at_the_call() -> None:
+    class Careful(models.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            with torch.autocast("cpu", enabled=False):
+                return torch.mm(x.float(), x.float().t())
+
+    x = torch.randn(64, 16)
+    model = Careful()
+
+    def loss_of(module: nn.Module, step: int) -> tuple[None, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module(x * step)
+        return None, y.square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned_modules = modules_of(model, x)
+    before = copy.deepcopy(model.state_dict())
+    reference_model = copy.deepcopy(model)
+    reference = train(reference_model, reference_model, loss_of)
+    for module in planned_modules:
+        model.load_state_dict(before)
+        model.zero_grad()
+        for ours, theirs in zip(train(module, model, loss_of), reference, strict=True):
+            assert_same(ours, theirs)

@@ -1,0 +1,561 @@
+"""Bad input is refused with an error that names the value, the limit and the next step."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from helpers import differing, gradients_of, modules_of, planned, same_bits
+from torch import Tensor, nn
+
+from rockmate import (
+    BackwardError,
+    InfeasibleBudgetError,
+    InvalidBudgetError,
+    InvalidSampleError,
+    Planner,
+    RockmateError,
+    RockmateModule,
+    SignatureMismatchError,
+    UnsupportedModelError,
+)
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
+
+
+# --- budgets -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [0, -5, float("nan"), float("inf"), 1.5, 0.0, -0.25, "12 parsecs", "0GB", "", "GB", "-3GB", "1e9", "5 5 GB", True, False, None, [1], 1j,
+     torch.tensor(0.5), b"6GiB"],
+)  # fmt: skip
+def test_unreadable_budget(budget: Any) -> None:
+    planner = planned("gpt2").planner
+    with pytest.raises(InvalidBudgetError) as caught:
+        planner.plan(budget)
+    assert isinstance(caught.value, ValueError)
+    text = str(caught.value)
+    assert repr(budget) in text or str(budget) in text
+    assert "6GiB" in text, "says what to write"
+
+
+@pytest.mark.parametrize("budget", [None, "12 parsecs", 0, 2.0])
+def test_unreadable_budget_to_the_module(budget: Any) -> None:
+    with pytest.raises(InvalidBudgetError):
+        RockmateModule(models.Stack(), X, budget)
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_infeasible_budget_names_a_minimum_that_works(name: str) -> None:
+    case = planned(name)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        case.planner.plan(1000)
+    error = caught.value
+    assert error.budget_bytes == 1000
+    assert error.minimum_bytes == case.planner.minimum_peak_bytes
+    text = str(error)
+    assert "1,000" in text
+    assert f"{error.minimum_bytes:,}" in text
+    assert re.search(r"\d\.\d\dx", text), "says how slow the smallest plan is"
+    assert "budget=" in text
+    with pytest.raises(InfeasibleBudgetError):
+        case.planner.plan(error.minimum_bytes - 1)
+    assert case.planner.plan(error.minimum_bytes).predicted_peak_bytes <= error.minimum_bytes
+    module = case.planner.module(error.minimum_bytes)
+    _, loss = case.workload.loss(module, case.workload.make_batch(1))
+    loss.backward()
+    assert gradients_of(case.workload.model)
+
+
+def test_infeasible_budget_names_the_place() -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"transformer|lm_head|loss|h\.\d"):
+        planned("gpt2", "medium").planner.plan(1000)
+
+
+def test_fraction_below_the_minimum() -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planned("gpt2").planner.plan(0.01)
+    assert caught.value.budget_bytes == int(0.01 * planned("gpt2").planner.baseline_peak_bytes)
+
+
+def test_budget_forms_agree() -> None:
+    planner = planned("gpt2").planner
+    num_bytes = 300 * 1024
+    plans = [planner.plan(budget) for budget in (num_bytes, "300KiB", " 300 kib ", "0.29296875MiB", np.int64(num_bytes))]
+    assert {plan.budget_bytes for plan in plans} == {num_bytes}
+    assert {plan.schedule for plan in plans} == {plans[0].schedule}
+    assert planner.plan(1.0).budget_bytes == planner.baseline_peak_bytes
+    assert planner.plan("1TB").predicted_ms == planner.plan(1.0).predicted_ms
+
+
+# --- samples and models ------------------------------------------------------------------------------
+
+
+def test_sample_on_another_device() -> None:
+    with pytest.raises(InvalidSampleError, match=r"meta.*cpu"):
+        Planner(models.Stack(), X.to("meta"))
+
+
+def test_model_on_two_devices() -> None:
+    model = models.Stack()
+    model.layers[1].to("meta")
+    with pytest.raises(InvalidSampleError, match="meta"):
+        Planner(model, X)
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (torch.randn(64, 15), "15"),
+        (torch.randint(0, 3, (64, 16)), "Long|Int|dtype"),
+        ((X, X), "argument"),
+        ({"y": X}, "y"),
+        ({}, "x"),
+        ((), "x"),
+        ({"x": None}, "x"),
+    ],
+)
+def test_sample_that_the_model_rejects(sample: Any, text: str) -> None:
+    with pytest.raises(InvalidSampleError, match=text) as caught:
+        Planner(models.Stack(), sample)
+    assert "Stack" in str(caught.value) or "layers.0.0" in str(caught.value)
+
+
+@pytest.mark.parametrize("sample", [3, "text", None, 0.5, {1, 2}, object()])
+def test_sample_of_no_known_form(sample: Any) -> None:
+    with pytest.raises(InvalidSampleError, match=r"tensor.*tuple.*mapping"):
+        Planner(models.Stack(), sample)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if x.sum() > 0:  # the line that the error names
+            x = x * 2
+        return x
+
+
+class Selecting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x[x > 0]  # the line that the error names
+
+
+class Reading(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * x.max().item()  # the line that the error names
+
+
+class Counting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[: int(x[0, 0])]  # the line that the error names
+
+
+@pytest.mark.parametrize("cls", [Branching, Selecting, Reading, Counting])
+def test_data_dependent_model_names_the_line(cls: type[nn.Module]) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
+    marked = next(number for number in range(start, len(lines)) if "the line that the error names" in lines[number]) + 1
+    with pytest.raises(UnsupportedModelError) as caught:
+        Planner(cls(), X)
+    assert f"{Path(__file__).name}:{marked}" in str(caught.value)
+    assert "tensor operation" in str(caught.value)
+
+
+def test_model_in_eval_mode() -> None:
+    with pytest.raises(InvalidSampleError, match=r"train\(\)"):
+        Planner(models.Stack().eval(), X)
+
+
+def test_nothing_requires_grad() -> None:
+    with pytest.raises(InvalidSampleError, match="Unfreeze"):
+        Planner(models.Stack().requires_grad_(False), X)
+
+
+def test_planning_under_no_grad_works_or_says_so() -> None:
+    model = models.Stack()
+    try:
+        with torch.no_grad():
+            planner = Planner(model, X)
+    except InvalidSampleError as error:
+        assert "grad" in str(error)  # noqa: PT017
+        return
+    planner.module(1.0)(X).sum().backward()
+    assert len(gradients_of(model)) == 16
+
+
+@pytest.mark.parametrize("made", [object(), models, lambda: None, {1, 2}, np.zeros(2)])
+def test_output_of_no_known_kind(made: Any) -> None:
+    model = models.WithOutput(lambda loss, logits, hidden, x: {"loss": loss, "other": made})
+    with pytest.raises(UnsupportedModelError, match="output") as caught:
+        Planner(model, X)
+    assert type(made).__name__ in str(caught.value)
+
+
+def test_error_of_the_models_own_is_kept_as_the_cause() -> None:
+    class Failing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError("the model's own")
+
+    with pytest.raises(RockmateError, match="the model's own") as caught:
+        Planner(Failing(), X)
+    assert Path(__file__).name in str(caught.value)
+
+
+def test_tensor_that_is_no_buffer_works_or_the_way_out_is_named() -> None:
+    class Careless(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.full((16,), 2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    model = Careless()
+    try:
+        module = RockmateModule(model, X, 1.0)
+    except UnsupportedModelError as error:
+        assert "register_buffer" in str(error)  # noqa: PT017
+        return
+    assert same_bits(module(X), model(X))
+
+
+def test_loss_only_without_a_loss() -> None:
+    with pytest.raises(InvalidSampleError, match="outputs"):
+        Planner(models.Stack(), X, outputs="loss")
+
+
+@pytest.mark.parametrize("option", ["differentiable", "outputs", "gradients"])
+def test_unknown_option_value(option: str) -> None:
+    with pytest.raises(ValueError, match="sideways"):
+        Planner(models.Stack(), X, **{option: "sideways"})
+
+
+# --- later calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda b: {**b, "input_ids": b["input_ids"][:1], "labels": b["labels"][:1]},
+        lambda b: {**b, "input_ids": b["input_ids"][:, :7], "labels": b["labels"][:, :7]},
+        lambda b: {**b, "input_ids": b["input_ids"].int()},
+        lambda b: {"input_ids": b["input_ids"]},
+        lambda b: {**b, "attention_mask": torch.ones_like(b["input_ids"])},
+        lambda b: {**b, "output_hidden_states": True},
+        lambda b: {**b, "input_ids": b["input_ids"].to("meta")},
+        lambda b: {**b, "return_dict": False},
+    ],
+)
+def test_call_unlike_the_sample_names_both(batch: Any) -> None:
+    case = planned("gpt2")
+    module = case.module("binding")
+    given = batch(dict(case.workload.make_batch(1)))
+    with pytest.raises(SignatureMismatchError) as caught:
+        module(**given)
+    text = str(caught.value)
+    assert "int64[2, 16]" in text
+    assert "planned" in text
+    assert "called" in text
+    assert "RockmateModule" in text
+    module(**case.workload.make_batch(1)).loss.backward()
+
+
+def test_positional_call_of_a_keyword_sample() -> None:
+    module = RockmateModule(models.Stack(), {"x": X}, 1.0)
+    try:
+        output = module(X)
+    except SignatureMismatchError:
+        return
+    output.sum().backward()
+
+
+def test_constant_of_another_value_or_type() -> None:
+    class Scaling(models.Stack):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    class Integers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, which: object) -> Tensor:
+            return self.linear(x) + (1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3)
+
+    module = RockmateModule(Scaling(), {"x": X, "scale": 2.0}, 1.0)
+    with pytest.raises(SignatureMismatchError, match=r"2\.0[\s\S]*3\.0"):
+        module(x=X, scale=3.0)
+    module = RockmateModule(Integers(), {"x": X, "which": 1}, 1.0)
+    for which in (True, 1.0):
+        with pytest.raises(SignatureMismatchError):
+            module(x=X, which=which)
+
+
+def test_input_that_suddenly_requires_grad() -> None:
+    module = RockmateModule(models.Stack(), X, 1.0)
+    with pytest.raises(SignatureMismatchError, match="requires_grad"):
+        module(X.clone().requires_grad_(True))
+
+
+def change_frozen(model: nn.Module) -> None:
+    model.layers[1][0].weight.requires_grad_(False)
+
+
+def change_mode(model: nn.Module) -> None:
+    model.layers[1].eval()
+
+
+def change_shape(model: nn.Module) -> None:
+    model.layers[1][0] = nn.Linear(16, 32)
+
+
+def change_parameters(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (change_frozen, r"layers\.1\.0\.weight"),
+        (change_mode, "eval"),
+        (change_shape, r"layers\.1\.0|replaced"),
+        (change_parameters, "extra"),
+    ],
+)
+def test_model_changed_after_planning(change: Any, text: str) -> None:
+    model = models.Stack()
+    module = RockmateModule(model, X, 1.0)
+    change(model)
+    with pytest.raises(SignatureMismatchError, match=text):
+        module(X)
+
+
+def test_autocast_switched_on_after_planning() -> None:
+    module = RockmateModule(models.Stack(), X, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(SignatureMismatchError, match="autocast"):
+        module(X)
+    module(X).sum().backward()
+
+
+# --- backwards -----------------------------------------------------------------------------------------
+
+
+def test_backward_twice() -> None:
+    for module in modules_of(models.Stack(), X):
+        loss = module(X).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"retain_graph|second time"):
+            loss.backward()
+
+
+def test_backward_twice_with_a_scalar_from_inside() -> None:
+    module = planned("gpt2").module("binding")
+    loss = module(**planned("gpt2").workload.make_batch(1)).loss
+    loss.backward()
+    with pytest.raises(BackwardError, match="retain_graph=True"):
+        loss.backward()
+
+
+def test_second_derivative() -> None:
+    for gradients in ("accumulated", "returned"):
+        for module in modules_of(models.Stack(), X, gradients=gradients):
+            loss = module(X).square().sum()
+            with pytest.raises(BackwardError, match="create_graph"):
+                loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+def test_autograd_grad_in_the_default_mode(name: str) -> None:
+    case = planned(name)
+    module, model = case.module("binding"), case.workload.model
+    _, loss = case.workload.loss(module, case.workload.make_batch(1))
+    with pytest.raises(RuntimeError, match=r"returned|not have been used"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert not gradients_of(model), "nothing was accumulated behind the user's back"
+
+
+def test_autograd_grad_for_an_input_in_the_default_mode() -> None:
+    model = models.Stack()
+    x = X.clone().requires_grad_(True)
+    module = RockmateModule(model, x, 1.0)
+    try:
+        (found,) = torch.autograd.grad(module(x).sum(), [x])
+    except BackwardError as error:
+        assert 'gradients="returned"' in str(error)  # noqa: PT017
+        assert not gradients_of(model)
+        return
+    assert found.shape == x.shape
+    assert not gradients_of(model)
+
+
+def test_backward_with_inputs_in_the_default_mode_accumulates_nowhere_else() -> None:
+    model = models.Stack()
+    x = X.clone().requires_grad_(True)
+    for inputs in ([model.layers[0][0].weight], [x]):
+        module = RockmateModule(model, x, 1.0)
+        loss = module(x).sum()
+        try:
+            loss.backward(inputs=inputs)
+        except RuntimeError as error:
+            assert 'gradients="returned"' in str(error)  # noqa: PT017
+        assert not gradients_of(model)  # torch never runs the node for a weight that it does not know, so it cannot complain
+
+
+@pytest.mark.parametrize("regime", [0, 1, 2])
+def test_parameter_changed_in_place_between_forward_and_backward(regime: int) -> None:
+    model = models.Stack()
+    module = modules_of(model, X)[regime]
+    loss = module(X).square().sum()
+    with torch.no_grad():
+        model.layers[2][3].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("regime", [0, 1, 2])
+def test_input_changed_in_place_between_forward_and_backward(regime: int) -> None:
+    model = models.Stack()
+    x = X.clone()
+    module = modules_of(model, x)[regime]
+    loss = module(x).square().sum()
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_output_changed_in_place_that_the_backward_reads() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    reference = copy.deepcopy(model)
+    for module in (reference, *modules_of(model, X)):
+        y = module(X)
+        loss = y.square().sum()
+        with torch.no_grad():
+            y.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_every_error_is_a_rockmate_error() -> None:
+    import rockmate
+
+    errors = [value for name, value in vars(rockmate).items() if name.endswith("Error")]
+    assert len(errors) >= 7
+    assert all(issubclass(error, RockmateError) for error in errors)
+
+
+def test_another_torch_is_refused() -> None:
+    from rockmate._torch_version import check_torch_version
+
+    for version in ("2.10.1", "2.14.0", "3.0", "1.13.1+cu117", "2.14.0a0+git123"):
+        with pytest.raises(ImportError, match=re.escape(version)) as caught:
+            check_torch_version(version)
+        assert "2.11" in str(caught.value)
+        assert "2.13" in str(caught.value)
+    for version in ("2.11.0", "2.12.1+cu130", "2.13.0", "2.13.0.dev20260101", torch.__version__):
+        check_torch_version(version)
+
+
+def test_planner_and_module_agree() -> None:
+    model = models.Stack(dropout=0.0)
+    module = RockmateModule(model, X, 0.8)
+    assert same_bits(module(X), model(X))
+    assert not differing(module.state_dict(), model.state_dict())
+
+
+def test_a_recurrent_layer_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        Planner(torch.nn.LSTM(16, 32, 2), torch.randn(7, 4, 16))
+
+
+def _small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
+
+
+def test_a_dropout_that_changes_after_planning_is_refused() -> None:
+    model, x = _small_net(), torch.randn(8, 16)
+    module = RockmateModule(model, x, 1.0)
+    model[1].p = 0.9
+    with pytest.raises(SignatureMismatchError, match=r"p of a Dropout was 0\.1 and is 0\.9"):
+        module(x)
+
+
+def test_a_hook_that_is_added_after_planning_is_refused() -> None:
+    model, x = _small_net(), torch.randn(8, 16)
+    module = RockmateModule(model, x, 1.0)
+    handle = model[0].register_forward_hook(lambda module, inputs, output: output * 0)
+    with pytest.raises(SignatureMismatchError, match="hook"):
+        module(x)
+    handle.remove()
+    module(x).sum().backward()
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 2))
+    with pytest.raises(UnsupportedModelError, match="sparse=False"):
+        Planner(model, torch.randint(0, 20, (4,)))
+
+
+def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x) if random.random() < 0.5 else self.layer(x) * 2
+
+    model = LayerDrop()
+    before = random.getstate()
+    with pytest.raises(UnsupportedModelError, match="Python's"):
+        Planner(model, torch.randn(2, 4))
+    assert random.getstate() == before
+    assert model.calls == 0
+
+
+def test_a_generator_in_the_forward_is_refused() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + torch.rand(4, generator=self.generator)
+
+    with pytest.raises(UnsupportedModelError):
+        Planner(Noisy(), torch.randn(2, 4))
+
+
+def test_gradients_go_to_the_parameters_that_the_forward_ran_with() -> None:
+    model, x = _small_net(), torch.randn(8, 16)
+    module = RockmateModule(model, x, 1.0)
+    output = module(x)
+    first = model[0].weight
+    model[0].weight = nn.Parameter(first.detach().clone())
+    output.sum().backward()
+    assert first.grad is not None
+    assert model[0].weight.grad is None
+
+
+def test_parameters_that_are_computed_are_refused() -> None:
+    model, x = _small_net(), torch.randn(8, 16)
+    module = RockmateModule(model, x, 1.0)
+    doubled = {name: value * 2 for name, value in model.named_parameters()}
+    with pytest.raises(SignatureMismatchError, match="computed from other tensors"):
+        torch.func.functional_call(module, doubled, (x,))

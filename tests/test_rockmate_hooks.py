@@ -1,0 +1,178 @@
+"""Hooks fire as in eager: exactly once a backward, on the summed gradient; optimizers in the backward; failures in the middle."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import REGIMES, assert_same, differing, gradients_of, modules_of, one_step, planned, same_bits, workload_loss
+from torch import Tensor, nn
+
+from rockmate import RockmateModule
+
+TIED = ("gpt2", "llama", "hf-resnet")  # the first ties its embedding and its head
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
+
+
+@pytest.mark.parametrize("gradients", ["accumulated", "returned"])
+@pytest.mark.parametrize("name", TIED)
+def test_post_accumulate_hooks_fire_once_a_backward(name: str, gradients: str) -> None:
+    case = planned(name)
+    model = case.eager()
+    for module in modules_of(model, case.workload.sample, gradients=gradients):
+        fired: collections.Counter[int] = collections.Counter()
+        seen: dict[int, Tensor] = {}
+
+        def hook(parameter: Tensor, fired: Any = fired, seen: Any = seen) -> None:
+            fired[id(parameter)] += 1
+            seen[id(parameter)] = parameter.grad.clone()
+
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        for times in (1, 2):
+            _, loss = case.workload.loss(module, case.workload.make_batch(times))
+            loss.backward()
+            assert [fired[id(parameter)] for parameter in model.parameters()] == [times] * len(list(model.parameters()))
+            assert all(same_bits(seen[id(parameter)], parameter.grad) for parameter in model.parameters())
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tensor_hooks_see_the_summed_gradient_once_and_may_replace_it(name: str) -> None:
+    case = planned(name)
+    model, eager = case.eager(), case.eager()
+    found = []
+    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+        calls: list[tuple[str, Tensor]] = []
+        handles = [
+            parameter.register_hook(lambda gradient, key=key, calls=calls: (calls.append((key, gradient.clone())), gradient * 0.5)[1])
+            for key, parameter in owner.named_parameters()
+        ]
+        owner.zero_grad()
+        step = one_step(callee, owner, workload_loss(case.workload), 1)
+        found.append((dict(calls), step.gradients))
+        assert sorted(key for key, _ in calls) == sorted(key for key, _ in owner.named_parameters())
+        for handle in handles:
+            handle.remove()
+    for calls, gradients in found[1:]:
+        assert not differing(calls, found[0][0])
+        assert not differing(gradients, found[0][1])
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_optimizer_in_the_backward(name: str) -> None:
+    case = planned(name)
+    model, eager = case.eager(), case.eager()
+    before = copy.deepcopy(model.state_dict())
+
+    def trained(callee: nn.Module, owner: nn.Module) -> dict[str, Tensor]:
+        def descend(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+        handles = [parameter.register_post_accumulate_grad_hook(descend) for parameter in owner.parameters()]
+        for step in (1, 2, 3):
+            torch.manual_seed(step)
+            case.workload.loss(callee, case.workload.make_batch(step))[1].backward()
+        for handle in handles:
+            handle.remove()
+        assert all(parameter.grad is None for parameter in owner.parameters())
+        return {key: value.clone() for key, value in owner.state_dict().items()}
+
+    try:
+        reference = trained(eager, eager)
+    except RuntimeError as error:  # a weight that is changed while an op of the backward still reads it
+        pytest.skip(f"eager itself refuses: {error}")
+    for module in modules_of(model, case.workload.sample):
+        model.load_state_dict(before)
+        assert not differing(trained(module, model), reference)
+
+
+def test_saved_tensor_hooks_around() -> None:
+    model = models.Stack()
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    reference(X).square().sum().backward()
+    for module in modules_of(model, X):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            loss = module(X).square().sum()
+        loss.backward()
+        assert not differing(gradients_of(model), gradients_of(reference))
+
+
+def test_anomaly_mode() -> None:
+    model = models.Stack()
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    reference(X).square().sum().backward()
+    for module in modules_of(model, X):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+            module(X).square().sum().backward()
+        assert not differing(gradients_of(model), gradients_of(reference))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
+def test_failure_in_the_middle_of_a_backward_leaves_it_usable(name: str) -> None:
+    case = planned(name)
+    eager = case.eager()
+    reference = one_step(eager, eager, workload_loss(case.workload), 4)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    for regime in REGIMES:
+        module, model = case.module(regime), case.workload.model
+        parameters = list(model.parameters())
+        for victim in (parameters[0], parameters[len(parameters) // 2], parameters[-1]):
+            handle = victim.register_hook(fail)
+            torch.manual_seed(1)
+            _, loss = case.workload.loss(module, case.workload.make_batch(1))
+            state = torch.get_rng_state()
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                loss.backward()
+            assert torch.equal(torch.get_rng_state(), state), "the generator is left in the middle of a replay"
+            handle.remove()
+            del loss
+        model.load_state_dict(case.before)
+        model.zero_grad()
+        assert_same(one_step(module, model, workload_loss(case.workload), 4), reference)
+
+
+def test_failure_in_the_forward_leaves_it_usable() -> None:
+    model = models.Stack()
+    module = RockmateModule(model, X, 1.0)
+    with pytest.raises(ValueError, match="differs"):
+        module(X[:3])
+    reference = copy.deepcopy(model)
+    expected = one_step(reference, reference, lambda m, s: (None, m(X).square().sum()), 1)
+    assert_same(one_step(module, model, lambda m, s: (None, m(X).square().sum()), 1), expected)
+
+
+def test_module_hooks_of_the_planned_module_run() -> None:
+    module = RockmateModule(models.Stack(), X, 1.0)
+    calls = []
+    module.register_forward_pre_hook(lambda m, args: calls.append("before"))
+    module.register_forward_hook(lambda m, args, output: calls.append("after"))
+    module(X).sum().backward()
+    assert calls == ["before", "after"]
+
+
+def test_gradient_clipping_and_scaling_between() -> None:
+    case = planned("llama")
+    model, eager = case.eager(), case.eager()
+    norms = []
+    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+        owner.zero_grad()
+        one_step(callee, owner, workload_loss(case.workload), 1)
+        norms.append(torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.1).item())
+    assert len(set(norms)) == 1

@@ -1,0 +1,484 @@
+"""Every form of input and output, and of what is trained: frozen, tied, unused, adapters, dict and dataclass outputs."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import (
+    REGIMES,
+    assert_same,
+    budget_for,
+    check_against_eager,
+    differing,
+    gradients_of,
+    modules_of,
+    one_step,
+    planned,
+    same_bits,
+    tensors_of,
+    train,
+    workload_loss,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutput
+
+from rockmate import Planner, RockmateModule, SignatureMismatchError, UnsupportedModelError
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
+
+
+def mean_square(module: nn.Module, step: int) -> tuple[None, Tensor]:
+    return None, module(X * step).square().mean()
+
+
+# --- what is trained -----------------------------------------------------------------------------------
+
+
+def test_frozen_embedding() -> None:
+    case = planned("llama")
+    model = case.eager()
+    model.model.embed_tokens.requires_grad_(False)
+    check_against_eager(model, case.workload.sample, workload_loss(case.workload))
+    assert model.model.embed_tokens.weight.grad is None
+
+
+def test_only_the_last_layer_is_trained() -> None:
+    case = planned("bert-base")
+    model = case.eager()
+    model.requires_grad_(False)
+    for parameter in model.classifier.parameters():
+        parameter.requires_grad_(True)
+    check_against_eager(model, case.workload.sample, workload_loss(case.workload))
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 2
+
+
+def test_only_the_first_layer_is_trained() -> None:
+    model = models.Stack()
+    model.layers[1:].requires_grad_(False)
+    check_against_eager(model, X, mean_square)
+
+
+def test_adapters_beside_frozen_layers() -> None:
+    model = models.Stack().requires_grad_(False)
+    for layer in model.layers:
+        layer[0], layer[3] = models.Adapted(layer[0]), models.Adapted(layer[3])
+    check_against_eager(model, X, mean_square)
+    assert len(gradients_of(model)) == 16
+    assert all(value.abs().sum() > 0 for name, value in gradients_of(model).items() if "up" in name)
+
+
+def test_adapters_in_a_frozen_gpt2() -> None:
+    case = planned("gpt2")
+    model = case.eager().requires_grad_(False)
+    for block in model.transformer.h:
+        inner = block.attn.c_proj
+
+        class Low(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner, self.down, self.up = inner, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x) + self.up(self.down(x))
+
+        block.attn.c_proj = Low(inner)
+    check_against_eager(model, case.workload.sample, workload_loss(case.workload))
+    assert len(gradients_of(model)) == 6
+
+
+def test_tied_weights() -> None:
+    words = torch.randint(0, 23, (4, 12))
+
+    def loss_of(module: nn.Module, step: int) -> tuple[Any, Tensor]:
+        output = module(words, labels=(words + step) % 23)
+        return output, output["loss"]
+
+    model = models.TiedLanguageModel()
+    check_against_eager(model, {"words": words, "labels": words}, lambda m, s: loss_of(Keywords(m), s))
+
+
+class Keywords:
+    """Calls a module with names only, since a plan is for one way of calling."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, words: Tensor, **others: Tensor) -> Any:
+        return self.module(words=words, **others)
+
+
+def test_weight_tied_three_times_is_within_rounding() -> None:
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+            self.b.weight = self.c.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x).tanh()).tanh())
+
+    from helpers import relative_error
+
+    model = Thrice()
+    reference = copy.deepcopy(model)
+    mean_square(reference, 1)[1].backward()
+    for module in modules_of(model, X):
+        model.zero_grad()
+        mean_square(module, 1)[1].backward()
+        assert relative_error(model.a.weight.grad, reference.a.weight.grad) <= 1e-6
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    model = models.Stack()
+    model.unused = nn.Linear(3, 3)
+    check_against_eager(model, X, mean_square)
+    assert model.unused.weight.grad is None
+
+
+def test_parameters_of_the_same_gradient_do_not_share_it() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(64, 16)), nn.Parameter(torch.randn(64, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.a + self.b
+
+    for gradients in ("accumulated", "returned"):
+        model = Sum()
+        given = torch.ones(64, 16)
+        RockmateModule(model, X, 1.0, gradients=gradients)(X).backward(given)
+        model.a.grad.zero_()
+        assert (model.b.grad == 1).all()
+        assert (given == 1).all()
+
+
+def test_gradient_to_the_input_only() -> None:
+    model = models.Stack().requires_grad_(False)
+    x = X.clone().requires_grad_(True)
+    reference = X.clone().requires_grad_(True)
+    torch.manual_seed(1)
+    model(reference).square().mean().backward()
+    for module in modules_of(model, x):
+        x.grad = None
+        torch.manual_seed(1)
+        module(x).square().mean().backward()
+        assert same_bits(x.grad, reference.grad)
+
+
+def test_gradients_to_inputs_and_parameters_together() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = models.Stack(2)
+
+        def forward(self, x: Tensor, y: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+            h = self.body(x * y) * scale
+            return h if mask is None else h.masked_fill(mask, 0.5)
+
+    mask = torch.rand(64, 16) > 0.5
+    for given in (None, mask):
+        inputs = [X.clone().requires_grad_(True), X.flip(0).clone()]
+        model = Two()
+        reference = copy.deepcopy(model)
+        torch.manual_seed(1)
+        reference(inputs[0], inputs[1], 2.0, given).square().mean().backward()
+        expected = inputs[0].grad.clone()
+        for module in modules_of(model, (*inputs, 2.0, given)):
+            inputs[0].grad = None
+            model.zero_grad()
+            torch.manual_seed(1)
+            module(*inputs, 2.0, given).square().mean().backward()
+            assert same_bits(inputs[0].grad, expected)
+            assert inputs[1].grad is None
+            assert not differing(gradients_of(model), gradients_of(reference))
+
+
+def test_gradient_reaches_what_is_upstream_of_the_input() -> None:
+    upstream = nn.Linear(16, 16)
+    model = models.Stack()
+    found = []
+    for module in (copy.deepcopy(model), *modules_of(model, X.clone().requires_grad_(True))):
+        upstream.zero_grad()
+        torch.manual_seed(1)
+        module(upstream(X)).square().mean().backward()
+        found.append(gradients_of(upstream))
+    assert not any(differing(gradients, found[0]) for gradients in found)
+
+
+# --- inputs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", [X, (X,), [X], {"x": X}])
+def test_forms_of_a_sample(sample: Any) -> None:
+    model = models.Stack(dropout=0.0)
+    module = RockmateModule(model, sample, 1.0)
+    output = module(x=X) if isinstance(sample, dict) else module(X)
+    assert same_bits(output, model(X))
+
+
+def test_none_and_absent_are_alike_where_none_is_the_default() -> None:
+    words = torch.randint(0, 23, (4, 12))
+    model = models.TiedLanguageModel()
+    module = RockmateModule(model, {"words": words, "labels": None}, 1.0)
+    assert list(module(words=words)) == ["logits"]
+    assert list(module(words=words, labels=None)) == ["logits"]
+    with pytest.raises(SignatureMismatchError):
+        module(words=words, labels=words)
+
+
+def test_none_for_a_keyword_with_another_default_is_not_absence() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, activation: str | None = "gelu") -> Tensor:
+            h = self.linear(x)
+            return functional.gelu(h) if activation == "gelu" else h
+
+    model = Choosing()
+    module = RockmateModule(model, {"x": X}, 1.0)
+    try:
+        output = module(x=X, activation=None)
+    except SignatureMismatchError:
+        return
+    assert same_bits(output, model(X, activation=None))
+
+
+def test_nested_inputs() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = models.Stack(2)
+
+        def forward(self, pair: tuple[Tensor, Tensor], *, extra: dict[str, Any]) -> Tensor:
+            return self.body(pair[0] + pair[1]) * extra["weights"][0] + extra["shift"]
+
+    class Bound:
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.module(pair=(x, X), extra={"weights": [X, None], "shift": 3})
+
+    sample = {"pair": (X, X), "extra": {"weights": [X, None], "shift": 3}}
+    check_against_eager(Nested(), sample, lambda module, step: mean_square(Bound(module), step))
+
+
+def test_attention_mask_given() -> None:
+    case = planned("bert-base")
+    model = case.eager()
+    batch = dict(case.workload.make_batch(1))
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 10:] = 0
+    batch["attention_mask"] = mask
+    check_against_eager(model, batch, lambda module, step: ((out := module(**batch)), out.loss))
+
+
+def test_input_that_the_model_changes_in_place() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = models.Stack(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            return self.body(x)
+
+    model = Changing()
+    given, reference = X.clone(), X.clone()
+    modules = modules_of(model, given)
+    assert same_bits(given, X)
+    eager = copy.deepcopy(model)
+    torch.manual_seed(1)
+    eager(reference).sum().backward()
+    for module in modules:
+        model.zero_grad()
+        given = X.clone()
+        torch.manual_seed(1)
+        module(given).sum().backward()
+        assert same_bits(given, reference)
+        assert not differing(gradients_of(model), gradients_of(eager))
+
+
+# --- outputs -------------------------------------------------------------------------------------------
+
+
+Pair = collections.namedtuple("Pair", ["loss", "logits"])
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Tensor
+    inner: models.PlainOutput
+
+
+OUTPUTS: dict[str, Callable[..., Any]] = {
+    "tuple": lambda loss, logits, hidden, x: (loss, logits),
+    "list": lambda loss, logits, hidden, x: [loss, logits],
+    "dict": lambda loss, logits, hidden, x: {"loss": loss, "logits": logits},
+    "named tuple": lambda loss, logits, hidden, x: Pair(loss, logits),
+    "dataclass": lambda loss, logits, hidden, x: models.PlainOutput(loss, logits, (hidden, logits), "a note"),
+    "nested dataclass": lambda loss, logits, hidden, x: Frozen(loss, models.PlainOutput(loss * 2, logits)),
+    "model output": lambda loss, logits, hidden, x: CausalLMOutput(loss=loss, logits=logits),
+    "model output with nested": lambda loss, logits, hidden, x: CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden, logits)),
+    "the input": lambda loss, logits, hidden, x: {"loss": loss, "x": x},
+    "view of the input": lambda loss, logits, hidden, x: {"loss": loss, "x": x[1:].t()},
+    "view of an activation": lambda loss, logits, hidden, x: {"loss": loss, "part": hidden[2:, :3], "whole": hidden.view(-1)},
+    "the same twice": lambda loss, logits, hidden, x: {"loss": loss, "a": logits, "b": logits},
+    "constants": lambda loss, logits, hidden, x: {"loss": loss, "n": 3, "name": "x", "none": None, "size": logits.shape},
+    "detached": lambda loss, logits, hidden, x: {"loss": loss, "logits": logits.detach()},
+    "integers": lambda loss, logits, hidden, x: {"loss": loss, "best": logits.argmax(-1), "sign": logits > 0},
+    "nested": lambda loss, logits, hidden, x: {"loss": loss, "deep": [{"a": (logits, None, 2.5)}, []]},
+    "new tensor": lambda loss, logits, hidden, x: {"loss": loss, "ones": torch.ones(3), "count": torch.tensor(7)},
+}
+
+
+def loss_in(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        return output["loss"]
+    return output.loss if hasattr(output, "loss") else output[0]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_forms_of_an_output(kind: str) -> None:
+    model = models.WithOutput(OUTPUTS[kind])
+
+    def loss_of(module: nn.Module, step: int) -> tuple[Any, Tensor]:
+        output = module(X * step)
+        return output, loss_in(output)
+
+    check_against_eager(model, X, loss_of)
+    ours, theirs = RockmateModule(model, X, 1.0)(X), model(X)
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        others = {key: value for key, value in theirs.items() if not tensors_of(value)}
+        assert {key: ours[key] for key in others} == others
+    if kind == "dataclass":
+        assert ours.note == "a note"
+    if kind in ("model output", "named tuple", "dataclass"):
+        assert ours.logits.shape == (64, 16)
+
+
+def test_output_that_aliases_an_input_does_so_here_too_or_is_equal() -> None:
+    model = models.WithOutput(OUTPUTS["the input"])
+    module = RockmateModule(model, X, 1.0)
+    output = module(X)
+    assert same_bits(output["x"], X)
+    assert not output["x"].requires_grad
+
+
+def test_output_that_is_an_input_with_gradient_is_refused_or_right() -> None:
+    model = models.WithOutput(lambda loss, logits, hidden, x: (logits, x))
+    x = X.clone().requires_grad_(True)
+    try:
+        module = RockmateModule(model, x, 1.0)
+    except UnsupportedModelError as error:
+        assert "copy" in str(error)  # noqa: PT017
+        return
+    for callee in (model, module):
+        x.grad = None
+        torch.manual_seed(1)
+        logits, same = callee(x)
+        (logits.sum() + same.sum()).backward()
+        if callee is model:
+            expected = x.grad
+    assert same_bits(x.grad, expected)
+
+
+def test_only_the_loss_is_differentiable_unless_asked_otherwise() -> None:
+    case = planned("gpt2")
+    batch = case.workload.make_batch(1)
+    output = case.module("binding")(**batch)
+    assert output.loss.requires_grad
+    assert not output.logits.requires_grad
+    module = RockmateModule(case.workload.model, case.workload.sample, 1.0, differentiable="all")
+    assert module(**batch).logits.requires_grad
+
+
+@pytest.mark.parametrize("used", ["both", "loss", "logits"])
+def test_every_output_differentiable(used: str) -> None:
+    case = planned("gpt2")
+    model = case.eager()
+
+    def loss_of(module: nn.Module, step: int) -> tuple[Any, Tensor]:
+        output = module(**case.workload.make_batch(step))
+        loss = output.loss * (used != "logits") + output.logits.square().mean() * (used != "loss") if used == "both" else None
+        return output, loss if loss is not None else output.loss if used == "loss" else output.logits.square().mean()
+
+    before = copy.deepcopy(model.state_dict())
+    reference_model = copy.deepcopy(model)
+    reference = one_step(reference_model, reference_model, loss_of, 1)
+    for module in modules_of(model, case.workload.sample, differentiable="all"):
+        model.load_state_dict(before)
+        model.zero_grad()
+        ours = one_step(module, model, loss_of, 1)
+        assert_same(ours, reference)
+
+
+def test_no_loss_in_the_output_means_all_are_differentiable() -> None:
+    model = models.WithOutput(lambda loss, logits, hidden, x: (logits, hidden))
+
+    def loss_of(module: nn.Module, step: int) -> tuple[Any, Tensor]:
+        logits, hidden = module(X * step)
+        return None, logits.sum() + hidden.square().sum()
+
+    check_against_eager(model, X, loss_of)
+
+
+def test_part_of_the_outputs_unused() -> None:
+    model = models.WithOutput(lambda loss, logits, hidden, x: (logits, hidden))
+    check_against_eager(model, X, lambda module, step: (None, module(X * step)[0].sum()))
+    check_against_eager(model, X, lambda module, step: (None, module(X * step)[1].sum()))
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_loss_only(regime: str) -> None:
+    case = planned("gpt2")
+    model, eager = case.eager(), case.eager()
+    planner = Planner(model, case.workload.sample, outputs="loss")
+    module = planner.module(budget_for(planner, regime))
+    output = module(**case.workload.make_batch(1))
+    assert output.logits is None
+    assert planner.minimum_peak_bytes <= case.planner.minimum_peak_bytes
+    ours = train(module, model, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
+    reference = train(eager, eager, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
+    for a, b in zip(ours, reference, strict=True):
+        assert not differing(a.gradients, b.gradients)
+        assert torch.equal(a.loss, b.loss)
+
+
+# --- gradients returned --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "mlp"])
+def test_returned_gradients_serve_autograd_grad_and_backward(name: str) -> None:
+    case = planned(name)
+    model, eager = case.eager(), case.eager()
+    batch = case.workload.make_batch(1)
+    torch.manual_seed(1)
+    _, loss = case.workload.loss(eager, batch)
+    expected = torch.autograd.grad(loss, list(eager.parameters()))
+    planner = Planner(model, case.workload.sample, gradients="returned")
+    for regime in REGIMES:
+        module = planner.module(budget_for(planner, regime))
+        torch.manual_seed(1)
+        _, loss = case.workload.loss(module, batch)
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        torch.manual_seed(1)
+        _, loss = case.workload.loss(module, batch)
+        loss.backward()
+        assert all(same_bits(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+        model.zero_grad()

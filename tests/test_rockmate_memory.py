@@ -1,0 +1,200 @@
+"""The peak that the allocator sees is the one that was predicted, within the budget; nothing is left behind; work is as planned."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import REGIMES, left_allocated, modules_of, planned
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.measure import allocator_peak
+from rockmate import RockmateModule
+
+NOISE = 0.02
+
+
+def step_of(module: nn.Module, name: str) -> Any:
+    """One step with `.grad` in place, the outputs held to the end; a loss outside the model adds no bytes of its own."""
+    case = planned(name, "medium")
+    batch = case.workload.make_batch(1)
+    inputs = {key: value for key, value in batch.items() if key != models.TARGET}
+
+    def step() -> None:
+        output = module(**inputs)
+        if name in models.HAS_OWN_LOSS:
+            output.loss.backward()
+        else:
+            output.backward(torch.ones_like(output))  # the tangent is made inside the step, as a loss would
+        del output
+
+    return step
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", models.TINY)
+def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime: str) -> None:
+    case = planned(name, "medium")
+    module = case.module(regime)
+    plan = module.plan
+    assert plan.baseline_peak_bytes > 2_000_000, "too small to measure"
+    for parameter in case.workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step = step_of(module, name)
+    step()
+    measured = allocator_peak(step)
+    assert measured <= plan.budget_bytes
+    assert abs(plan.predicted_peak_bytes / measured - 1) <= NOISE
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_without_recomputation_the_peak_is_at_most_eagers(name: str) -> None:
+    case = planned(name, "medium")
+    module, eager = case.module("loose"), case.eager()
+    peaks = []
+    for callee, owner in ((module, case.workload.model), (eager, eager)):
+        for parameter in owner.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        step = step_of(callee, name)
+        step()
+        peaks.append(allocator_peak(step))
+    assert peaks[0] <= peaks[1]
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_minimum_is_well_below_the_baseline(name: str) -> None:
+    planner = planned(name, "medium").planner
+    assert planner.minimum_peak_bytes <= 0.75 * planner.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "encoder"])
+def test_nothing_is_left_after_steps(name: str, regime: str) -> None:
+    case = planned(name, "medium")
+    module = case.module(regime)
+    for parameter in case.workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step = step_of(module, name)
+    step()
+
+    def five() -> None:
+        for _ in range(5):
+            step()
+
+    assert left_allocated(five) <= 64
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "encoder"])
+def test_nothing_is_left_when_the_loss_is_dropped(name: str, regime: str) -> None:
+    case = planned(name, "medium")
+    module = case.module(regime)
+    inputs = case.workload.sample
+    module(**inputs)
+    assert left_allocated(lambda: module(**inputs)) <= 64
+
+
+def test_only_the_outputs_are_left_after_the_backward() -> None:
+    case = planned("gpt2", "medium")
+    module = case.module("binding")
+    for parameter in case.workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batch = case.workload.make_batch(1)
+    held = []
+
+    def step() -> None:
+        held.clear()
+        output = module(**batch)
+        output.loss.backward()
+        held.append(output)
+
+    step()
+    held.clear()
+    left = left_allocated(step)
+    logits_bytes = held[0].logits.untyped_storage().nbytes()
+    assert left - logits_bytes <= 128  # the loss and its like
+
+
+def test_a_dropped_step_frees_its_graph_at_once() -> None:
+    model = models.Stack()
+    x = torch.randn(64, 16)
+    for module in modules_of(model, x):
+        y = module(x)
+        node = weakref.ref(y.grad_fn)
+        gc.disable()
+        try:
+            del y
+            assert node() is None
+        finally:
+            gc.enable()
+
+
+def test_planned_module_and_planner_are_freed() -> None:
+    from rockmate import Planner
+
+    model = models.Stack()
+    x = torch.randn(64, 16)
+    planner = Planner(model, x)
+    module = planner.module(planner.minimum_peak_bytes)
+    module(x).sum().backward()
+    gone = [weakref.ref(model), weakref.ref(module), weakref.ref(planner)]
+    del model, module, planner
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_parameter_gradients_do_not_pile_up() -> None:
+    """Many large weights, small activations: handed over one by one, they never stand together beside `.grad`."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    x = torch.randn(4, 512)
+    module = RockmateModule(model, x, 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        module(x).sum().backward()
+
+    step()
+    one = 512 * 512 * 4
+    assert allocator_peak(step) < 1.5 * one
+
+
+# --- work ----------------------------------------------------------------------------------------------
+
+
+def flops(callee: nn.Module, name: str) -> int:
+    case = planned(name)
+    batch = case.workload.make_batch(1)
+    with FlopCounterMode(display=False) as counter:
+        case.workload.loss(callee, batch)[1].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_without_a_binding_budget_the_work_is_eagers_and_below_it_grows(name: str) -> None:
+    case = planned(name)
+    eager = flops(case.eager(), name)
+    loose, binding, minimum = (flops(case.module(regime), name) for regime in REGIMES)
+    assert loose == eager > 0
+    assert eager <= binding
+    assert eager < minimum
+
+
+def test_work_is_what_the_schedule_says() -> None:
+    """Each matmul of the schedule runs once for each time that it stands there."""
+    case = planned("mlp")
+    for regime in REGIMES:
+        module = case.module(regime)
+        plan = module.plan
+        standing = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
+        wanted = sum(target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) for target in standing)
+        batch = case.workload.make_batch(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            case.workload.loss(module, batch)[1].backward()
+        ran = sum(event.name in ("aten::addmm", "aten::mm") for event in profiler.events())
+        assert ran == wanted

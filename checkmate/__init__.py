@@ -1,4 +1,4 @@
-"""Checkmate: which values of a forward pass to save, and which to recompute in the backward.
+"""Checkmate: which values to save, and which to recompute, as a knapsack or in stages.
 
 Numbers in, plan out: this package knows ops (a time, what they read, what they make) and values (bytes),
 never tensors.
@@ -15,20 +15,58 @@ never tensors.
 >>> [(plan.saved_bytes, plan.time_ms) for plan in pareto(block)]
 [(18, 0.0), (10, 1.0), (8, 2.5), (2, 11.0), (0, 12.5)]
 
+The knapsack bounds what is saved. The staged form takes a whole step, forward and backward, decides the order of the
+recomputation too, and bounds the peak:
+
+>>> from checkmate import StagedOp, StagedProblem, solve_staged, verify_staged
+>>> first = StagedOp(time_ms=3.0, inputs=(0,), outputs=(1,))
+>>> second = StagedOp(time_ms=1.0, inputs=(1,), outputs=(2,))
+>>> third = StagedOp(time_ms=2.0, inputs=(2,), outputs=(3,))
+>>> third_gradient = StagedOp(time_ms=4.0, inputs=(3, 2), outputs=(4,), recomputable=False)
+>>> gradient = StagedOp(time_ms=5.0, inputs=(4, 1), outputs=(5,), recomputable=False)
+>>> step = StagedProblem(
+...     ops=(first, second, third, third_gradient, gradient), value_bytes=(0, 8, 8, 4, 4, 2), stays=frozenset({5})
+... )
+>>> schedule = solve_staged(step, 20)
+>>> schedule.steps, schedule.time_ms, schedule.peak_bytes, schedule.bound_ms
+((0, 1, 2, 3, 0, 4), 18.0, 16, 18.0)
+>>> verify_staged(step, schedule, budget_bytes=20)
+
 * `solve`: the fastest plan within one limit on saved bytes.
 * `pareto`: the useful limits, from the fastest plan to the one that saves the fewest bytes.
 * `convex_hull`: the levels on the lower convex hull, in polynomial time, for whole models.
-* `verify`: an independent check of a plan.
+* `solve_staged`: the fastest staged schedule whose peak is within a budget, for blocks and small whole graphs.
+* `verify`, `verify_staged`: independent checks of a plan and of a schedule.
 
 Every answer is exact and proven unless its `Status` says otherwise, verified before it is returned, and the
-same for the same input. The problem and its sources are stated in `checkmate.problem`, the methods at the top
-of `reduction`, `frontier`, `hull` and `model`.
+same for the same input. The problems and their sources are stated in `checkmate.problem` and `checkmate.staged`, the
+methods at the top of `reduction`, `frontier`, `hull`, `model` and `staged_model`.
 """
 
+from checkmate.curve import Curve
 from checkmate.hull import convex_hull
 from checkmate.pareto import pareto
 from checkmate.problem import Knapsack, Op, Solution, Status
 from checkmate.solve import BACKENDS, solve
+from checkmate.staged import StagedOp, StagedProblem, StagedSolution
+from checkmate.staged_solve import solve_staged
+from checkmate.staged_verify import verify_staged
 from checkmate.verify import verify
 
-__all__ = ["BACKENDS", "Knapsack", "Op", "Solution", "Status", "convex_hull", "pareto", "solve", "verify"]
+__all__ = [
+    "BACKENDS",
+    "Curve",
+    "Knapsack",
+    "Op",
+    "Solution",
+    "StagedOp",
+    "StagedProblem",
+    "StagedSolution",
+    "Status",
+    "convex_hull",
+    "pareto",
+    "solve",
+    "solve_staged",
+    "verify",
+    "verify_staged",
+]

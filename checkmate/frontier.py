@@ -109,6 +109,12 @@ def best_within(fronts: Sequence[Front], max_saved_bytes: int, *, deadline: floa
     return _sum(fronts, min(max_saved_bytes, _MAX_BYTES), deadline)
 
 
+def hull_of_sum(fronts: Sequence[Front]) -> tuple[Ints, Ints]:
+    """The lower convex hull of the Pareto set of the whole: rising saved bytes, falling ticks."""
+    hulls = [_lower_hull(front) for front in fronts]
+    return _walked(hulls, descend(hulls), 0)
+
+
 def recomputed_ops(reduced: Reduced, fronts: Sequence[Front], total: Total, label: int) -> set[int]:
     """The ops of the problem that a label of the sum recomputes."""
     chosen = set(reduced.free)

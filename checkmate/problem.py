@@ -19,7 +19,7 @@ knapsack*; it is NP-hard, since with no edges at all it is the knapsack problem.
 Not done here: the order of the recomputation and the peak while it runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf, isfinite
@@ -65,37 +65,52 @@ class Knapsack:
 
     def __post_init__(self) -> None:
         """Check every index, size, time and the order."""
-        for value, size in enumerate(self.value_bytes):
-            if not isinstance(size, int) or size < 0:
-                raise ValueError(
-                    f"value {value} has {size!r} bytes; a whole number (int) of at least 0 is needed"
-                )
-        self._check_values(self.required, "required")
-        self._check_values(self.forced, "forced")
-        maker: dict[int, int] = {}
-        for index, op in enumerate(self.ops):
-            if not (isfinite(op.time_ms) and op.time_ms >= 0):
-                raise ValueError(f"op {index} takes {op.time_ms} ms; a finite time of at least 0 is needed")
-            self._check_values(op.inputs, f"op {index} inputs")
-            self._check_values(op.outputs, f"op {index} outputs")
-            for value in op.outputs:
-                if value in maker:
-                    raise ValueError(
-                        f"value {value} is made by op {maker[value]} and by op {index}; one may make it"
-                    )
-                maker[value] = index
-        for index, op in enumerate(self.ops):
-            for value in op.inputs:
-                if maker.get(value, -1) >= index:
-                    raise ValueError(
-                        f"op {index} reads value {value}, which op {maker[value]} makes; ops must stand in "
-                        f"topological order (maker below {index})"
-                    )
+        check_ops(self.ops, self.value_bytes)
+        check_values(self.required, len(self.value_bytes), "required")
+        check_values(self.forced, len(self.value_bytes), "forced")
 
-    def _check_values(self, values: Iterable[int], role: str) -> None:
-        for value in values:
-            if not 0 <= value < len(self.value_bytes):
-                raise ValueError(f"{role}: value {value} is outside 0..{len(self.value_bytes) - 1}")
+
+def check_ops(ops: Sequence[Op], value_bytes: Sequence[int]) -> None:
+    """Check sizes, times, indices and the order of ops.
+
+    Raises:
+        ValueError: One is out of range, a value has two makers, or the order is not topological.
+    """
+    for value, size in enumerate(value_bytes):
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(
+                f"value {value} has {size!r} bytes; a whole number (int) of at least 0 is needed"
+            )
+    maker: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if not (isfinite(op.time_ms) and op.time_ms >= 0):
+            raise ValueError(f"op {index} takes {op.time_ms} ms; a finite time of at least 0 is needed")
+        check_values(op.inputs, len(value_bytes), f"op {index} inputs")
+        check_values(op.outputs, len(value_bytes), f"op {index} outputs")
+        for value in op.outputs:
+            if value in maker:
+                raise ValueError(
+                    f"value {value} is made by op {maker[value]} and by op {index}; one may make it"
+                )
+            maker[value] = index
+    for index, op in enumerate(ops):
+        for value in op.inputs:
+            if maker.get(value, -1) >= index:
+                raise ValueError(
+                    f"op {index} reads value {value}, which op {maker[value]} makes; ops must stand in "
+                    f"topological order (maker below {index})"
+                )
+
+
+def check_values(values: Iterable[int], num_values: int, role: str) -> None:
+    """Check that values exist.
+
+    Raises:
+        ValueError: One does not; the text begins with its role.
+    """
+    for value in values:
+        if not 0 <= value < num_values:
+            raise ValueError(f"{role}: value {value} is outside 0..{num_values - 1}")
 
 
 class Status(Enum):

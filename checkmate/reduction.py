@@ -72,13 +72,23 @@ class Reduced:
 
 def ticks_of(problem: Knapsack) -> tuple[int, ...]:
     """The time of each op in ticks; see the module's docstring."""
-    total_ms = fsum(op.time_ms for op in problem.ops)
-    if total_ms == 0:
-        return (0,) * len(problem.ops)
-    exponent = max(-280, min(280, floor(log10(_MAX_TICKS) - log10(total_ms))))
+    exponent = _exponent(problem)
     if exponent >= 0:
         return tuple(round(op.time_ms * 10.0**exponent) for op in problem.ops)
     return tuple(round(op.time_ms / 10.0**-exponent) for op in problem.ops)
+
+
+def ms_of_ticks(problem: Knapsack, ticks: int) -> float:
+    """A sum of ticks in milliseconds, less what rounding each op's time to ticks may have added."""
+    exponent = _exponent(problem)
+    least = max(0.0, ticks - len(problem.ops) / 2)
+    return least / 10.0**exponent if exponent >= 0 else least * 10.0**-exponent
+
+
+def _exponent(problem: Knapsack) -> int:
+    """A millisecond is ten to this power of ticks."""
+    total_ms = fsum(op.time_ms for op in problem.ops)
+    return max(-280, min(280, floor(log10(_MAX_TICKS) - log10(total_ms)))) if total_ms else 0
 
 
 def reduce(problem: Knapsack) -> Reduced:

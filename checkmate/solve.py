@@ -16,12 +16,12 @@ same input gives the same plan, unless the time limit stops the solver.
 Ties are broken in two stages: first the least time, then the fewest bytes with that time as a bound.
 """
 
-import importlib.util
 from dataclasses import replace
 from time import monotonic
 
 import pulp
 
+from checkmate.backend import check_backend, run
 from checkmate.frontier import (
     Front,
     OutOfTimeError,
@@ -86,10 +86,8 @@ def check_search(time_limit_s: float, backend: str | None) -> None:
     """
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s is {time_limit_s}; it must be above 0")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; known are {', '.join(BACKENDS)}")
-    if backend == "highs" and importlib.util.find_spec("highspy") is None:
-        raise ValueError("backend is 'highs', but highspy is not installed; install it or take 'cbc'")
+    if backend is not None:
+        check_backend(backend, BACKENDS)
 
 
 def solve_by_fronts(
@@ -145,7 +143,7 @@ def _run_within(
     values cannot all be saved) and the solver is run again: exact, whatever the tolerance.
     """
     while True:
-        status = _run(model.program, deadline - monotonic(), backend)
+        status = run(model.program, deadline - monotonic(), backend).status
         if status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return no_plan(status)
         recomputed = [index for index, variable in model.recompute.items() if round(variable.value() or 0)]
@@ -155,35 +153,6 @@ def _run_within(
         heavy = (value for value in sorted(plan.saved) if value in model.save and problem.value_bytes[value])
         cover = [model.save[value] for value in heavy]
         model.program.addConstraint(pulp.lpSum(cover) <= len(cover) - 1)
-
-
-def _run(program: pulp.LpProblem, seconds: float, backend: str) -> Status:
-    """Run a solver once; the only place that reads a solver's status.
-
-    PuLP's `status` reads Optimal after a time limit with an incumbent too; only `sol_status` tells.
-    """
-    if seconds <= 0:
-        return Status.NOT_FOUND
-    if backend == "cbc":
-        # No `threads=1`: that starts a worker thread, which now and then hangs until the time limit; without
-        # it CBC is serial. PULP_CBC_CMD itself warns of its removal, so its binary is named instead.
-        solver = pulp.COIN_CMD(
-            path=pulp.PULP_CBC_CMD.pulp_cbc_path,
-            msg=False,
-            timeLimit=seconds,
-            gapRel=0,
-            options=["randomSeed 1", "randomCbcSeed 1"],
-        )
-    else:
-        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
-    program.solve(solver)
-    if program.status == pulp.LpStatusInfeasible:  # CBC's "integer infeasible" leaves `sol_status` at 0
-        return Status.INFEASIBLE
-    return {
-        pulp.LpSolutionOptimal: Status.OPTIMAL,
-        pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
-        pulp.LpSolutionInfeasible: Status.INFEASIBLE,
-    }.get(program.sol_status, Status.NOT_FOUND)
 
 
 def _at_least_the_hull(problem: Knapsack, max_saved_bytes: int, answer: Solution) -> Solution:

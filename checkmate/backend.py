@@ -1,0 +1,118 @@
+"""One run of an ILP solver: the only place that names solvers, sets their options and reads their status.
+
+* `"cbc"`: the CBC that ships with PuLP, a process of its own; always there.
+* `"highs"`: HiGHS, in process, where `highspy` is installed.
+
+One thread and fixed seeds: the same program gives the same answer, unless the time limit stops the solver.
+"""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+import pulp
+
+from checkmate.problem import Status
+
+SOLVERS = ("cbc", "highs")
+
+_PRINTED = 1e-3
+"""CBC prints its bound to so many units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a solver said. The variables of the program hold the values where the status says that there are any.
+
+    Attributes:
+        status: How much is proven.
+        bound: No value of the objective is below; minus infinity where the solver gave none, infinite where it
+            proved that there is no solution.
+    """
+
+    status: Status
+    bound: float
+
+
+def check_backend(backend: str, known: Sequence[str]) -> None:
+    """Refuse a backend that cannot be used.
+
+    Raises:
+        ValueError: It is not among `known`, or not installed.
+    """
+    if backend not in known:
+        raise ValueError(f"backend is {backend!r}; known are {', '.join(known)}")
+    if backend == "highs" and not has_highs():
+        raise ValueError("backend is 'highs', but highspy is not installed; install it or take 'cbc'")
+
+
+def has_highs() -> bool:
+    """Whether HiGHS can be used."""
+    return importlib.util.find_spec("highspy") is not None
+
+
+def run(program: pulp.LpProblem, seconds: float, backend: str) -> Outcome:
+    """Run a solver once.
+
+    Args:
+        program: To be minimized; its objective has no constant term.
+        seconds: Wall time after which the solver stops.
+        backend: One of `SOLVERS`.
+
+    Returns:
+        The status and the proven bound. PuLP's `status` reads Optimal after a time limit with an incumbent too;
+        only `sol_status` tells.
+    """
+    if seconds <= 0:
+        return Outcome(status=Status.NOT_FOUND, bound=-inf)
+    begin = monotonic()
+    bound = _run_cbc(program, seconds) if backend == "cbc" else _run_highs(program, seconds)
+    # CBC's "integer infeasible" leaves `sol_status` at 0.
+    if program.status == pulp.LpStatusInfeasible or program.sol_status == pulp.LpSolutionInfeasible:
+        # CBC's presolve says "infeasible" too when the clock stops it, so that this counts within the limit only.
+        if monotonic() - begin >= seconds:
+            return Outcome(status=Status.NOT_FOUND, bound=-inf)
+        return Outcome(status=Status.INFEASIBLE, bound=inf)
+    status = {
+        pulp.LpSolutionOptimal: Status.OPTIMAL,
+        pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
+    }.get(program.sol_status, Status.NOT_FOUND)
+    if status is Status.OPTIMAL:
+        assert program.objective is not None
+        bound = sum(coefficient * (variable.value() or 0) for variable, coefficient in program.objective.items())
+    return Outcome(status=status, bound=bound)
+
+
+def _run_cbc(program: pulp.LpProblem, seconds: float) -> float:
+    """The bound that CBC prints when it stops early."""
+    with TemporaryDirectory(prefix="checkmate-") as folder:
+        log = Path(folder) / "cbc.log"
+        # No `threads=1`: that starts a worker thread, which now and then hangs until the time limit; without
+        # it CBC is serial. PULP_CBC_CMD itself warns of its removal, so its binary is named instead.
+        solver = pulp.COIN_CMD(
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+            msg=False,
+            timeLimit=seconds,
+            gapRel=0,
+            logPath=str(log),
+            options=["randomSeed 1", "randomCbcSeed 1"],
+        )
+        program.solve(solver)
+        printed = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
+    bound = float(printed[-1]) - _PRINTED if printed else -inf
+    return bound if abs(bound) < 1e40 else -inf
+
+
+def _run_highs(program: pulp.LpProblem, seconds: float) -> float:
+    """The dual bound of HiGHS."""
+    solver = pulp.HiGHS(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
+    program.solve(solver)
+    engine: Any = program.solverModel  # the `highspy.Highs` that PuLP leaves there
+    bound = engine.getInfo().mip_dual_bound
+    return bound if isfinite(bound) else -inf

@@ -1,0 +1,118 @@
+"""One budget, one staged schedule: the single function through which every backend goes.
+
+Where the schedule without recomputation fits, it is the answer. Otherwise the program of `staged_model` goes to a
+solver (`backend`), and what comes back is replayed. HiGHS is the default where it is installed, for it is faster
+and keeps closer to the time limit, where CBC, which looks at its clock less often, may exceed it by some seconds.
+The least time does not depend on the backend, but which of several schedules of that time is returned may. The same
+input and backend give the same answer, unless the time limit stops the solver.
+"""
+
+from bisect import bisect_left
+from dataclasses import replace
+from time import monotonic
+
+from checkmate.backend import SOLVERS, Outcome, check_backend, has_highs, run
+from checkmate.problem import Status
+from checkmate.staged import (
+    StagedProblem,
+    StagedSolution,
+    live_values,
+    no_schedule,
+    time_of,
+    used_bytes,
+    without_idle_runs,
+)
+from checkmate.staged_model import StagedModel
+from checkmate.staged_verify import verify_staged
+
+_RELATIVE = 1e-9
+"""What the dual bound is lowered by against all first runs' time: solvers reckon in floating point."""
+
+
+def solve_staged(
+    problem: StagedProblem,
+    budget_bytes: int,
+    *,
+    time_limit_s: float = 60.0,
+    backend: str | None = None,
+    first_recompute_op: int = 0,
+) -> StagedSolution:
+    """The fastest staged schedule whose peak is within a budget.
+
+    Args:
+        problem: The step.
+        budget_bytes: Bound on the peak.
+        time_limit_s: Wall time after which the search stops, in seconds.
+        backend: One of `checkmate.backend.SOLVERS`; None for HiGHS where it is installed, else CBC.
+        first_recompute_op: Nothing is recomputed in the stages of ops before this one: 0 for no such restriction, the
+            first op of the backward to recompute there only. Far fewer variables; the answer is then proven for
+            schedules under this restriction alone, and says so.
+
+    Returns:
+        A verified schedule with what is proven of it, or an answer without one whose status says why.
+
+    Raises:
+        ValueError: The time limit is not positive, the backend is unknown or not installed, or there is no such op.
+    """
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s is {time_limit_s}; it must be above 0")
+    backend = backend or ("highs" if has_highs() else "cbc")
+    check_backend(backend, SOLVERS)
+    if not 0 <= first_recompute_op <= len(problem.ops):
+        raise ValueError(f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}")
+    deadline = monotonic() + time_limit_s
+    once = problem.needed_ops
+    if max(used_bytes(problem, once), default=0) <= budget_bytes:
+        answer = _answer(problem, once, Status.OPTIMAL, problem.least_time_ms)
+    else:
+        compact = replace(problem, ops=tuple(problem.ops[index] for index in once))
+        first = bisect_left(once, first_recompute_op)
+        answer = _search(compact, budget_bytes, deadline, backend, first)
+        answer = replace(answer, steps=tuple(once[index] for index in answer.steps))
+    answer = replace(answer, first_recompute_op=first_recompute_op)
+    if answer.found:
+        verify_staged(problem, answer, budget_bytes=budget_bytes)
+    return answer
+
+
+def _search(
+    problem: StagedProblem, budget_bytes: int, deadline: float, backend: str, first_recompute_op: int
+) -> StagedSolution:
+    """Run the solver until its schedule truly is within the budget.
+
+    A solver's tolerance may let a schedule slip past the budget by a few bytes. What is live at its peak is then
+    forbidden and the solver is run again: exact, whatever the tolerance.
+    """
+    model = StagedModel(problem, budget_bytes, first_recompute_op=first_recompute_op)
+    if model.is_infeasible:
+        return no_schedule(Status.INFEASIBLE)
+    while True:
+        outcome = run(model.program, deadline - monotonic(), backend)
+        bound_ms = _bound_ms(problem, model, outcome)
+        if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
+            return no_schedule(outcome.status, bound_ms)
+        steps = without_idle_runs(problem, [index for runs in model.stages() for index in runs])
+        used = used_bytes(problem, steps)
+        if max(used) <= budget_bytes:
+            return _answer(problem, steps, outcome.status, bound_ms)
+        position = used.index(max(used))
+        stage = len(set(steps[:position]))  # so many ops have run for the first time
+        model.forbid(stage, steps[position], sorted(live_values(problem, steps)[position]))
+
+
+def _bound_ms(problem: StagedProblem, model: StagedModel, outcome: Outcome) -> float:
+    """The solver's bound in milliseconds, rounded down."""
+    least_ms = problem.least_time_ms
+    return max(least_ms, least_ms + outcome.bound * model.ms_per_unit - _RELATIVE * least_ms)
+
+
+def _answer(problem: StagedProblem, steps: tuple[int, ...], status: Status, bound_ms: float) -> StagedSolution:
+    """A schedule with its time and peak; the solver's optimum is proven to its tolerance, and then is the bound."""
+    time_ms = time_of(problem, steps)
+    return StagedSolution(
+        status=status,
+        steps=steps,
+        time_ms=time_ms,
+        peak_bytes=max(used_bytes(problem, steps), default=0),
+        bound_ms=time_ms if status is Status.OPTIMAL else min(bound_ms, time_ms),
+    )

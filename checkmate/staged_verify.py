@@ -1,0 +1,93 @@
+"""An independent check of a schedule, by replaying it; it shares no code with the solvers.
+
+The replay goes forward in time, run by run. It finds out what each run reads and when that was made, holds a value from
+that moment to its last read, and adds up bytes and times itself. It proves that a schedule is *valid* and its costs
+true, not that it is the fastest.
+"""
+
+from math import fsum, isclose
+
+from checkmate.problem import Status
+from checkmate.staged import StagedProblem, StagedSolution
+
+
+def verify_staged(problem: StagedProblem, solution: StagedSolution, *, budget_bytes: int | None = None) -> None:
+    """Check that a schedule computes the step and costs what it says.
+
+    Args:
+        problem: The problem.
+        solution: A schedule for it.
+        budget_bytes: When given, the peak must also be at most so many bytes.
+
+    Raises:
+        ValueError: The schedule is wrong; the text names the op or value, and the rule it breaks.
+    """
+    if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise ValueError(f"status is {solution.status.name}: there is no schedule to verify")
+    _check_order(problem, solution.steps)
+    time_ms = fsum(problem.ops[index].time_ms for index in solution.steps)
+    if not isclose(time_ms, solution.time_ms, rel_tol=1e-12, abs_tol=0.0):
+        raise ValueError(f"time_ms is {solution.time_ms}, but the runs take {time_ms} ms")
+    if not solution.bound_ms <= solution.time_ms:
+        raise ValueError(f"bound_ms is {solution.bound_ms}, above the schedule's own {solution.time_ms} ms")
+    peak_bytes = _peak_bytes(problem, solution.steps)
+    if peak_bytes != solution.peak_bytes:
+        raise ValueError(f"peak_bytes is {solution.peak_bytes}, but the replay takes {peak_bytes} bytes")
+    if budget_bytes is not None and peak_bytes > budget_bytes:
+        raise ValueError(f"the schedule takes {peak_bytes} bytes; the budget is {budget_bytes} bytes")
+
+
+def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
+    """Check that inputs are made before they are read, and that all that must run does, no oftener than it may."""
+    made = set(range(len(problem.value_bytes)))
+    for op in problem.ops:
+        made.difference_update(op.outputs)
+    ran: set[int] = set()
+    for position, index in enumerate(steps):
+        if not 0 <= index < len(problem.ops):
+            raise ValueError(f"step {position}: op {index} is outside 0..{len(problem.ops) - 1}")
+        op = problem.ops[index]
+        if index in ran and not op.recomputable:
+            raise ValueError(f"step {position}: op {index} runs again but is not recomputable")
+        for value in op.inputs:
+            if value not in made:
+                raise ValueError(f"step {position}: op {index} reads value {value} before it is made")
+        ran.add(index)
+        made.update(op.outputs)
+    for index, op in enumerate(problem.ops):
+        if op.needed and index not in ran:
+            raise ValueError(f"op {index} is needed but never runs")
+    missing = sorted(problem.stays - made)
+    if missing:
+        raise ValueError(f"value {missing[0]} stays but is never made")
+
+
+def _peak_bytes(problem: StagedProblem, steps: tuple[int, ...]) -> int:
+    """The peak: each life of a value is a span of steps, and its bytes count in all of them."""
+    change = [0] * (len(steps) + 1)  # bytes that begin at a step less those that ended before it
+
+    def count(value: int, first: int, last: int) -> None:
+        change[first] += problem.value_bytes[value]
+        change[last + 1] -= problem.value_bytes[value]
+
+    lives: dict[int, tuple[int, int]] = {}  # of each value, when it was last made and last read
+    for step, index in enumerate(steps):
+        op = problem.ops[index]
+        for value in op.inputs:
+            if value in lives:
+                lives[value] = (lives[value][0], step)
+        for value in op.outputs:
+            if value in lives and value in problem.stays:
+                count(value, step, step)
+                continue
+            if value in lives:
+                count(value, *lives[value])
+            lives[value] = (step, step)
+    for value, (begun, last_read) in lives.items():
+        count(value, begun, len(steps) - 1 if value in problem.stays else last_read)
+
+    peak = live = 0
+    for step, index in enumerate(steps):
+        live += change[step]
+        peak = max(peak, live + problem.ops[index].overhead_bytes)
+    return peak

@@ -1,0 +1,486 @@
+"""`checkmate.solve_staged`: against exhaustive search, replay, known schedules; statuses, bounds, backends."""
+
+from __future__ import annotations
+
+import heapq
+import importlib.util
+import random
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pulp
+import pytest
+
+from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged, verify_staged
+
+BACKENDS = ["cbc"] + (["highs"] if importlib.util.find_spec("highspy") else [])
+
+
+class _Builder:
+    """Collects ops and values; sizes in units of 1 MiB, times jittered by the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.ops: list[StagedOp] = []
+        self.value_bytes: list[int] = [0]
+
+    def op(self, time_ms: float, inputs: list[int], *units: float, again: bool = True, needed: bool = False) -> list[int]:
+        outputs = [len(self.value_bytes) + i for i in range(len(units))]
+        self.value_bytes += [int(size * 1_048_576) for size in units]
+        time_ms *= self.rng.uniform(0.8, 1.2)
+        self.ops.append(
+            StagedOp(time_ms=time_ms, inputs=tuple(inputs), outputs=tuple(outputs), recomputable=again, needed=needed)
+        )
+        return outputs
+
+    def grad(self, time_ms: float, inputs: list[int], units: float, *, needed: bool = False) -> int:
+        return self.op(time_ms, inputs, units, again=False, needed=needed)[0]
+
+
+def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
+    """Forward and backward of so many layers (12 and 16 ops each) and a head; value 0 is the input."""
+    builder = _Builder(seed)
+    op, grad = builder.op, builder.grad
+    x, layers = 0, []
+    for _ in range(num_layers):
+        n1, s1 = op(0.05, [x], 1, 1 / 256)
+        (qkv,) = op(0.6, [n1], 3)
+        (scores,) = op(0.3, [qkv], 4)
+        (weights,) = op(0.1, [scores], 4)
+        (mixed,) = op(0.3, [weights, qkv], 1)
+        (out,) = op(0.2, [mixed], 1)
+        (h,) = op(0.03, [x, out], 1)
+        n2, s2 = op(0.05, [h], 1, 1 / 256)
+        (wide,) = op(0.8, [n2], 4)
+        (active,) = op(0.1, [wide], 4)
+        (narrow,) = op(0.8, [active], 1)
+        layers.append((x, n1, s1, qkv, weights, mixed, h, n2, s2, wide, active))
+        (x,) = op(0.03, [h, narrow], 1)
+    n, s = op(0.05, [x], 1, 1 / 256)
+    (logits,) = op(1.0, [n], 8)
+    (logs,) = op(0.2, [logits], 8)
+    (loss,) = op(0.01, [logs], 1 / 65536)
+    d_logits = grad(0.2, [logs], 8)
+    grad(1.0, [d_logits, n], 2, needed=True)
+    d = grad(0.1, [grad(1.0, [d_logits], 1), x, s], 1)
+    for x, n1, s1, qkv, weights, mixed, h, n2, s2, wide, active in reversed(layers):
+        grad(0.8, [d, active], 1, needed=True)
+        d_wide = grad(0.15, [grad(0.8, [d], 4), wide], 4)
+        grad(0.8, [d_wide, n2], 1, needed=True)
+        d_h = grad(0.03, [d, grad(0.1, [grad(0.8, [d_wide], 1), h, s2], 1)], 1)
+        grad(0.2, [d_h, mixed], 0.25, needed=True)
+        d_mixed = grad(0.2, [d_h], 1)
+        d_scores = grad(0.15, [grad(0.3, [d_mixed, qkv], 4), weights], 4)
+        d_qkv = grad(0.9, [d_scores, qkv, d_mixed, weights], 3)
+        grad(0.6, [d_qkv, n1], 0.75, needed=True)
+        d = grad(0.03, [d_h, grad(0.1, [grad(0.6, [d_qkv], 1), x, s1], 1)], 1, needed=True)
+    return StagedProblem(ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), stays=frozenset({loss}))
+
+
+def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
+    """A forward with branches, then a backward that reads it in reverse; several outputs, free ops, zero bytes."""
+    rng = random.Random(seed)
+    sizes, ops = [0], []
+    latest, made = 0, []
+    num_forward = (num_ops + 1) // 2 + rng.choice((0, 1))
+    for _ in range(num_forward):
+        inputs = set(rng.sample(range(len(sizes)), min(len(sizes), rng.choice((1, 1, 2)))))
+        inputs |= {latest} if rng.random() < 0.7 else set()
+        outputs = tuple(range(len(sizes), len(sizes) + rng.choice((1, 1, 1, 2))))
+        sizes += [rng.choice((0, 1, 2, 3, 4, 8)) for _ in outputs]
+        made += outputs
+        latest = outputs[-1]
+        ops.append(
+            StagedOp(
+                time_ms=rng.choice((0, 1, 2, 3, 7)) * 0.1,
+                inputs=tuple(sorted(inputs)),
+                outputs=outputs,
+                recomputable=rng.random() > 0.1,
+                overhead_bytes=rng.choice((0, 0, 1, 3)),
+            )
+        )
+    for index in range(num_ops - num_forward):
+        inputs = {latest, made[max(0, len(made) - 1 - index * 2)]} | ({rng.choice(made)} if rng.random() < 0.4 else set())
+        latest = len(sizes)
+        sizes.append(rng.choice((1, 2, 3)))
+        ops.append(
+            StagedOp(
+                time_ms=0.1,
+                inputs=tuple(sorted(inputs)),
+                outputs=(latest,),
+                recomputable=rng.random() < 0.2,
+                overhead_bytes=rng.choice((0, 0, 2)),
+                needed=rng.random() < 0.4,
+            )
+        )
+    stays = {latest} | {value for value in made if rng.random() < 0.08}
+    return StagedProblem(ops=tuple(ops), value_bytes=tuple(sizes), stays=frozenset(stays))
+
+
+def must_run(problem: StagedProblem) -> list[int]:
+    wanted, order = set(problem.stays), []
+    for index in range(len(problem.ops) - 1, -1, -1):
+        op = problem.ops[index]
+        if op.needed or wanted & set(op.outputs):
+            order.insert(0, index)
+            wanted |= set(op.inputs)
+    return order
+
+
+def exhaustive(problem: StagedProblem, budget_bytes: int, *, first: int = 0, any_order: bool = False) -> float | None:
+    """The least time by Dijkstra's search over (first runs done, last op run again in this stage, live values).
+
+    Any value may be dropped before any run. With `any_order`, what runs again in a stage may do so in any order and
+    more than once.
+    """
+    order = must_run(problem)
+    made = {value for op in problem.ops for value in op.outputs}
+    sizes = problem.value_bytes
+    best: dict[tuple[int, int, frozenset[int]], float] = {(0, -1, frozenset()): 0.0}
+    heap: list[tuple[float, int, int, tuple[int, ...]]] = [(0.0, 0, -1, ())]
+    while heap:
+        time_ms, stage, last, values = heapq.heappop(heap)
+        live = frozenset(values)
+        if best[stage, last, live] < time_ms:
+            continue
+        if stage == len(order):
+            return time_ms
+        for index in order[: stage + 1]:
+            op, again = problem.ops[index], index != order[stage]
+            inputs = set(op.inputs) & made
+            if again and (not op.recomputable or order[stage] < first or (index <= last and not any_order)):
+                continue
+            if not inputs <= live:
+                continue
+            after = (stage, -1 if any_order else index) if again else (stage + 1, -1)
+            copies = sum(sizes[value] for value in op.outputs if again and value in problem.stays)
+            loose = sorted(live - problem.stays - inputs - set(op.outputs))
+            for count in range(len(loose) + 1):
+                for dropped in combinations(loose, count):
+                    kept = (live | set(op.outputs)) - set(dropped)
+                    if sum(sizes[value] for value in kept) + copies + op.overhead_bytes > budget_bytes:
+                        continue
+                    state, cost = (*after, kept), time_ms + op.time_ms
+                    if cost < best.get(state, float("inf")):
+                        best[state] = cost
+                        heapq.heappush(heap, (cost, *after, tuple(sorted(kept))))
+    return None
+
+
+def replay_peak(problem: StagedProblem, steps: tuple[int, ...]) -> int:
+    """The peak by asking of each value at each step whether it is in use there."""
+
+    def next_event(value: int, position: int) -> str:
+        for index in steps[position + 1 :]:
+            if value in problem.ops[index].inputs:
+                return "read"
+            if value in problem.ops[index].outputs:
+                return "made"
+        return "end"
+
+    peak, made = 0, set()
+    for position, index in enumerate(steps):
+        op = problem.ops[index]
+        used = op.overhead_bytes + sum(problem.value_bytes[v] for v in made & problem.stays & set(op.outputs))
+        made |= set(op.outputs)
+        for value in made:
+            in_use = value in problem.stays or value in op.inputs or value in op.outputs
+            if in_use or next_event(value, position) == "read":
+                used += problem.value_bytes[value]
+        peak = max(peak, used)
+    return peak
+
+
+def assert_staged(problem: StagedProblem, solution: StagedSolution) -> None:
+    """First runs in order; within a stage each op at most once, in order."""
+    assert list(dict.fromkeys(solution.steps)) == must_run(problem)
+    ran, last = set(), -1
+    for index in solution.steps:
+        if index in ran:
+            assert index > last
+            last = index
+        else:
+            ran.add(index)
+            last = -1
+
+
+@pytest.mark.parametrize(("backend", "num_cases"), [(name, 150 if name == "highs" else 20) for name in BACKENDS])
+def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) -> None:
+    """From loose over each binding budget to the first infeasible one, with and without the restriction."""
+    recomputing = infeasible = 0
+    for seed in range(num_cases):
+        problem = random_step(seed, num_ops=5 + seed % 3)
+        once = must_run(problem)
+        loose = replay_peak(problem, tuple(once))
+        first = len(problem.ops) // 2 if seed % 3 == 0 else 0
+        for budget in range(loose, -1, -1):
+            least = exhaustive(problem, budget, first=first)
+            solution = solve_staged(problem, budget, backend=backend, first_recompute_op=first)
+            if least is None:
+                assert (solution.status, solution.steps, solution.bound_ms) == (Status.INFEASIBLE, (), float("inf"))
+                infeasible += 1
+                break
+            assert solution.status is Status.OPTIMAL
+            assert solution.time_ms == pytest.approx(least, abs=1e-9)
+            assert solution.bound_ms == pytest.approx(least, abs=1e-6)
+            assert solution.bound_ms <= solution.time_ms
+            assert solution.peak_bytes == replay_peak(problem, solution.steps) <= budget
+            assert_staged(problem, solution)
+            recomputing += len(solution.steps) > len(once)
+    assert recomputing >= num_cases // 3
+    assert infeasible >= num_cases // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_has_the_known_schedule(backend: str) -> None:
+    """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first; gradients of size 1 and the last one stays."""
+    forward = [StagedOp(time_ms=float(i + 1), inputs=(i,), outputs=(i + 1,)) for i in range(3)]
+    backward = [
+        StagedOp(time_ms=1.0, inputs=(3 + i, 3 - i), outputs=(4 + i,), recomputable=False, overhead_bytes=2) for i in range(3)
+    ]
+    problem = StagedProblem(ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), stays=frozenset({6}))
+    assert solve_staged(problem, 15, backend=backend).steps == (0, 1, 2, 3, 4, 5)
+    binding = solve_staged(problem, 14, backend=backend)
+    assert (binding.steps, binding.time_ms, binding.peak_bytes) == ((0, 1, 2, 3, 0, 4, 5), 10.0, 12)
+    assert solve_staged(problem, 8, backend=backend).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
+    """Op 3 leaves room for nothing; then value 2 is not yet there while value 0 is made anew, nor value 0 any more with it."""
+    ops = (
+        StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
+        StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
+        StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
+        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=9, needed=True),
+        StagedOp(time_ms=5.0, inputs=(2,), outputs=(), needed=True),
+    )
+    problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
+    solution = solve_staged(problem, 9, backend=backend)
+    assert (solution.steps, solution.peak_bytes, solution.time_ms) == ((0, 1, 2, 3, 0, 1, 2, 4), 9, 21.0)
+
+
+def test_stages_are_a_restriction() -> None:
+    """Before op 4 everything is made again: within 12 bytes only if op 0 runs twice there, which no stage does."""
+    ops = (
+        StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
+        StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
+        StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
+        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=12, needed=True),
+        StagedOp(time_ms=5.0, inputs=(0, 2), outputs=(), needed=True),
+    )
+    problem = StagedProblem(ops=ops, value_bytes=(4, 8, 1))
+    assert replay_peak(problem, (0, 1, 2, 3, 0, 1, 2, 0, 4)) == 12
+    assert exhaustive(problem, 12, any_order=True) == 22.0
+    assert exhaustive(problem, 12) is None
+    assert solve_staged(problem, 12).status is Status.INFEASIBLE
+    assert solve_staged(problem, 13).steps == (0, 1, 2, 3, 0, 4)
+
+
+def test_recomputation_only_from_an_op_on() -> None:
+    """Op 2 has no room for value 1, which op 3 reads: it must be made again before op 4, the first of the backward."""
+    sizes = (0, 4, 4, 9, 1, 1)
+    ops = (
+        StagedOp(time_ms=1.0, inputs=(), outputs=(1,)),
+        StagedOp(time_ms=1.0, inputs=(1,), outputs=(2,)),
+        StagedOp(time_ms=1.0, inputs=(2,), outputs=(3,)),
+        StagedOp(time_ms=1.0, inputs=(3, 1), outputs=(4,)),
+        StagedOp(time_ms=1.0, inputs=(4, 2), outputs=(5,), needed=True),
+    )
+    problem = StagedProblem(ops=ops, value_bytes=sizes)
+    free, restricted = solve_staged(problem, 14), solve_staged(problem, 14, first_recompute_op=4)
+    assert (free.steps, free.first_recompute_op) == ((0, 1, 2, 0, 3, 1, 4), 0)
+    assert (restricted.status, restricted.first_recompute_op) == (Status.INFEASIBLE, 4)
+    assert solve_staged(problem, 17, first_recompute_op=4).steps == (0, 1, 2, 3, 1, 4)
+
+
+def test_what_stays_what_is_needed_and_what_nobody_wants() -> None:
+    ops = (
+        StagedOp(time_ms=1.0, inputs=(), outputs=(0, 1)),
+        StagedOp(time_ms=2.0, inputs=(0,), outputs=(2,)),
+        StagedOp(time_ms=4.0, inputs=(0,), outputs=(3,), needed=True),
+        StagedOp(time_ms=8.0, inputs=(1,), outputs=(4,), overhead_bytes=90, needed=True),
+    )
+    problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 100, 10), stays=frozenset({0}))
+    solution = solve_staged(problem, 120)
+    assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 2, 3), 13.0, 120)
+    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which still stays.
+    again = solve_staged(problem, 119)
+    assert again.status is Status.INFEASIBLE
+    lighter = replace(problem, ops=(*ops[:3], replace(ops[3], overhead_bytes=0)))
+    assert solve_staged(lighter, 119).steps == (0, 2, 0, 3)
+    assert solve_staged(lighter, 119).peak_bytes == 110
+    assert solve_staged(StagedProblem(ops=(), value_bytes=()), 0).steps == ()
+
+
+def test_a_schedule_just_above_the_budget_is_cut_off() -> None:
+    """One byte in two thousand million is below any solver's tolerance."""
+    sizes = (700_000_001, 650_000_003, 600_000_007)
+    forward = [StagedOp(time_ms=t, inputs=(), outputs=(i,)) for i, t in enumerate((1.0, 2.0, 3.0))]
+    pause = StagedOp(time_ms=1.0, inputs=(), outputs=(), needed=True)
+    readers = [StagedOp(time_ms=1.0, inputs=(i,), outputs=(), needed=True) for i in range(3)]
+    problem = StagedProblem(ops=(*forward, replace(pause, overhead_bytes=1), *readers), value_bytes=sizes)
+    for backend in BACKENDS:
+        assert solve_staged(problem, 1_950_000_012, backend=backend).steps == (0, 1, 2, 3, 4, 5, 6)
+        for budget in (1_950_000_011, 1_950_000_010):
+            solution = solve_staged(problem, budget, backend=backend)
+            assert solution.time_ms == exhaustive(problem, budget)
+            assert solution.peak_bytes == replay_peak(problem, solution.steps) <= budget
+
+
+def test_backends_agree_and_say_the_same_twice() -> None:
+    problem = transformer(1)
+    peak = replay_peak(problem, tuple(range(len(problem.ops))))
+    solutions = []
+    for backend in BACKENDS:
+        solution = solve_staged(problem, int(0.6 * peak), backend=backend)
+        assert solution == solve_staged(problem, int(0.6 * peak), backend=backend)
+        assert solution.status is Status.OPTIMAL
+        assert solution.peak_bytes == replay_peak(problem, solution.steps)
+        assert_staged(problem, solution)
+        solutions.append(solution)
+    assert len({round(solution.time_ms, 6) for solution in solutions}) == 1
+    assert solutions[0].time_ms > problem.least_time_ms
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
+    problem = transformer(2)
+    budget = int(0.45 * replay_peak(problem, tuple(range(len(problem.ops)))))
+    nothing = solve_staged(problem, budget, backend=backend, time_limit_s=1e-9)
+    assert (nothing.status, nothing.bound_ms) == (Status.NOT_FOUND, problem.least_time_ms)
+    best = solve_staged(problem, budget, backend=BACKENDS[-1])
+    assert best.status is Status.OPTIMAL
+    for limit in (0.3, 0.6):
+        begin = time.monotonic()
+        early = solve_staged(problem, budget, backend=backend, time_limit_s=limit)
+        assert time.monotonic() - begin < limit + 8
+        assert problem.least_time_ms <= early.bound_ms <= best.time_ms + 1e-6
+        assert early.status is not Status.INFEASIBLE
+        assert early.time_ms >= best.time_ms - 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PuLP then says status Optimal; only `sol_status` differs."""
+    whole = pulp.LpProblem.solve
+
+    def stopped(self: pulp.LpProblem, solver: pulp.LpSolver) -> int:
+        status = whole(self, solver)
+        self.sol_status = pulp.LpSolutionIntegerFeasible
+        return status
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
+    problem = transformer(1)
+    budget = int(0.7 * replay_peak(problem, tuple(range(len(problem.ops)))))
+    solution = solve_staged(problem, budget, backend=backend)
+    assert solution.status is Status.FEASIBLE
+    assert solution.bound_ms <= solution.time_ms
+    verify_staged(problem, solution, budget_bytes=budget)
+
+
+@pytest.mark.parametrize(("is_late", "status"), [(True, Status.NOT_FOUND), (False, Status.INFEASIBLE)])
+def test_infeasible_at_the_time_limit_is_not_believed(is_late: bool, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CBC's presolve says so when the clock stops it."""
+
+    def stopped(self: pulp.LpProblem, solver: pulp.LpSolver) -> int:
+        Path(solver.optionsDict["logPath"]).write_text("Pre-processing says infeasible or unbounded\n")
+        time.sleep(solver.timeLimit if is_late else 0)
+        self.status, self.sol_status = pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
+        return self.status
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
+    problem = random_step(2)
+    budget = replay_peak(problem, tuple(must_run(problem))) - 1
+    solution = solve_staged(problem, budget, backend="cbc", time_limit_s=0.3)
+    assert (solution.status, solution.bound_ms) == (status, problem.least_time_ms if is_late else float("inf"))
+
+
+def test_the_default_is_highs_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["checkmate.staged_solve"]
+    asked: list[str] = []
+    whole = module.run
+    monkeypatch.setattr(module, "run", lambda program, seconds, backend: asked.append(backend) or whole(program, seconds, backend))
+    problem = random_step(2)
+    budget = replay_peak(problem, tuple(must_run(problem))) - 1
+    solve_staged(problem, budget)
+    monkeypatch.setattr(module, "has_highs", lambda: False)
+    solve_staged(problem, budget)
+    assert asked == [BACKENDS[-1], "cbc"]
+
+
+def test_replays_agree_on_random_schedules() -> None:
+    """The peak that `verify_staged` accepts is the one counted value by value, for orders no solver made."""
+    for seed in range(60):
+        problem, rng = random_step(seed), random.Random(seed)
+        steps: list[int] = []
+        for index in range(len(problem.ops)):
+            steps += [i for i in rng.choices(range(index), k=2) if problem.ops[i].recomputable] if index else []
+            steps.append(index)
+        time_ms = sum(problem.ops[index].time_ms for index in steps)
+        solution = StagedSolution(
+            status=Status.FEASIBLE,
+            steps=tuple(steps),
+            time_ms=time_ms,
+            peak_bytes=replay_peak(problem, tuple(steps)),
+            bound_ms=0.0,
+        )
+        verify_staged(problem, solution)
+        with pytest.raises(ValueError, match="peak_bytes is"):
+            verify_staged(problem, replace(solution, peak_bytes=solution.peak_bytes - 1))
+
+
+def test_verify_names_what_is_wrong() -> None:
+    ops = (
+        StagedOp(time_ms=1.0, inputs=(0,), outputs=(1,)),
+        StagedOp(time_ms=2.0, inputs=(1,), outputs=(2,), recomputable=False),
+        StagedOp(time_ms=4.0, inputs=(2,), outputs=(3,), needed=True),
+    )
+    problem = StagedProblem(ops=ops, value_bytes=(8, 8, 8, 8), stays=frozenset({2}))
+    solution = solve_staged(problem, 16)
+    verify_staged(problem, solution, budget_bytes=16)
+    wrong = {
+        "step 1: op 7 is outside 0..2": {"steps": (0, 7)},
+        "step 0: op 1 reads value 1": {"steps": (1, 0, 2)},
+        "step 2: op 1 runs again": {"steps": (0, 1, 1, 2)},
+        "op 2 is needed but never runs": {"steps": (0, 1)},
+        "time_ms is 7.5": {"time_ms": 7.5},
+        "bound_ms is 9.0": {"bound_ms": 9.0},
+        "peak_bytes is 15": {"peak_bytes": 15},
+        "no schedule to verify": {"status": Status.NOT_FOUND},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            verify_staged(problem, replace(solution, **change))
+    with pytest.raises(ValueError, match="takes 16 bytes; the budget is 15 bytes"):
+        verify_staged(problem, solution, budget_bytes=15)
+    with pytest.raises(ValueError, match="value 2 stays but is never made"):
+        verify_staged(replace(problem, ops=(ops[0], ops[1], replace(ops[2], needed=False))), replace(solution, steps=(0,)))
+
+
+@pytest.mark.parametrize(
+    ("message", "ops", "sizes", "stays"),
+    [
+        ("value 0 has -1 bytes", [], (-1,), ()),
+        ("stays: value 3 is outside", [], (1,), (3,)),
+        ("op 0 has an overhead of -1 bytes", [StagedOp(time_ms=1.0, inputs=(), outputs=(), overhead_bytes=-1)], (), ()),
+        ("op 0 takes nan ms", [StagedOp(time_ms=float("nan"), inputs=(), outputs=())], (), ()),
+        ("op 0 reads value 0, which op 0", [StagedOp(time_ms=1.0, inputs=(0,), outputs=(0,))], (1,), ()),
+    ],
+)
+def test_a_bad_problem_is_refused(message: str, ops: list, sizes: tuple, stays: tuple) -> None:
+    with pytest.raises(ValueError, match=message):
+        StagedProblem(ops=tuple(ops), value_bytes=sizes, stays=frozenset(stays))
+
+
+def test_a_bad_search_is_refused() -> None:
+    problem = random_step(0)
+    with pytest.raises(ValueError, match="time_limit_s is 0"):
+        solve_staged(problem, 1, time_limit_s=0)
+    with pytest.raises(ValueError, match="'sweep'; known are cbc, highs"):
+        solve_staged(problem, 1, backend="sweep")
+    with pytest.raises(ValueError, match=r"first_recompute_op is 99; the ops are 0\.\.5"):
+        solve_staged(problem, 1, first_recompute_op=99)

@@ -34,11 +34,52 @@ class InPlaceForm:
     out_name: str = ""
 
 
+# Elementwise over values of one type, with a kernel of their own for `out=`: others make a temporary and copy it.
+_ELEMENTWISE = {
+    _aten.abs.default: _aten.abs.out,
+    _aten.clamp.default: _aten.clamp.out,
+    _aten.clamp_min.default: _aten.clamp_min.out,
+    _aten.cos.default: _aten.cos.out,
+    _aten.elu.default: _aten.elu.out,
+    _aten.erf.default: _aten.erf.out,
+    _aten.gelu.default: _aten.gelu.out,
+    _aten.hardsigmoid.default: _aten.hardsigmoid.out,
+    _aten.hardswish.default: _aten.hardswish.out,
+    _aten.hardtanh.default: _aten.hardtanh.out,
+    _aten.leaky_relu.default: _aten.leaky_relu.out,
+    _aten.mish.default: _aten.mish.out,
+    _aten.pow.Tensor_Scalar: _aten.pow.Tensor_Scalar_out,
+    _aten.reciprocal.default: _aten.reciprocal.out,
+    _aten.rsqrt.default: _aten.rsqrt.out,
+    _aten.silu.default: _aten.silu.out,
+    _aten.sin.default: _aten.sin.out,
+    _aten.softplus.default: _aten.softplus.out,
+    _aten.sqrt.default: _aten.sqrt.out,
+}
+
+# Gradients of elementwise functions, from the gradient of the result and a value that the forward has kept.
+_ELEMENTWISE_BACKWARD = {
+    _aten.threshold_backward.default: _aten.threshold_backward.grad_input,
+    _aten.tanh_backward.default: _aten.tanh_backward.grad_input,
+    _aten.sigmoid_backward.default: _aten.sigmoid_backward.grad_input,
+    _aten.gelu_backward.default: _aten.gelu_backward.grad_input,
+    _aten.silu_backward.default: _aten.silu_backward.grad_input,
+    _aten.hardtanh_backward.default: _aten.hardtanh_backward.grad_input,
+    _aten.hardsigmoid_backward.default: _aten.hardsigmoid_backward.grad_input,
+    _aten.leaky_relu_backward.default: _aten.leaky_relu_backward.grad_input,
+    _aten.softplus_backward.default: _aten.softplus_backward.grad_input,
+}
+
 _FORMS: dict[Any, InPlaceForm] = {
+    **{target: InPlaceForm(variant, (0,), "out") for target, variant in _ELEMENTWISE.items()},
+    **{target: InPlaceForm(variant, (0, 1), "grad_input") for target, variant in _ELEMENTWISE_BACKWARD.items()},
     _aten.add.Tensor: InPlaceForm(_aten.add.out, (0, 1), "out"),
     _aten.sub.Tensor: InPlaceForm(_aten.sub.out, (0, 1), "out"),
     _aten.mul.Tensor: InPlaceForm(_aten.mul.out, (0, 1), "out"),
     _aten.div.Tensor: InPlaceForm(_aten.div.out, (0, 1), "out"),
+    _aten.maximum.default: InPlaceForm(_aten.maximum.out, (0, 1), "out"),
+    _aten.minimum.default: InPlaceForm(_aten.minimum.out, (0, 1), "out"),
+    _aten.where.self: InPlaceForm(_aten.where.self_out, (1, 2), "out"),
     _aten.mul.Scalar: InPlaceForm(_aten.mul_.Scalar, (0,)),
     _aten.add.Scalar: InPlaceForm(_aten.add_.Scalar, (0,)),
     _aten.div.Scalar: InPlaceForm(_aten.div_.Scalar, (0,)),
@@ -47,15 +88,12 @@ _FORMS: dict[Any, InPlaceForm] = {
     _aten.tanh.default: InPlaceForm(_aten.tanh_.default, (0,)),
     _aten.sigmoid.default: InPlaceForm(_aten.sigmoid_.default, (0,)),
     _aten.exp.default: InPlaceForm(_aten.exp_.default, (0,)),
-    _aten.pow.Tensor_Scalar: InPlaceForm(_aten.pow_.Scalar, (0,)),
     _aten.masked_fill.Scalar: InPlaceForm(_aten.masked_fill_.Scalar, (0,)),
     _aten.masked_fill.Tensor: InPlaceForm(_aten.masked_fill_.Tensor, (0,)),
-    _aten.threshold_backward.default: InPlaceForm(_aten.threshold_backward.grad_input, (0,), "grad_input"),
-    _aten.tanh_backward.default: InPlaceForm(_aten.tanh_backward.grad_input, (0,), "grad_input"),
-    _aten.sigmoid_backward.default: InPlaceForm(_aten.sigmoid_backward.grad_input, (0,), "grad_input"),
-    _aten.gelu_backward.default: InPlaceForm(_aten.gelu_backward.grad_input, (0,), "grad_input"),
-    _aten.silu_backward.default: InPlaceForm(_aten.silu_backward.grad_input, (0,), "grad_input"),
-    # The row's sum is taken before the row is written.
+    # A row's largest value and its sum are taken before the row is written.
+    _aten._softmax.default: InPlaceForm(_aten._softmax.out, (0,), "out"),
+    _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),
+    _aten._softmax_backward_data.default: InPlaceForm(_aten._softmax_backward_data.out, (0,), "grad_input"),
     _aten._log_softmax_backward_data.default: InPlaceForm(_aten._log_softmax_backward_data.out, (0,), "out"),
     dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
     cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),

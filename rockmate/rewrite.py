@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.cleanup import clean
 from rockmate.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
@@ -28,8 +29,7 @@ def rewrite(joint: fx.GraphModule) -> None:
             _forget_running_statistics(node)
         elif node.target is _aten._log_softmax_backward_data.default:
             _fuse_cross_entropy_backward(node)
-    joint.graph.eliminate_dead_code()
-    joint.graph.lint()
+    clean(joint.graph)
 
 
 def _split_dropout(node: fx.Node) -> None:

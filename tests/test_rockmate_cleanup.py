@@ -1,0 +1,421 @@
+"""The clean-up of a captured graph: what merges, what must not, and that no bit of any result moves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import check_against_eager, planned
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import rockmate.rewrite
+from bench import measure
+from rockmate import Planner
+from rockmate.capture import Capture, capture_joint
+from rockmate.cleanup import clean, remove_dead
+from rockmate.costs import Cost, Costs
+from rockmate.graph import Graph, build_graph
+from rockmate.lowering import lower_saved
+from rockmate.partition import partition
+from rockmate.schedule import Schedule, finish, no_recomputation
+from rockmate.signature import flatten_call
+from rockmate.simulate import simulate
+
+aten = torch.ops.aten
+SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
+
+
+class Written(nn.Module):
+    """A linear layer behind which stands a function of its result."""
+
+    def __init__(self, function: Callable[[Tensor], Any], width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, width)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Capture:
+    tensors, call = flatten_call(args, kwargs, frozenset())
+    return capture_joint(model, tensors, call.structure, differentiable="all")
+
+
+def cleaned(function: Callable[[Tensor], Any]) -> Counter[str]:
+    """How often each call stands in the clean graph of a function."""
+    capture = captured(Written(function), torch.randn(4, 8))
+    clean(capture.joint.graph)
+    return calls(capture)
+
+
+def calls(capture: Capture) -> Counter[str]:
+    nodes = [node for node in capture.joint.graph.nodes if node.op == "call_function"]
+    return Counter(getattr(node.target, "_opname", getattr(node.target, "__name__", "")) for node in nodes)
+
+
+# --- the same bits, and the same memory shared -----------------------------------------------------------
+
+
+def made_up(fake: Tensor, seed: int) -> Tensor:
+    """Values of that shape, dtype and layout; floats have zeros of both signs, infinities and what is not a number among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if not fake.is_floating_point():
+        return torch.randint(0, 2, fake.shape, generator=generator).to(fake.dtype)
+    values = torch.randn(fake.shape, generator=generator)
+    if seed % 2 and values.numel() > 4 * len(SPECIAL):
+        values.view(-1)[torch.randperm(values.numel(), generator=generator)[: len(SPECIAL)]] = torch.tensor(SPECIAL)
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(values)
+
+
+def run(capture: Capture, specials: bool) -> tuple[list[Tensor | None], list[tuple[int, int]], Tensor]:
+    """What the joint graph returns, which of the returned and the given tensors share memory, and the generator's state after it."""
+    nodes = [node for node in capture.joint.graph.nodes if node.op == "placeholder"]
+    given = [made_up(node.meta["val"], 2 * index + specials) for index, node in enumerate(nodes)]
+    torch.manual_seed(3)
+    returned = list(fx.Interpreter(capture.joint).run(*given, enable_io_processing=False))
+    tensors = [t for t in [*given, *returned] if isinstance(t, Tensor)]
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    pairs = itertools.combinations(range(len(tensors)), 2)
+    shared = [(a, b) for a, b in pairs if memory[a] == memory[b] and tensors[a].numel() and tensors[b].numel()]
+    return returned, shared, torch.get_rng_state()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
+
+
+def assert_clean_is_the_same(make: Callable[[], Capture], reduce: Callable[[Capture], None]) -> None:
+    plain, ours = make(), make()
+    remove_dead(plain.joint.graph)
+    reduce(ours)
+    assert [role for _, role in ours.outputs] == [role for _, role in plain.outputs]
+    for specials in (False, True):
+        (expected, shared, state), (results, ours_shared, ours_state) = run(plain, specials), run(ours, specials)
+        assert torch.equal(ours_state, state)
+        assert ours_shared == shared
+        for result, reference in zip(results, expected, strict=True):
+            assert (result is None) is (reference is None)
+            if result is not None and reference is not None:
+                assert result.dtype == reference.dtype
+                assert result.stride() == reference.stride()
+                assert torch.equal(bits(result), bits(reference))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
+def test_joint_graph_gives_the_same_bits(name: str) -> None:
+    workload = models.tiny(name)
+
+    def make() -> Capture:
+        args, kwargs = ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        return captured(workload.model, *args, **kwargs)
+
+    assert_clean_is_the_same(make, lambda capture: clean(capture.joint.graph))
+
+
+def nasty(h: Tensor) -> Any:
+    """Equal outputs, outputs that are views or copies of each other, copies of what is returned, draws from equal arguments."""
+    a, b = h.exp(), h.exp()
+    noise = functional.dropout(h, 0.5) + functional.dropout(h, 0.5) + torch.rand_like(h) * torch.rand_like(h)
+    copy = a.clone() * 1.0
+    same = (h * 1.0) ** 1 + h.clone() + (h + 0.0) + (h + -0.0) + h.view(h.shape).t().t().expand(h.shape)
+    count = torch.arange(8) + 0
+    return a, b, copy, copy.detach(), same, noise, count, torch.arange(8), h.t().detach(), h.t().detach(), functional.dropout(h, 0.0)
+
+
+def test_nasty_graph_gives_the_same_bits() -> None:
+    x = torch.randn(8, 8)
+    assert_clean_is_the_same(lambda: captured(Written(nasty), x), lambda capture: clean(capture.joint.graph))
+
+    def loss_of(module: Callable[..., Any], step: int) -> tuple[Any, Tensor]:
+        outputs = module(x * step)
+        return outputs, torch.stack([tensor.float().sum() for tensor in outputs]).sum()
+
+    check_against_eager(Written(nasty), x, loss_of)
+
+
+# --- what merges ---------------------------------------------------------------------------------------
+
+
+def test_masks_of_all_layers_are_made_once() -> None:
+    workload = models.tiny("gpt2")
+    capture = captured(workload.model, **workload.sample)
+    before = calls(capture)
+    clean(capture.joint.graph)
+    after = calls(capture)
+    assert all(before[target] == 3 > after[target] == 1 for target in ("ones", "tril", "where"))
+    count = sum(after.values())
+    clean(capture.joint.graph)
+    assert sum(calls(capture).values()) == count < sum(before.values())  # a second time there is nothing left
+
+
+def test_equal_calls_merge_through_their_views() -> None:
+    found = cleaned(lambda h: (h.t().exp() + h.transpose(0, 1).exp().t().t() + h.permute(1, 0).exp()).sum())
+    assert found["exp"] == 1
+
+
+def test_views_that_change_nothing_go() -> None:
+    assert cleaned(lambda h: h.view(4, 8).expand(4, 8).t().t().view(2, 16).view(4, 8).tanh().sum()) == cleaned(lambda h: h.tanh().sum())
+
+
+def test_copies_of_nothing_new_go() -> None:
+    copying = cleaned(lambda h: (functional.dropout(h.clone().tanh() * 1, 0.0) / 1.0).to(torch.float32, copy=True).square().sum())
+    assert copying == cleaned(lambda h: h.tanh().square().sum())
+    assert copying["pow"] == 1  # the square; the power of one in its derivative is gone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8])
+def test_what_counts_as_a_copy_is_one(dtype: torch.dtype) -> None:
+    x = torch.tensor(SPECIAL * 7).to(dtype) if dtype.is_floating_point else torch.arange(-60, 60).to(dtype)
+    results = [aten.clone(x), aten._to_copy(x, dtype=dtype), aten.pow.Tensor_Scalar(x, 1), aten.mul.Tensor(x, 1), aten.mul.Scalar(x, 1)]
+    if dtype.is_floating_point:
+        results += [aten.pow.Tensor_Scalar(x, 1.0), aten.mul.Tensor(x, 1.0), aten.div.Tensor(x, 1.0), aten.div.Scalar(x, 1)]
+    else:
+        results += [aten.add.Tensor(x, 0), aten.sub.Tensor(x, 0), aten.add.Scalar(x, 0)]
+    defined = torch.ones_like(x, dtype=torch.bool) if dtype.itemsize > 2 or not dtype.is_floating_point else ~x.isnan()
+    for result in results:  # in half precision eager's payloads differ between the vectors of a loop and its tail
+        assert torch.equal(bits(result)[defined], bits(x)[defined])
+        assert torch.equal(result.isnan(), x.isnan())
+
+
+class Remembers(torch.autograd.Function):
+    """Keeps its input and takes the exponential again in the backward, as code does that is careful with memory."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h.exp() + 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].exp()
+
+
+def test_call_of_the_backward_merges_into_the_forward_and_can_still_run_again() -> None:
+    assert cleaned(lambda h: Remembers.apply(h).sum())["exp"] == 1
+    model = nn.Sequential(*(Written(lambda h: Remembers.apply(h * 0.1)) for _ in range(6)))
+    x = torch.randn(512, 8)
+    planner = Planner(model, x)
+    plan = planner.plan(planner.minimum_peak_bytes)
+    again = Counter(plan.graph.ops[index].node.target for index in plan.schedule.steps)
+    assert again[aten.exp.default] > 6
+    check_against_eager(model, x, lambda module, step: (None, module(x * step).square().mean()))
+
+
+def test_checkpoints_in_the_model_are_undone() -> None:
+    layers = nn.ModuleList(models.Stack(2, 8, dropout=0.0) for _ in range(2))
+
+    class Careful(nn.Module):
+        def __init__(self, is_careful: bool) -> None:
+            super().__init__()
+            self.layers, self.is_careful = layers, is_careful
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.is_careful else layer(x)
+            return x
+
+    counts = []
+    for is_careful in (True, False):
+        capture = captured(Careful(is_careful), torch.randn(4, 8))
+        clean(capture.joint.graph)
+        counts.append(calls(capture))
+    assert counts[0] == counts[1]
+
+
+# --- what does not -------------------------------------------------------------------------------------
+
+
+def test_draws_do_not_merge() -> None:
+    found = cleaned(lambda h: (functional.dropout(h, 0.5) * functional.dropout(h, 0.5) + torch.rand_like(h) + torch.rand_like(h)).sum())
+    assert found["native_dropout"] == 2
+    assert found["rand_like"] == 2
+
+
+def test_masks_of_different_layers_stay_different() -> None:
+    case = planned("gpt2")
+    masks = [op for op in case.planner.plan(1.0).graph.ops if getattr(op.node.target, "__name__", "") == "dropout_mask"]
+    assert len(masks) == 1 + 3 * 3
+    assert len({node for op in masks for node in op.node.users}) >= len(masks)
+
+
+def test_draw_that_nobody_reads_stays() -> None:
+    def overwritten(h: Tensor) -> Tensor:
+        functional.dropout(h, 0.5)
+        noise = functional.dropout(h, 0.5)
+        torch.rand(3)
+        noise.copy_(h)
+        return noise.sum()
+
+    x = torch.randn(64, 8)
+    check_against_eager(Written(overwritten), x, lambda module, step: (None, module(x * step)))
+
+
+def test_constants_of_different_kind_do_not_merge() -> None:
+    def kinds(h: Tensor) -> tuple[Tensor, ...]:
+        integers = (h.detach() > 0).long()
+        made = (integers * True, integers * 1, integers * 1.0, integers + 2, integers + 2.0, integers.float(), integers.double())
+        filled = (torch.full((3,), 1), torch.full((3,), 1.0), torch.full((3,), True))
+        return h, *(t + 1 for t in made), *(t.clone() for t in filled)
+
+    x = torch.randn(4, 8)
+    assert_clean_is_the_same(lambda: captured(Written(kinds), x), lambda capture: clean(capture.joint.graph))
+
+
+def test_zeros_of_different_sign_do_not_merge() -> None:
+    found = cleaned(lambda h: ((h + 0.0).reciprocal() + (h + -0.0).reciprocal() + (h - 0.0).reciprocal()).sum())
+    assert found["reciprocal"] == 3
+
+
+def test_multiplying_a_complex_number_by_one_stays() -> None:
+    found = cleaned(lambda h: (torch.view_as_complex(h.view(4, 4, 2)) * 1).abs().sum())
+    assert found["mul"] >= 1
+
+
+def test_large_constant_is_filled_again_and_what_is_made_of_it_merges() -> None:
+    def masked(h: Tensor, size: int) -> Tensor:
+        for _ in range(3):
+            h = h + torch.full((size, 8), -1.0).tril()[:4]
+        return (h * torch.ones(size, 8).sum() * torch.ones(size, 8).mean()).sum()
+
+    small, large = cleaned(lambda h: masked(h, 8)), cleaned(lambda h: masked(h, 1 << 13))
+    assert small["tril"] == large["tril"] == 1
+    assert small["full"] == large["full"] == 1
+    assert (small["ones"], large["ones"]) == (1, 2)
+
+
+def test_calls_of_other_libraries_do_not_merge() -> None:
+    drawn = iter(range(100))
+
+    @torch.library.custom_op("rockmate_tests::next_number", mutates_args=())
+    def next_number(x: Tensor) -> Tensor:
+        return x + next(drawn)
+
+    next_number.register_fake(torch.empty_like)
+    assert cleaned(lambda h: (h * next_number(h.detach()) + next_number(h.detach())).sum())["next_number"] == 2
+
+
+def test_equal_outputs_stay_apart() -> None:
+    """A user who writes into one of them changes neither the other nor the gradient."""
+
+    def outputs(h: Tensor) -> tuple[Tensor, ...]:
+        hidden = h.tanh()
+        return h.cos(), h.cos(), hidden.clone().detach(), hidden.detach().clone(), (hidden * 1.0).detach(), hidden.sin()
+
+    x = torch.randn(16, 8)
+
+    def loss_of(module: nn.Module, step: int) -> tuple[None, Tensor]:
+        first, second, *copies, last = module(x * step)
+        expected = second.detach().clone()
+        with torch.no_grad():
+            for index, tensor in enumerate(copies):
+                tensor.fill_(index)
+            assert [tensor.mean().item() for tensor in copies] == [0.0, 1.0, 2.0]
+            first.add_(1)
+        assert torch.equal(second.detach(), expected)
+        return None, second.sum() * 0.0 + last.square().sum()
+
+    for budget in ("loose", "minimum"):
+        model = Written(outputs)
+        planner = Planner(model, x)
+        module = planner.module(1.0 if budget == "loose" else planner.minimum_peak_bytes)
+        loss_of(module, 1)[1].backward()
+        ours = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        expected = model(x)[-1].square().sum()
+        expected.backward()
+        reference = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert len(ours) == len(reference) == 2
+        assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True))
+
+
+def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
+    class Counting(nn.Module):
+        a: Tensor
+        b: Tensor
+        c: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            for name in "abc":
+                self.register_buffer(name, torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            self.a.add_(h.detach().mean(0))
+            self.b.add_(h.detach().mean(0))
+            self.c.copy_(self.a.clone())
+            return h * h.detach().mean(0) + self.c * 1.0
+
+    x = torch.randn(16, 8)
+    model = Counting()
+    check_against_eager(model, x, lambda module, step: (None, module(x * step).square().sum()))
+    assert len({buffer.untyped_storage().data_ptr() for buffer in model.buffers()}) == 3
+
+
+# --- what it gives -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit-base", "gpt2"])
+def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that leaves out what has been merged or dropped computes the step, in as little memory but for what is shared."""
+    workload = models.tiny(name)
+
+    def graph_of() -> Graph:
+        args, kwargs = ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        capture = captured(workload.model, *args, **kwargs)
+        rockmate.rewrite.rewrite(capture.joint)
+        return build_graph(capture)
+
+    def peak(graph: Graph, schedule: Schedule) -> int:
+        costs = (Cost(time_ms=1.0, overhead_bytes=0),) * len(graph.ops)
+        return simulate(graph, schedule, Costs(first=costs, again=costs, num_distinct=1)).peak_bytes
+
+    ours = graph_of()
+    monkeypatch.setattr(rockmate.rewrite, "clean", remove_dead)
+    plain = graph_of()
+    index = {op.name: op.index for op in ours.ops}
+    assert len(index) < len(plain.ops)
+    for schedule in (no_recomputation(plain), lower_saved(plain, partition(plain), ())):
+        halves = [[plain.ops[step].name for step in half] for half in (schedule.forward, schedule.backward)]
+        mapped = finish(ours, *([index[step] for step in half if step in index] for half in halves))
+        mapped.verify(ours)
+        mask_bytes = 16 * 16 * 4  # the causal mask of GPT-2, one for all layers
+        assert peak(ours, mapped) <= peak(plain, schedule) + mask_bytes
+
+
+class Classifier(nn.Module):
+    """Returns its loss, and scores that take more memory than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 512)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.linear(x)
+        return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
+
+
+def test_loss_without_scores_holds_one_matrix_of_their_size() -> None:
+    model, batch = Classifier(), {"x": torch.randn(4096, 8), "labels": torch.randint(512, (4096,))}
+    planner = Planner(model, batch, outputs="loss")
+    plan, module = planner.plan(1.0), planner.module(1.0)
+
+    def step() -> None:
+        module(**batch)["loss"].backward()
+
+    step()
+    measured = measure.allocator_peak(step)
+    scores_bytes = 4096 * 512 * 4
+    assert measured <= 1.02 * plan.predicted_peak_bytes
+    assert scores_bytes <= plan.predicted_peak_bytes < 1.5 * scores_bytes  # log-probabilities and their gradient take the scores' place

@@ -47,9 +47,29 @@ class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
 
+class MachineError(RockmateError, ValueError):
+    """A machine that is not known, or whose description cannot be used."""
+
+
 class SignatureMismatchError(RockmateError, ValueError):
     """A call differs in shapes, dtypes, devices or constants from the sample that the plan was made for."""
 
 
 class BackwardError(RockmateError, RuntimeError):
     """A backward that this kind of schedule cannot serve: a second one, a second derivative, `autograd.grad`."""
+
+
+class SolverLimitError(RockmateError, RuntimeError):
+    """A solver found neither a schedule nor a proof that there is none in its time limit."""
+
+
+class PlanFileError(RockmateError, ValueError):
+    """A plan's text that cannot be used: cut off, damaged, of a newer format, or with a schedule that is not valid."""
+
+
+class PlanMismatchError(RockmateError, ValueError):
+    """A plan that was made for another model, another sample or other options than it is to run on."""
+
+
+class UnknownNameError(RockmateError, LookupError):
+    """A name that is no value, parameter, input or submodule of the captured step."""

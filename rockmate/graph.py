@@ -237,17 +237,18 @@ class Graph:
         return "\n".join(lines)
 
 
-def build_graph(capture: Capture, *, returned_gradients: bool = False) -> Graph:
+def build_graph(capture: Capture, *, returned_gradients: bool = False, allocation_bytes: int | None = None) -> Graph:
     """Reads ops and storages off a joint fx graph.
 
     Args:
         capture: the joint graph with the roles of its ends.
         returned_gradients: parameter gradients stay until the backward returns them, instead of being handed over at once.
+        allocation_bytes: storages take multiples of it; by default what the allocator of their device does.
 
     Raises:
         UnsupportedModelError: a call mutates its arguments, makes no tensor, or makes new memory and views at once.
     """
-    builder = _Builder(capture)
+    builder = _Builder(capture, allocation_bytes)
     for node in capture.joint.graph.nodes:
         builder.add(node)
     graph = builder.finish(returned_gradients=returned_gradients)
@@ -256,8 +257,9 @@ def build_graph(capture: Capture, *, returned_gradients: bool = False) -> Graph:
 
 
 class _Builder:
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, allocation_bytes: int | None) -> None:
         self.capture = capture
+        self.allocation_bytes = allocation_bytes
         self.roles = dict(capture.inputs)
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
@@ -285,7 +287,8 @@ class _Builder:
 
     def _new_storage(self, value: torch.Tensor, root: fx.Node, *, is_static: bool = False, is_tangent: bool = False) -> Storage:
         memory = value.untyped_storage()
-        storage = Storage(len(self.storages), _allocated_bytes(value), root, is_static=is_static, is_tangent=is_tangent)
+        num_bytes = _allocated_bytes(value, self.allocation_bytes)
+        storage = Storage(len(self.storages), num_bytes, root, is_static=is_static, is_tangent=is_tangent)
         self.storages.append(storage)
         self.by_identity[memory._cdata] = storage
         self.storage_of[root] = storage
@@ -425,7 +428,7 @@ class _Builder:
 
     def _find_recomputable(self) -> None:
         for op in self.ops:
-            if op.phase is not Phase.FORWARD:
+            if op.phase is Phase.BACKWARD:
                 continue
             if op.node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
                 op.recompute_target = batch_norm_again
@@ -490,10 +493,10 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
     return str(target), freeze(args), freeze(kwargs)
 
 
-def _allocated_bytes(value: torch.Tensor) -> int:
-    """What the allocator counts for the tensor's memory: as asked for on CPU, in blocks on CUDA."""
-    num_bytes = value.untyped_storage().nbytes()
-    return -(-num_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if value.device.type == "cuda" else num_bytes
+def _allocated_bytes(value: torch.Tensor, granularity: int | None) -> int:
+    """What the allocator counts for the tensor's memory: unless told otherwise, as asked for on CPU, in blocks on CUDA."""
+    granularity = granularity or (_CUDA_BLOCK_BYTES if value.device.type == "cuda" else 1)
+    return -(-value.untyped_storage().nbytes() // granularity) * granularity
 
 
 def _is_getitem(node: fx.Node) -> bool:

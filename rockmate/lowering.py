@@ -54,9 +54,9 @@ def _make(storage: Storage, at_hand: set[Storage], steps: list[int]) -> None:
 
 
 def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> Schedule:
-    """The schedule that keeps `saved` (and what is kept in any case) and recomputes the rest once, as late as possible."""
+    """The schedule that keeps `saved` (and what the user holds) and recomputes the rest once, as late as possible."""
     whole = chain.span(0, len(chain.blocks) - 1)
-    available = {*saved, *chain.carried, *_outputs(graph.ops)}
+    available = {*saved, *_outputs(graph.ops)}
     return finish(graph, [op.index for op in whole.forward], backward_steps(whole, available))
 
 

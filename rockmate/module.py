@@ -49,22 +49,48 @@ class RockmateModule(nn.Module):
         plan: what was promised.
     """
 
-    def __init__(self, model: nn.Module, sample_input: Any, budget: Budget, **planner_options: Any) -> None:
-        """Plans for one sample and one budget.
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        budget: Budget | None = None,
+        *,
+        plan: Plan | None = None,
+        strategy: str | None = None,
+        **planner_options: Any,
+    ) -> None:
+        """Plans for one sample and one budget, or takes a plan that was made before.
 
         Args:
             model: a module in training mode, on the device that it will train on.
             sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
             budget: the activation budget: bytes, "6GiB", or a fraction in (0, 1] of the peak with nothing recomputed.
-            **planner_options: as for `Planner`.
+            plan: instead of a budget, a plan for the same model and sample (`Plan.load`): nothing is measured or solved.
+            strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
+            **planner_options: as for `Planner`; a plan brings those that it was made with.
 
         Raises:
             InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`.
+            PlanMismatchError: the plan was made for another model or sample.
+            TypeError: neither budget nor plan is given, or both, or a plan with options.
         """
-        from rockmate.planner import Planner
+        if (budget is None) == (plan is None):
+            msg = "give RockmateModule a budget or a plan, and not both: a plan has its budget, plan.budget_bytes."
+            raise TypeError(msg)
+        if plan is not None:
+            from rockmate.step import capture_step
 
-        parse_budget(budget, 1 << 62)  # a budget that cannot be read is told before the work, not after it
-        self._wrap(model, Planner(model, sample_input, **planner_options).planned_call(budget))
+            if planner_options or strategy:
+                given = [*planner_options, *(["strategy"] if strategy else [])]
+                msg = f"{', '.join(given)} cannot be given with a plan, which has been made with {dict(plan.options)}."
+                raise TypeError(msg)
+            options: dict[str, Any] = dict(plan.options)
+            self._wrap(model, capture_step(model, sample_input, **options).planned_call(plan))
+        elif budget is not None:
+            from rockmate.planner import Planner
+
+            parse_budget(budget, 1 << 62)  # a budget that cannot be read is told before the work, not after it
+            self._wrap(model, Planner(model, sample_input, **planner_options).planned_call(budget, strategy=strategy or "rockmate"))
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from checkmate import Knapsack, Status, pareto
-from checkmate import Op as KnapsackOp
+from checkmate import Knapsack, Solution, Status, pareto
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Phase, Storage
+from rockmate.knapsack import knapsack_of
 from rockmate.lowering import backward_steps
 from rockmate.partition import Block, BlockChain, storages_of, structure_of
 from rockmate.simulate import PartSimulation, simulate_part, state_bytes
@@ -63,14 +63,18 @@ class OptionSolver:
             self._solved[key] = self._solve(block)
         return self._solved[key]
 
-    def saved_sets(self, block: Block, max_points: int) -> list[set[Storage]]:
-        """Just the saved storages at each useful level."""
-        problem, values = self.knapsack(block)
-        solutions = pareto(problem, max_points=max_points, time_limit_s=self.time_limit_s)
+    def _saved_sets(self, block: Block) -> list[set[Storage]]:
+        kept = {block.output} if block.output else set()
+        problem, values = knapsack_of(block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept)
+        solutions = pareto(problem, max_points=self.max_options, time_limit_s=self.time_limit_s)
+        self.note_status(problem, solutions)
+        return [{values[value] for value in solution.saved} for solution in solutions]
+
+    def note_status(self, problem: Knapsack, solutions: Sequence[Solution]) -> None:
+        """Counts and reports a problem that was not solved to proven optimality."""
         if any(solution.status is not Status.OPTIMAL for solution in solutions):
             self.num_unproved += 1
             logger.warning("a block of %d ops was not solved to the end in %.0f s", len(problem.ops), self.time_limit_s)
-        return [{values[value] for value in solution.saved} for solution in solutions]
 
     def forward_only(self, block: Block) -> PartSimulation:
         """The forward that saves nothing but its output."""
@@ -80,7 +84,7 @@ class OptionSolver:
         return PartSimulation(peak_bytes=max(part.peak_bytes, output_bytes), time_ms=part.time_ms)
 
     def _solve(self, block: Block) -> tuple[BlockOption, ...]:
-        sets = self.saved_sets(block, self.max_options)
+        sets = self._saved_sets(block)
         position = {storage: index for index, storage in enumerate(storages_of(block))}
         return tuple(self._measure(block, saved, position) for saved in sets)
 
@@ -103,29 +107,6 @@ class OptionSolver:
             forward=PartSimulation(peak_bytes=max(forward.peak_bytes + states, saved_bytes), time_ms=forward.time_ms),
             backward=PartSimulation(peak_bytes=backward.peak_bytes + states, time_ms=backward.time_ms),
         )
-
-    def knapsack(self, block: Block) -> tuple[Knapsack, list[Storage]]:
-        """The block as numbers, and the storage that each value stands for."""
-        values = [storage for op in block.forward for storage in op.writes if storage not in self._uncounted]
-        number = {storage: index for index, storage in enumerate(values)}
-        ops = [
-            KnapsackOp(
-                time_ms=self.costs.again[op.index].time_ms,
-                inputs=tuple(number[s] for s in op.reads if s in number),
-                outputs=tuple(number[s] for s in op.writes if s in number),
-                recomputable=op.recompute_target is not None,
-            )
-            for op in block.forward
-        ]
-        required = {number[storage] for op in block.backward for storage in op.reads if storage in number}
-        forced = {number[block.output]} if block.output in number else set()
-        problem = Knapsack(
-            ops=tuple(op for op in ops if op.outputs),
-            value_bytes=tuple(storage.num_bytes for storage in values),
-            required=frozenset(required),
-            forced=frozenset(forced),
-        )
-        return problem, values
 
 
 def storages_at(block: Block, positions: Sequence[int]) -> set[Storage]:

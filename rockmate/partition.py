@@ -85,9 +85,10 @@ def partition(graph: Graph) -> BlockChain:
     for share, lifetime in itertools.product(_SMALL_SHARES, _LIFETIMES):
         small = total * share
         carried = frozenset(s for s, (born, last) in lives.items() if last > born and (s.num_bytes <= small or last - born > lifetime))
-        cuts = tuple(_merge_small(forward, _cuts(forward, lives, carried), small))
+        boundary_at = _cuts(forward, lives, carried)
+        cuts = tuple(_merge_small(forward, sorted(boundary_at), small))
         if cuts not in tried:
-            tried[cuts] = _assemble(graph, forward, cuts, carried, lives)
+            tried[cuts] = _assemble(graph, forward, cuts, carried, [boundary_at[cut] for cut in cuts])
     return min(tried.values(), key=_floor)
 
 
@@ -103,20 +104,23 @@ def _forward_lives(forward: Sequence[Op]) -> dict[Storage, tuple[int, int]]:
     return lives
 
 
-def _cuts(forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]) -> list[int]:
-    """Positions after which exactly one storage that is not carried crosses, the first position for each storage."""
-    change = [0] * (len(forward) + 1)
+def _cuts(forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]) -> dict[int, Storage]:
+    """Positions after which exactly one storage that is not carried crosses, and that storage; the first position for each."""
+    begins: list[list[Storage]] = [[] for _ in forward]
+    ends: list[list[Storage]] = [[] for _ in forward]
     for storage, (born, last) in lives.items():
         if storage not in carried and last > born:
-            change[born] += 1
-            change[last] -= 1
-    crossing, cuts = 0, []
+            begins[born].append(storage)
+            ends[last].append(storage)
+    crossing: dict[Storage, None] = {}
+    first_cut: dict[Storage, int] = {}
     for position in range(len(forward) - 1):
-        crossing += change[position]
-        if crossing == 1:
-            cuts.append(position)
-    boundaries = {_boundary(cut, lives, carried): cut for cut in reversed(cuts)}
-    return sorted(boundaries.values())
+        crossing.update(dict.fromkeys(begins[position]))
+        for storage in ends[position]:
+            del crossing[storage]
+        if len(crossing) == 1:
+            first_cut.setdefault(next(iter(crossing)), position)
+    return {cut: storage for storage, cut in first_cut.items()}
 
 
 def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> list[int]:
@@ -144,7 +148,7 @@ def _floor(chain: BlockChain) -> int:
 
 
 def _assemble(
-    graph: Graph, forward: Sequence[Op], cuts: Sequence[int], carried: frozenset[Storage], lives: Mapping[Storage, tuple[int, int]]
+    graph: Graph, forward: Sequence[Op], cuts: Sequence[int], carried: frozenset[Storage], boundaries: Sequence[Storage]
 ) -> BlockChain:
     block_of: dict[Op, int] = {}
     carried |= {storage for op in forward if op.recompute_target is None for storage in op.writes}
@@ -152,7 +156,6 @@ def _assemble(
     for index, start in enumerate(starts):
         for op in forward[start : starts[index + 1] if index + 1 < len(starts) else len(forward)]:
             block_of[op] = index
-    boundaries = [_boundary(cut, lives, carried) for cut in cuts]
     _assign_backward(graph, block_of)
     extra = _read_from_afar(graph, block_of, boundaries, carried)
     inputs: list[Storage | None] = [None, *boundaries]
@@ -164,11 +167,6 @@ def _assemble(
         Block(tuple(ahead), tuple(back), inputs[index], outputs[index]) for index, (ahead, back) in enumerate(members)
     ]
     return BlockChain(tuple(blocks), carried | extra)
-
-
-def _boundary(cut: int, lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]) -> Storage:
-    (boundary,) = (s for s, (born, last) in lives.items() if born <= cut < last and s not in carried)
-    return boundary
 
 
 def _assign_backward(graph: Graph, block_of: dict[Op, int]) -> None:

@@ -1,30 +1,50 @@
-"""The plan: a schedule with what it promises, for a person to read and a module to run."""
+"""The plan: a schedule with what it promises, for a person to read, a file to hold and a module to run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
+from rockmate import explanation
 from rockmate.budget import size_text
-from rockmate.graph import Graph, Op, Phase
+from rockmate.costs import Costs
+from rockmate.errors import PlanFileError, PlanMismatchError
+from rockmate.explanation import BlockRow, Explanation, LiveBytes
+from rockmate.graph import Graph
+from rockmate.outline import Outline, OutlineChain, OutlineOp
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
+from rockmate.stays import Stays, repeated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """A schedule that fits a budget.
+
+    A plan that was loaded is one like any other, but for `graph`: `RockmateModule(model, sample_input, plan=plan)` captures the model
+    and gives it one.
 
     Attributes:
         budget_bytes: the activation budget: bounds what is allocated beyond what was there when the forward was called, at every
             moment of the step, gradients at rest in `.grad` not counted, outputs counted until the backward has ended.
         predicted_peak_bytes: the simulator's peak, counted in the same way; at most the budget.
-        predicted_ms: one forward and backward, the sum of measured op times.
+        predicted_ms: one forward and backward, the sum of measured or estimated op times.
         baseline_peak_bytes: the peak with nothing recomputed.
         baseline_ms: the time with nothing recomputed.
+        minimum_peak_bytes: the smallest peak that the planner found.
         schedule: the order in which ops run.
         simulation: live bytes at every run.
-        graph: what the schedule's indices mean.
+        costs: time and overhead of every op.
+        outline: what the schedule's indices mean: the captured step as plain values.
+        chain: its blocks.
+        options: how the step was captured: "differentiable", "outputs", "gradients".
+        strategy: what made the plan.
+        lower_bound_ms: no schedule within the budget takes less; 0 where nothing is proved.
         num_unproved_blocks: distinct blocks whose solver stopped at its time limit with an answer that may not be the best.
+        machine: for which the times were estimated; None where they were measured.
+        captured: the graph that the outline describes, None for a plan that was loaded.
     """
 
     budget_bytes: int
@@ -32,10 +52,35 @@ class Plan:
     predicted_ms: float
     baseline_peak_bytes: int
     baseline_ms: float
+    minimum_peak_bytes: int
     schedule: Schedule
     simulation: Simulation
-    graph: Graph
+    costs: Costs
+    outline: Outline
+    chain: OutlineChain
+    options: Mapping[str, str]
+    strategy: str = "rockmate"
+    lower_bound_ms: float = 0.0
     num_unproved_blocks: int = 0
+    machine: str | None = None
+    captured: Graph | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph.
+
+        Raises:
+            PlanMismatchError: the plan was loaded, and has not been given to a model.
+        """
+        if self.captured is None:
+            msg = "this plan was read from a file and has no graph. RockmateModule(model, sample_input, plan=plan).plan has one."
+            raise PlanMismatchError(msg)
+        return self.captured
+
+    @cached_property
+    def stays(self) -> Stays:
+        """When each storage is in memory."""
+        return Stays(self.outline, self.schedule)
 
     @property
     def predicted_ratio(self) -> float:
@@ -43,15 +88,20 @@ class Plan:
         return self.predicted_ms / self.baseline_ms if self.baseline_ms else 1.0
 
     @property
-    def peak_op(self) -> Op:
+    def optimality_gap(self) -> float:
+        """How far the plan may be from the fastest schedule within the budget, as a share of the time of no recomputation."""
+        return (self.predicted_ms - self.lower_bound_ms) / self.baseline_ms if self.baseline_ms else 0.0
+
+    @property
+    def peak_op(self) -> OutlineOp:
         """The op that runs when the peak is reached."""
-        return self.graph.ops[self.schedule.steps[self.simulation.peak_position]]
+        return self.outline.ops[self.schedule.steps[self.simulation.peak_position]]
 
     def peak_place(self) -> str:
         """Where the peak is, in words."""
         op = self.peak_op
         half = "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
-        again = "the recomputation of " if op.phase is Phase.FORWARD and half == "backward" else ""
+        again = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
         return f"{again}{op.name} ({op.module or 'no single submodule'}) in the {half}"
 
     def summary(self) -> str:
@@ -64,23 +114,88 @@ class Plan:
             f"  reached in        {self.peak_place()}",
             f"predicted time      {self.predicted_ms:.1f} ms a step, {self.predicted_ratio:.3f}x of {self.baseline_ms:.1f} ms with "
             "nothing recomputed",
+            *([f"  estimated for     {self.machine}"] if self.machine else []),
             f"kept for backward   {size_text(self.simulation.saved_bytes)}",
-            f"recomputed          {self.schedule.num_recomputations()} of {len(self.graph.ops)} ops"
+            f"recomputed          {self.schedule.num_recomputations()} of {len(self.outline.ops)} ops"
             + (f", most often {recomputed}" if recomputed else ""),
         ]
+        if self.lower_bound_ms:
+            lines.append(f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above")
         if self.num_unproved_blocks:
             lines.append(f"solver              stopped at its time limit in {self.num_unproved_blocks} blocks; raise time_limit_s")
         return "\n".join(lines)
 
+    # --- reports -------------------------------------------------------------------------------------------------------------
+
+    def explain(self, name: str) -> Explanation:
+        """What the plan does with one value, or with each value that a submodule's forward makes; `print` it.
+
+        Args:
+            name: a node of the captured graph ("gelu_1"), a parameter, buffer or input by its name, or the path of a submodule.
+
+        Raises:
+            UnknownNameError: the name is none of these; the text suggests ones like it.
+        """
+        return explanation.explain(self, name)
+
+    def block_rows(self) -> tuple[BlockRow, ...]:
+        """What each block makes, keeps and recomputes, in forward order."""
+        return explanation.block_rows(self)
+
+    def block_table(self) -> str:
+        """`block_rows` as a table."""
+        return explanation.block_table(self)
+
+    def live_at_peak(self) -> list[LiveBytes]:
+        """What is in memory at the peak, (description, bytes), largest first; the bytes add up to the predicted peak."""
+        return explanation.live_at(self, self.simulation.peak_position)
+
+    # --- files ---------------------------------------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """The plan as readable JSON, a run or an op a line; `from_text` reads it back."""
+        from rockmate.plan_file import plan_text
+
+        return plan_text(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """The plan that `to_text` wrote.
+
+        Raises:
+            PlanFileError: the text is no plan, is cut off or damaged, or has a schedule that is not valid.
+        """
+        from rockmate.plan_file import read_plan
+
+        return read_plan(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_text` to a file."""
+        Path(path).write_text(self.to_text(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan that `save` wrote; needs neither the model nor a solver.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            PlanFileError: as for `from_text`.
+        """
+        from rockmate.plan_file import read_plan
+
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            msg = f"{path} is no text: it is damaged, or no plan. Save the plan again."
+            raise PlanFileError(msg) from error
+        return read_plan(text, origin=str(path))
+
 
 def _most_recomputed(plan: Plan) -> str:
     counts: dict[str, int] = {}
-    seen: set[int] = set()
-    for index in plan.schedule.steps:
-        if index in seen:
-            name = str(getattr(plan.graph.ops[index].node.target, "__name__", plan.graph.ops[index].node.target)).split(".")[0]
-            counts[name] = counts.get(name, 0) + 1
-        seen.add(index)
+    for position in repeated(plan.schedule.steps):
+        name = plan.outline.ops[plan.schedule.steps[position]].short_call
+        counts[name] = counts.get(name, 0) + 1
     top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:4]
     return ", ".join(f"{name} x{count}" for name, count in top)
 

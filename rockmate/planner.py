@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget
-from rockmate.capture import capture_joint
+from rockmate.certificate import Certificate
 from rockmate.costs import measure_costs
-from rockmate.delivery import owner_names, split_handovers
-from rockmate.emit import emit
-from rockmate.errors import InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError
-from rockmate.graph import build_graph
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.estimate import estimate_costs
+from rockmate.machine import Machine, load_machine
 from rockmate.module import PlannedCall, RockmateModule
+from rockmate.outline import outline_chain, outline_of
 from rockmate.partition import partition
 from rockmate.plan import Plan
-from rockmate.rewrite import rewrite
-from rockmate.search import Candidate, Search
-from rockmate.signature import ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
+from rockmate.schedule import no_recomputation
+from rockmate.search import Candidate, Searcher
+from rockmate.simulate import simulate
+from rockmate.step import capture_step
+from rockmate.strategies import make_search
 
 logger = logging.getLogger("rockmate")
 
@@ -33,8 +37,8 @@ class FrontierPoint:
     """What one budget buys.
 
     Attributes:
-        budget_bytes: the smallest budget that buys it.
-        predicted_peak_bytes: the peak of its plan.
+        budget_bytes: the budget.
+        predicted_peak_bytes: the peak of its plan, at most the budget.
         predicted_ms: time of one forward and backward.
     """
 
@@ -63,11 +67,12 @@ class Planner:
         gradients: Literal["accumulated", "returned"] = "accumulated",
         time_limit_s: float = 30.0,
         progress: bool = False,
+        machine: str | Path | Machine | None = None,
     ) -> None:
         """Captures the joint graph, measures its ops and solves for all budgets.
 
         Args:
-            model: a module in training mode, on the device that it will train on.
+            model: a module in training mode, on the device that it will train on; with `machine` on any, the meta device included.
             sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. Its shapes, dtypes
                 and constants are what is planned for; its values do not matter.
             differentiable: "loss" gives only the loss a backward where the output has one; "all" every output that has one in eager.
@@ -76,117 +81,142 @@ class Planner:
                 the end of the backward, which `torch.autograd.grad` needs and which takes their memory at once.
             time_limit_s: cap on each call of a solver.
             progress: shows a progress bar while ops are measured.
+            machine: estimates costs for it instead of measuring them here: a name as "h100", or the path of a description of your own
+                (see `rockmate.machine`). If the model is not on such a device, there is a plan and a frontier but no module.
 
         Raises:
             InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
             UnsupportedModelError: the model cannot be captured as one static graph.
+            MachineError: the machine is not known, or its description cannot be used.
         """
-        _check_choices(differentiable=differentiable, outputs=outputs, gradients=gradients)
-        if hasattr(model, "_orig_mod"):
-            msg = "the model has been through torch.compile, whose graphs cannot be captured again. Pass the model itself."
-            raise UnsupportedModelError(msg)
-        if not model.training:
-            msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
-            raise InvalidSampleError(msg)
-        args, kwargs = sample_call(sample_input)
-        tensors, self._call = flatten_call(args, kwargs, optional_keywords(model))
-        check_devices(model, tensors)
         self.timings: dict[str, float] = {}
-        self._model = model
-        self._state = ModelSignature.of(model)
-        hooked = [path for path, module in model.named_modules() if path and hook_keys(module)]
-        if hooked:
-            logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(hooked))
-        self._gradients = gradients
+        self._machine = target = None if machine is None else load_machine(machine)
         with self._timed("capture"):
-            self._capture = capture_joint(model, tensors, self._call.structure, differentiable=differentiable, outputs=outputs)
-            rewrite(self._capture.joint)
-            self._graph = build_graph(self._capture, returned_gradients=gradients == "returned")
-            split_handovers(self._graph)
+            self._step = capture_step(
+                model, sample_input, differentiable=differentiable, outputs=outputs, gradients=gradients, machine=target
+            )
+        graph = self._step.graph
         with self._timed("costs"):
-            costs = measure_costs(self._graph, progress=progress)
+            costs = measure_costs(graph, progress=progress) if target is None else estimate_costs(graph, target)
+        self._costs = costs
+        self._time_limit_s = time_limit_s
+        self._blocks = partition(graph)
+        self._searches: dict[str, Searcher] = {}
         with self._timed("solve"):
-            self._search = Search(self._graph, partition(self._graph), costs, time_limit_s=time_limit_s)
-            self._minimum = self._search.minimum()
-        self.baseline_peak_bytes = self._search.baseline.simulation.peak_bytes
-        self.baseline_ms = self._search.baseline.simulation.time_ms
-        self.minimum_peak_bytes = self._minimum.simulation.peak_bytes
-        self._plans: dict[int, Plan] = {}
+            baseline = simulate(graph, no_recomputation(graph), costs)
+            self.minimum_peak_bytes = self.minimum_peak()
+        self.baseline_peak_bytes = baseline.peak_bytes
+        self.baseline_ms = baseline.time_ms
+        self._certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=time_limit_s)
+        self._plans: dict[tuple[int, str], Plan] = {}
+        self._outline = outline_of(graph, self._step.call)
+        self._chain = outline_chain(self._blocks)
 
-    def plan(self, budget: Budget) -> Plan:
+    def plan(self, budget: Budget, *, strategy: str = "rockmate") -> Plan:
         """The fastest schedule known within `budget`; no new capture, no new measurement.
 
         Args:
             budget: bytes (int), a size ("6GiB", "800MB"), or a fraction in (0, 1] of `baseline_peak_bytes`.
+            strategy: one of `rockmate.STRATEGIES`; all but the default are there to compare with.
 
         Raises:
             InvalidBudgetError: the budget cannot be read.
-            InfeasibleBudgetError: it is below `minimum_peak_bytes`; the error carries that.
+            InfeasibleBudgetError: it is below the strategy's smallest peak; the error carries that.
+            SolverLimitError: the strategy "checkmate" found no schedule in its time.
+            ValueError: there is no such strategy.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
-        if budget_bytes < self.minimum_peak_bytes:
-            smallest = self._as_plan(self.minimum_peak_bytes, self._minimum)
-            raise InfeasibleBudgetError(
-                budget_bytes, self.minimum_peak_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
-            )
-        if budget_bytes not in self._plans:
-            best = self._search.best_within(budget_bytes)
-            assert best is not None, f"no schedule within {budget_bytes} bytes though the minimum is {self.minimum_peak_bytes}"
-            self._plans[budget_bytes] = self._as_plan(budget_bytes, best)
-        return self._plans[budget_bytes]
+        if (budget_bytes, strategy) not in self._plans:
+            with _without_garbage_collection():
+                best = self._search(strategy).best_within(budget_bytes)
+            if best is None:
+                raise self._infeasible(budget_bytes, strategy)
+            self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, best)
+        return self._plans[budget_bytes, strategy]
 
-    def module(self, budget: Budget) -> RockmateModule:
+    def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
         """A module that trains within `budget`; see `plan`."""
-        return RockmateModule.of(self._model, self.planned_call(budget))
+        return RockmateModule.of(self._step.model, self.planned_call(budget, strategy=strategy))
 
-    def planned_call(self, budget: Budget) -> PlannedCall:
+    def planned_call(self, budget: Budget, *, strategy: str = "rockmate") -> PlannedCall:
         """A plan within `budget` with the code that runs it; see `plan`."""
-        plan = self.plan(budget)
-        return PlannedCall(
-            plan=plan,
-            program=emit(self._graph, plan.schedule, owner_names(self._model)),
-            call=self._call,
-            state=self._state,
-            output_structure=self._capture.output_structure,
-        )
+        self._step.check_present()
+        return self._step.planned_call(self.plan(budget, strategy=strategy))
 
-    def frontier(self) -> tuple[FrontierPoint, ...]:
-        """The least time for every budget: points of growing budget and falling time, from what was solved once."""
+    def frontier(self, *, strategy: str = "rockmate") -> tuple[FrontierPoint, ...]:
+        """Budgets from the smallest peak to that of no recomputation, and the least time known for each.
+
+        `plan` gives the same time at each point's budget. Budgets grow and times fall from point to point.
+        """
+        with _without_garbage_collection():
+            points = self._search(strategy).frontier()
         return tuple(
             FrontierPoint(
-                budget_bytes=candidate.simulation.peak_bytes,
+                budget_bytes=budget_bytes,
                 predicted_peak_bytes=candidate.simulation.peak_bytes,
                 predicted_ms=candidate.simulation.time_ms,
             )
-            for candidate in self._search.frontier()
+            for budget_bytes, candidate in points
         )
 
-    def _as_plan(self, budget_bytes: int, candidate: Candidate) -> Plan:
+    def minimum_peak(self, strategy: str = "rockmate") -> int:
+        """The smallest budget, in bytes, for which `strategy` has a plan."""
+        return self._search(strategy).minimum().simulation.peak_bytes
+
+    def lower_bound_ms(self, budget: Budget) -> float:
+        """A time that no schedule within `budget` beats, in milliseconds; infinite where none can fit. See `rockmate.certificate`."""
+        return self._certificate.bound_ms(parse_budget(budget, self.baseline_peak_bytes))
+
+    def _search(self, strategy: str) -> Searcher:
+        if strategy not in self._searches:
+            self._searches[strategy] = make_search(
+                strategy, self._step.graph, self._blocks, self._costs, time_limit_s=self._time_limit_s
+            )
+        return self._searches[strategy]
+
+    def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
+        smallest = self.plan(self.minimum_peak(strategy), strategy=strategy)
+        return InfeasibleBudgetError(
+            budget_bytes, smallest.predicted_peak_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
+        )
+
+    def _as_plan(self, budget_bytes: int, strategy: str, candidate: Candidate) -> Plan:
         return Plan(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=candidate.simulation.peak_bytes,
             predicted_ms=candidate.simulation.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,
+            minimum_peak_bytes=self.minimum_peak_bytes,
             schedule=candidate.schedule,
             simulation=candidate.simulation,
-            graph=self._graph,
-            num_unproved_blocks=self._search.num_unproved,
+            costs=self._costs,
+            outline=self._outline,
+            chain=self._chain,
+            options=self._step.options,
+            captured=self._step.graph,
+            strategy=strategy,
+            machine=self._machine.name if self._machine else None,
+            lower_bound_ms=self._certificate.bound_ms(budget_bytes),
+            num_unproved_blocks=self._search(strategy).num_unproved + (not candidate.is_proved),
         )
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
+        with _without_garbage_collection():
+            yield
         self.timings[stage] = time.perf_counter() - begin
         logger.debug("%s took %.2f s", stage, self.timings[stage])
 
 
-_CHOICES = {"differentiable": ("loss", "all"), "outputs": ("all", "loss"), "gradients": ("accumulated", "returned")}
-
-
-def _check_choices(**options: str) -> None:
-    for name, value in options.items():
-        if value not in _CHOICES[name]:
-            msg = f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}"
-            raise ValueError(msg)
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Puts off the collector of cycles: planning makes many small objects, and each collection walks the whole graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

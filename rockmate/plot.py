@@ -8,9 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rockmate.budget import size_text
+
 if TYPE_CHECKING:
     from rockmate.allocations import Timeline
     from rockmate.demo import DemoResult
+    from rockmate.plan import Plan
 
 _EAGER_COLOR = "#8a8f98"
 _PLANNED_COLOR = "#1f6fb4"
@@ -18,6 +21,7 @@ _BUDGET_COLOR = "#c8322b"
 _INK = "#2b2e33"
 _DOTTED = (0, (1, 2))
 _MIB = 2**20
+_NUM_NAMED = 3
 
 
 def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> None:
@@ -44,6 +48,8 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     _phase_boundary(axes, eager, backward_mark, _EAGER_COLOR)
     _phase_boundary(axes, planned, backward_mark, _PLANNED_COLOR)
 
+    _name_peak(axes, planned, peak_note(result.plan), longest_ms=longest_ms, top_mib=top)
+
     boundary_ms = 1e3 * planned.marks[backward_mark]
     for text, x_ms in (("forward", boundary_ms / 2), ("backward", (boundary_ms + longest_ms) / 2)):
         axes.text(x_ms, 1.17 * top, text, ha="center", va="center", color=_INK, fontsize=11)
@@ -60,6 +66,33 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     figure.suptitle("Memory over one training step", color=_INK, fontsize=13, fontweight="bold")
     axes.set_title(result.title, color=_INK, fontsize=9)
     figure.savefig(path, dpi=150)
+
+
+def peak_note(plan: Plan) -> str:
+    """Where the plan's peak is and the largest of what is in memory there, a line each."""
+    live = plan.live_at_peak()
+    lines = [f"peak in {plan.peak_place()}", *(f"{size_text(num_bytes)}  {text}" for text, num_bytes in live[:_NUM_NAMED])]
+    rest = live[_NUM_NAMED:]
+    if rest:
+        lines.append(f"{size_text(sum(num_bytes for _, num_bytes in rest))}  in {len(rest)} more")
+    return "\n".join(lines)
+
+
+def _name_peak(axes: Any, memory: Timeline, note: str, *, longest_ms: float, top_mib: float) -> None:
+    seconds, live = max(memory.points, key=lambda point: point[1])
+    peak_ms, peak_mib = 1e3 * seconds, live / _MIB
+    is_late = peak_ms > longest_ms / 2
+    axes.annotate(
+        note,
+        xy=(peak_ms, peak_mib),
+        xytext=(longest_ms * (0.99 if is_late else 0.01), top_mib * 1.1),
+        ha="right" if is_late else "left",
+        va="top",
+        fontsize=7,
+        color=_INK,
+        arrowprops={"arrowstyle": "->", "color": _PLANNED_COLOR, "linewidth": 0.9},
+        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "#e4e6ea", "alpha": 0.9},
+    )
 
 
 def _curve(axes: Any, memory: Timeline, color: str, *, label: str) -> None:

@@ -1,37 +1,81 @@
-"""What the solvers propose for a graph: two families of schedules, each in order of growing solver budget.
+"""What the solvers propose for a graph: families of schedules, each in order of growing solver budget.
 
 * *one level*: save a set of values, recompute everything else once, as late as possible. The sets are the whole-graph knapsack's
   Pareto set, so no set of the same bytes recomputes less. What it cannot do is recompute a value twice, and it does not see peaks;
-* *several levels*: the sequences of rotor's table over the chain of blocks, spans of blocks included, each with its options.
+* *several levels*: the sequences of rotor's table over the chain of blocks, spans of blocks included, each with its options;
+* *square root*: one boundary in every sqrt(n) blocks is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 
 Nothing is lowered before it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import isqrt
 
+from checkmate import pareto
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Storage
+from rockmate.knapsack import knapsack_of
 from rockmate.lowering import lower_saved, lower_sequence
-from rockmate.options import OptionSolver, storages_at
-from rockmate.partition import BlockChain
+from rockmate.options import BlockOption, OptionSolver, storages_at
+from rockmate.partition import Block, BlockChain, storages_of
 from rockmate.schedule import Schedule
-from rotor import Chain, Option, Stage, Table, solve_table
+from rotor import Backward, Chain, ForwardKeep, ForwardOnly, Option, Stage, Step, Table, solve_table
+from rotor import Sequence as RotorSequence
 
-_SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
+SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
 _MAX_OPTIONS = 16  # of a span
-_MAX_SAVED_SETS = 96  # of the whole graph
+_MAX_SAVED_SETS = 64  # of the whole graph
+_MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
 _TABLE_CELLS = 5_200_000  # stages x stages x slots: bounds the table's time
 
 ScheduleMaker = Callable[[], Schedule]
 
 
-class Proposals:
-    """The solvers' answers for one cost table."""
+def one_level(graph: Graph, chain: BlockChain, solver: OptionSolver) -> list[ScheduleMaker]:
+    """Schedules that recompute at most once."""
+    held = {storage for storage in graph.storages if storage.is_output}
+    problem, values = knapsack_of(graph.forward_ops, graph.backward_ops, solver.costs, at_hand=held)
+    solutions = pareto(problem, max_points=_MAX_SAVED_SETS, time_limit_s=solver.time_limit_s)
+    solver.note_status(problem, solutions)
+    return [partial(lower_saved, graph, chain, {values[value] for value in solution.saved}) for solution in reversed(solutions)]
 
-    def __init__(self, graph: Graph, chain: BlockChain, costs: Costs, *, max_bytes: int, time_limit_s: float) -> None:
+
+def square_root(graph: Graph, chain: BlockChain) -> ScheduleMaker:
+    """The schedule that keeps the boundary of every segment of sqrt(n) of the n blocks and runs each segment's forward again."""
+    num_blocks = len(chain.blocks)
+    length = isqrt(num_blocks - 1) + 1
+    firsts = list(range(0, num_blocks, length))
+    steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
+    for first in reversed(firsts):
+        segment = range(first, min(first + length, num_blocks))
+        steps += [ForwardKeep(block, block, 0) for block in segment]
+        steps += [Backward(block, block, 0) for block in reversed(segment)]
+    return partial(lower_sequence, graph, chain, RotorSequence(tuple(steps)), lambda first, last, _: _all_of(chain.span(first, last)))
+
+
+def _all_of(block: Block) -> set[Storage]:
+    """What the backward of a block could have saved for it."""
+    made = {storage for op in block.forward for storage in op.writes}
+    return made.intersection(storages_of(block))
+
+
+class SeveralLevels:
+    """Rotor's table over the blocks and their options."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        chain: BlockChain,
+        costs: Costs,
+        *,
+        max_bytes: int,
+        time_limit_s: float,
+        max_slots: int = 2000,
+        is_all_or_nothing: bool = False,
+    ) -> None:
         """Solves the blocks and the table.
 
         Args:
@@ -40,29 +84,35 @@ class Proposals:
             costs: of its ops.
             max_bytes: the largest budget that matters.
             time_limit_s: cap on each call of a solver.
+            max_slots: bounds the table's resolution; its smallest peak is exact at any.
+            is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
         """
         self.graph = graph
         self.chain = chain
         self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, time_limit_s=time_limit_s)
+        self._spans = (1,) if is_all_or_nothing else SPANS
+        self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
+        self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}
         self.rotor_chain = self._rotor_chain()
-        self.table = self._solve_table(max_bytes)
+        self.table = self._solve_table(max_bytes, max_slots)
 
-    def one_level(self) -> list[ScheduleMaker]:
-        """Schedules that recompute at most once."""
-        whole = self.chain.span(0, len(self.chain.blocks) - 1)
-        sets = self.solver.saved_sets(whole, _MAX_SAVED_SETS)
-        return [partial(lower_saved, self.graph, self.chain, saved) for saved in reversed(sets)]
-
-    def several_levels(self) -> list[ScheduleMaker]:
-        """Schedules of the table, one for each budget at which its least time drops."""
-        return [partial(self._from_table, budget_bytes) for budget_bytes, _ in self.table.breakpoints()]
+    def makers(self) -> list[ScheduleMaker]:
+        """Schedules, one for each table budget at which the least time drops; none that takes several times the least."""
+        points = self.table.breakpoints()
+        least_ms = min(time_ms for _, time_ms in points)
+        return [partial(self._from_table, budget_bytes) for budget_bytes, time_ms in points if time_ms <= _MAX_SLOWDOWN * least_ms]
 
     def _from_table(self, table_budget_bytes: int) -> Schedule:
         return lower_sequence(self.graph, self.chain, self.table.sequence(table_budget_bytes), self._saved_of)
 
     def _saved_of(self, first: int, last: int, option: int) -> set[Storage]:
-        block = self.chain.span(first, last)
-        return storages_at(block, self.solver.options(block)[option].saved)
+        return storages_at(self.chain.span(first, last), self.options_of(first, last)[option].saved)
+
+    def options_of(self, first: int, last: int) -> Sequence[BlockOption]:
+        """The options of blocks `first` to `last` as one, from the one that saves most."""
+        if (first, last) not in self._options:
+            self._options[first, last] = self.solver.options(self.chain.span(first, last))[: self._num_options]
+        return self._options[first, last]
 
     def _rotor_chain(self) -> Chain:
         blocks = self.chain.blocks
@@ -78,10 +128,9 @@ class Proposals:
                 )
             )
         spans = {}
-        for length in _SPANS:
+        for length in self._spans:
             for first in range(len(blocks) - length + 1):
                 last = first + length - 1
-                options = self.solver.options(self.chain.span(first, last))
                 spans[first, last] = tuple(
                     Option(
                         saved_bytes=option.saved_bytes,
@@ -90,11 +139,11 @@ class Proposals:
                         forward_ms=option.forward.time_ms,
                         backward_ms=option.backward.time_ms,
                     )
-                    for option in options
+                    for option in self.options_of(first, last)
                 )
         return Chain(stages=tuple(stages), spans=spans)
 
-    def _solve_table(self, max_bytes: int) -> Table:
+    def _solve_table(self, max_bytes: int, max_slots: int) -> Table:
         num_stages = len(self.rotor_chain.stages)
-        slots = max(200, min(2000, _TABLE_CELLS // num_stages**2))
+        slots = min(max_slots, max(200, _TABLE_CELLS // num_stages**2))
         return solve_table(self.rotor_chain, max(max_bytes, slots), num_slots=slots)

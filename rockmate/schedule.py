@@ -72,13 +72,18 @@ class Schedule:
                 made.update(storage for storage in graph.storages if storage.is_tangent)
             if position < len(self.forward):
                 assert op.phase is Phase.FORWARD, f"{op} runs in the forward"
+            else:
+                assert op.phase is not Phase.FORWARD or runs[index], f"{op} runs first in the backward"
             missing = [storage for storage in op.reads if storage not in made]
             assert not missing, f"{op} at {position} reads {missing} before it is made"
             assert not runs[index] or op.recompute_target is not None, f"{op} cannot run again"
             runs[index] += 1
             made.update(op.writes)
-        never = [op for op in graph.ops if not runs[op.index] and (op.delivers or any(s.is_result for s in op.writes))]
+        ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
+        never = [op for op in graph.ops if not runs[op.index] and (op.delivers or op.is_random or not ends.isdisjoint(op.writes))]
         assert not never, f"{never} never run"
+        misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
+        assert not misplaced, f"no operand ends at {sorted(misplaced)}, whose memory an op in place could take"
         random_first = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
         assert random_first == sorted(random_first), "random ops draw in another order than eager's"
 

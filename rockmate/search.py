@@ -1,7 +1,8 @@
 """Finds the fastest schedule within a budget, among what the solvers propose.
 
 The solvers only propose: every schedule is judged by the simulator, on the peak that counts. A grid of the proposals is judged for
-every graph, more of them where a budget asks for it.
+every graph, more of them where a budget asks for it, and the best are then changed run by run (`improvement.py`) until they use all
+of the budget.
 
 Op times are measured, and differ a little from one planner to the next. Which budgets are feasible must not: the minimum that one
 planner names has to work in the next. So it comes from proposals that count ops instead of timing them, equal for equal graphs.
@@ -9,19 +10,53 @@ planner names has to work in the next. So it comes from proposals that count ops
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rockmate.costs import Costs, unit_times
 from rockmate.graph import Graph
-from rockmate.partition import BlockChain
-from rockmate.proposals import Proposals, ScheduleMaker
+from rockmate.improvement import make_room, spend_room
+from rockmate.proposals import ScheduleMaker
 from rockmate.schedule import Schedule, no_recomputation
 from rockmate.simulate import Simulation, simulate
 
-_GRID_POINTS = 24  # of each family, evaluated for every graph
-_BEYOND = 6  # members tried above the largest that fits
-_TIGHTEST_POINTS = 8  # at the tight end, where simulated peaks do not follow the solver's budget closely
+_GRID_POINTS = 12  # of each family, evaluated for every graph
+_TIGHTEST_POINTS = 4  # at the tight end, where simulated peaks do not follow the solver's budget closely
+_BEYOND = 4  # members tried above the largest that fits
+_FITTING_STARTS = 2  # improved for a budget: the fastest that fit
+_EXCEEDING_STARTS = 3  # of each family, that do not fit until they are improved
+_MAX_EXCESS = 1.5  # peak over budget, of those
+_ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
+_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
+_FRONTIER_POINTS = 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule with the simulator's verdict on it.
+
+    Attributes:
+        schedule: the schedule.
+        simulation: its peak and time.
+        is_proved: False where a solver stopped at its time limit on the way to this very schedule.
+    """
+
+    schedule: Schedule
+    simulation: Simulation
+    is_proved: bool = True
+
+
+def _by_time(candidate: Candidate) -> tuple[float, int]:
+    return candidate.simulation.time_ms, candidate.simulation.peak_bytes
+
+
+def _by_peak(candidate: Candidate) -> tuple[int, float]:
+    return candidate.simulation.peak_bytes, candidate.simulation.time_ms
+
+
+def _by_peak_and_length(candidate: Candidate) -> tuple[int, int]:
+    return candidate.simulation.peak_bytes, len(candidate.schedule.steps)
 
 
 def _spread(length: int, num_points: int) -> list[int]:
@@ -31,27 +66,21 @@ def _spread(length: int, num_points: int) -> list[int]:
     return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A schedule with the simulator's verdict on it."""
-
-    schedule: Schedule
-    simulation: Simulation
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Order of preference: time first, then peak."""
-        return self.simulation.time_ms, self.simulation.peak_bytes
+def _spread_above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+    """Members that exceed the budget, from hardly to half as much again."""
+    above = {c.simulation.peak_bytes: c for c in members if budget_bytes < c.simulation.peak_bytes <= _MAX_EXCESS * budget_bytes}
+    peaks = sorted(above)
+    return [above[peaks[index]] for index in _spread(len(peaks), _EXCEEDING_STARTS)]
 
 
 class _Family:
     """Schedules in order of growing solver budget, of which a grid is evaluated at once and more when a budget asks for it."""
 
-    def __init__(self, makers: Sequence[ScheduleMaker], grid: Iterable[int], evaluate: Callable[[Schedule], Candidate]) -> None:
+    def __init__(self, makers: Sequence[ScheduleMaker], evaluate: Callable[[Schedule], Candidate]) -> None:
         self._makers = makers
         self._evaluate = evaluate
         self._made: dict[int, Candidate] = {}
-        self._grid = sorted({index for index in grid if 0 <= index < len(makers)})
+        self._grid = sorted({*_spread(len(makers), _GRID_POINTS), *range(min(_TIGHTEST_POINTS, len(makers)))})
 
     def __getitem__(self, index: int) -> Candidate:
         if index not in self._made:
@@ -79,25 +108,59 @@ class _Family:
         return [*visited, *(self[index] for index in range(low + 1, min(low + 1 + _BEYOND, len(self._makers))))]
 
 
-class Search:
-    """All that is solved once for a graph, and the choice among it for a budget."""
+class Searcher(Protocol):
+    """What finds a schedule for a budget."""
 
-    def __init__(self, graph: Graph, chain: BlockChain, costs: Costs, *, time_limit_s: float = 30.0) -> None:
-        """Solves for all budgets; arguments as for `Proposals`."""
+    num_unproved: int
+
+    def best_within(self, budget_bytes: int) -> Candidate | None:
+        """The fastest schedule known whose simulated peak is at most `budget_bytes`; None if that is below the minimum."""
+        ...
+
+    def frontier(self) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        ...
+
+    def minimum(self) -> Candidate:
+        """The schedule of the smallest peak."""
+        ...
+
+
+class Search:
+    """The choice among families of schedules for a budget."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        families: Sequence[Sequence[ScheduleMaker]],
+        *,
+        smallest: Sequence[ScheduleMaker] = (),
+        improves: bool = False,
+        num_unproved: int = 0,
+    ) -> None:
+        """Judges a grid of every family.
+
+        Args:
+            graph: ops and storages.
+            costs: of its ops.
+            families: schedules in order of growing solver budget.
+            smallest: where given, the smallest peak is sought among these alone.
+            improves: whether schedules are changed run by run to suit the budget.
+            num_unproved: how many solves behind the families stopped early.
+        """
         self.graph = graph
-        self.chain = chain
         self.costs = costs
+        self.num_unproved = num_unproved
         self.baseline = self._evaluate(no_recomputation(graph))
-        max_bytes = self.baseline.simulation.peak_bytes
-        self.proposals = Proposals(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s)
-        counted = Proposals(graph, chain, unit_times(costs), max_bytes=max_bytes, time_limit_s=time_limit_s)
-        self.num_unproved = self.proposals.solver.num_unproved + counted.solver.num_unproved
-        self._families = [self._family(self.proposals.one_level()), self._family(self.proposals.several_levels())]
-        single = [self._evaluate(make()) for make in counted.one_level()[:_TIGHTEST_POINTS]]
-        smallest = [self.baseline, *single, *self._family(counted.several_levels()).grid()]
-        self._minimum = min(smallest, key=lambda candidate: (candidate.simulation.peak_bytes, candidate.simulation.time_ms))
-        grid = [*smallest, *(candidate for family in self._families for candidate in family.grid())]
-        self.grid = [c for c in grid if c.simulation.peak_bytes >= self._minimum.simulation.peak_bytes]
+        self._improves = improves
+        self._families = [_Family(makers, self._evaluate) for makers in families]
+        grid = [self.baseline, *(candidate for family in self._families for candidate in family.grid())]
+        self._minimum = min(grid, key=_by_peak)
+        if smallest:
+            made = [self.baseline, *map(self._made, smallest)]
+            self._minimum = self._shrunk(min(made, key=_by_peak_and_length))
+        self.grid = [c for c in [self._minimum, *grid] if c.simulation.peak_bytes >= self._minimum.simulation.peak_bytes]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found whose simulated peak is at most `budget_bytes`; None if that is below the minimum.
@@ -106,25 +169,68 @@ class Search:
         """
         if budget_bytes < self._minimum.simulation.peak_bytes:
             return None
-        known = [*self.grid, *(candidate for family in self._families for candidate in family.around(budget_bytes))]
-        fitting = [candidate for candidate in known if candidate.simulation.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda candidate: candidate.rank)
+        around = [family.around(budget_bytes) for family in self._families]
+        known = [*self.grid, *(candidate for members in around for candidate in members)]
+        fitting = sorted((c for c in known if c.simulation.peak_bytes <= budget_bytes), key=_by_time)
+        found = fitting[:1]
+        if self._improves and fitting[0].simulation.time_ms > self.baseline.simulation.time_ms:
+            starts = fitting[:_FITTING_STARTS]
+            for family, members in zip(self._families, around, strict=True):
+                starts += _spread_above([*family.grid(), *members], budget_bytes)
+            found += [better for start in starts if (better := self._improve(start, budget_bytes))]
+        return min(found, key=_by_time)
 
-    def frontier(self) -> list[Candidate]:
-        """Schedules of growing peak and falling time, none of them beaten by another of the grid."""
-        best: list[Candidate] = []
-        for candidate in sorted(self.grid, key=lambda candidate: (candidate.simulation.peak_bytes, candidate.simulation.time_ms)):
-            if not best or candidate.simulation.time_ms < best[-1].simulation.time_ms:
-                best.append(candidate)
-        return best
+    def frontier(self) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        low, high = self._minimum.simulation.peak_bytes, self.baseline.simulation.peak_bytes
+        if self._improves:
+            budgets = [low + (high - low) * step // (_FRONTIER_POINTS - 1) for step in range(_FRONTIER_POINTS)]
+        else:
+            budgets = sorted({candidate.simulation.peak_bytes for candidate in self.grid})
+        points: list[tuple[int, Candidate]] = []
+        for budget_bytes in budgets:
+            best = self.best_within(budget_bytes)
+            if best is not None and (not points or best.simulation.time_ms < points[-1][1].simulation.time_ms):
+                points.append((budget_bytes, best))
+        return points
 
     def minimum(self) -> Candidate:
-        """The schedule of the smallest peak, which does not depend on measured times, and the least time found at that peak."""
-        return self.frontier()[0]
+        """The schedule of the smallest peak."""
+        return self._minimum
 
-    def _family(self, makers: Sequence[ScheduleMaker]) -> _Family:
-        grid = [*range(_TIGHTEST_POINTS), *_spread(len(makers), _GRID_POINTS)]
-        return _Family(makers, grid, self._evaluate)
+    def _shrunk(self, candidate: Candidate) -> Candidate:
+        """`candidate` with values evicted for as long as that lowers its peak, by a price that counts ops instead of timing them."""
+        counted = unit_times(self.costs)
+        share = _LARGEST_SHRINKAGE
+        while share >= _SMALLEST_SHRINKAGE:
+            smaller = self._made_to_fit(candidate, int(candidate.simulation.peak_bytes * (1 - share)), counted)
+            if smaller is None:
+                share /= 2
+            else:
+                candidate = smaller
+        return candidate
+
+    def _improve(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """What comes of `candidate` when it is made to fit and then to use all the room; None if it cannot be made to fit."""
+        fitting = self._made_to_fit(candidate, budget_bytes, self.costs)
+        if fitting is None:
+            return None
+        full = self._evaluate(spend_room(self.graph, self.costs, fitting.schedule, fitting.simulation, budget_bytes))
+        fits = full.simulation.peak_bytes <= budget_bytes
+        return min(fitting, full, key=_by_time) if fits else fitting
+
+    def _made_to_fit(self, candidate: Candidate, budget_bytes: int, costs: Costs) -> Candidate | None:
+        for _ in range(_ATTEMPTS):
+            if candidate.simulation.peak_bytes <= budget_bytes:
+                return candidate
+            schedule = make_room(self.graph, costs, candidate.schedule, candidate.simulation, budget_bytes)
+            if schedule is None:
+                return None
+            candidate = self._evaluate(schedule)
+        return candidate if candidate.simulation.peak_bytes <= budget_bytes else None
+
+    def _made(self, maker: ScheduleMaker) -> Candidate:
+        return self._evaluate(maker())
 
     def _evaluate(self, schedule: Schedule) -> Candidate:
         return Candidate(schedule=schedule, simulation=simulate(self.graph, schedule, self.costs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class CallSignature:
 
     tensors: tuple[TensorSignature, ...]
     structure: Structure
+
+    def on(self, device: torch.device) -> CallSignature:
+        """The same call with all its tensors on `device`."""
+        return replace(self, tensors=tuple(replace(tensor, device=device) for tensor in self.tensors))
 
     def __str__(self) -> str:
         return f"{self.structure.rebuild([str(tensor) for tensor in self.tensors])}"

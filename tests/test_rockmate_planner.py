@@ -101,7 +101,7 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(monkeypa
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("captured or measured again")
 
-    for name in ("capture_joint", "measure_costs", "build_graph", "partition"):
+    for name in ("capture_step", "measure_costs", "partition"):
         monkeypatch.setattr(rockmate.planner, name, never)
     for budget in budgets_of(case.planner, 7):
         runs = [partial(case.planner.plan, budget + more) for more in (64, 128, 192)]  # a budget asked for before costs nothing

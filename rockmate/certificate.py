@@ -1,0 +1,136 @@
+"""A time that no schedule within a budget beats: the certificate that a plan is held against.
+
+Every schedule runs each backward op once. While backward op b runs, some storages are in memory in *every* schedule: what b reads
+and makes, its workspace, gradients made before b on every path and read after it, and what the user holds. What is left of the
+budget holds values of the forward. A backward op that depends on b runs after b, and reads values of the forward: each of them is
+either in memory while b runs, or is made again after it, which costs its op's time and needs that op's own inputs on the same
+terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
+the time of every schedule from below; so does the largest of these bounds over all moments b.
+
+Relaxed away: everything that happens between b and the reads, and any other moment. docs/algorithms.md has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from checkmate import Curve
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.in_place import dying_operand
+from rockmate.knapsack import knapsack_of
+from rockmate.schedule import no_recomputation
+
+_CANDIDATES = 48  # backward ops with the most bytes of their own, of which the moments are chosen
+_MAX_MOMENTS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The run of one backward op, and what is in memory then in every schedule.
+
+    Attributes:
+        op: the backward op.
+        later: backward ops that depend on it, so that run after it in every schedule.
+        in_use: storages that are in memory.
+        num_bytes: their bytes, with the op's workspace, less what it may take over in place.
+    """
+
+    op: Op
+    later: tuple[Op, ...]
+    in_use: frozenset[Storage]
+    num_bytes: int
+
+
+class Certificate:
+    """Lower bounds on the time of one graph's schedules."""
+
+    def __init__(self, graph: Graph, costs: Costs, least_ms: float, *, time_limit_s: float) -> None:
+        """Bounds for `graph`.
+
+        Args:
+            graph: ops and storages.
+            costs: of its ops.
+            least_ms: time of every op's first run.
+            time_limit_s: cap on each solve.
+        """
+        self._graph = graph
+        self._costs = costs
+        self._least_ms = least_ms
+        self._time_limit_s = time_limit_s
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
+        again_ms = 0.0
+        for moment, curve in self._curves:
+            again_ms = max(again_ms, curve.bound_ms(budget_bytes - moment.num_bytes))
+        return self._least_ms + again_ms
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """Moments that need more bytes than every moment before them: what comes later leaves less to recompute."""
+        runs = no_recomputation(self._graph).backward  # an op that is no part of the step has no moment
+        backward = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
+        large = sorted(backward, key=self._own_bytes, reverse=True)[:_CANDIDATES]
+        moments: list[Moment] = []
+        for op in sorted({*large, *backward[:1]}, key=lambda op: op.index):
+            moment = self._moment(op)
+            if not moments or moment.num_bytes > moments[-1].num_bytes:
+                moments.append(moment)
+        step = max(1, -(-len(moments) // _MAX_MOMENTS))
+        return tuple(moments[::-1][::step][::-1])
+
+    @cached_property
+    def _curves(self) -> list[tuple[Moment, Curve]]:
+        ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
+        curves = []
+        for moment in self.moments:
+            problem, _ = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
+            curves.append((moment, Curve(problem, time_limit_s=self._time_limit_s)))
+        return curves
+
+    def _own_bytes(self, op: Op) -> int:
+        own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
+        may_work_in_place = dying_operand(self._graph, op, list(op.reads)) is not None
+        taken = op.writes[0].num_bytes if may_work_in_place else 0
+        return sum(storage.num_bytes for storage in own) + self._costs.first[op.index].overhead_bytes - taken
+
+    def _moment(self, op: Op) -> Moment:
+        before, later = _ancestors(op), _descendants(self._graph, op)
+        in_use = {storage for storage in self._graph.storages if storage.is_output or storage.is_tangent}
+        in_use.update(storage for storage in (*op.reads, *op.writes) if not storage.is_static)
+        for earlier in before:
+            in_use.update(s for s in earlier.writes if s.is_kept_to_end or not later.isdisjoint(self._graph.readers.get(s, ())))
+        own = {*op.reads, *op.writes}
+        num_bytes = self._own_bytes(op) + sum(storage.num_bytes for storage in in_use if storage not in own)
+        return Moment(op=op, later=_in_order(later), in_use=frozenset(in_use), num_bytes=num_bytes)
+
+
+def _ancestors(op: Op) -> set[Op]:
+    """Backward ops that `op` depends on through gradients, none of which can run twice."""
+    found: set[Op] = set()
+    pending = [op]
+    while pending:
+        for storage in pending.pop().reads:
+            producer = storage.producer
+            if producer is not None and producer.phase is Phase.BACKWARD and producer not in found:
+                found.add(producer)
+                pending.append(producer)
+    return found
+
+
+def _descendants(graph: Graph, op: Op) -> set[Op]:
+    found: set[Op] = set()
+    pending = [op]
+    while pending:
+        for storage in pending.pop().writes:
+            new = [reader for reader in graph.readers.get(storage, ()) if reader not in found]
+            found.update(new)
+            pending += new
+    return found
+
+
+def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:
+    return tuple(sorted(ops, key=lambda op: op.index))

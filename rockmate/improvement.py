@@ -1,0 +1,125 @@
+"""Changes one schedule run by run, against the bytes that are really in use, to win back what solving by blocks or by totals loses.
+
+* `spend_room` drops recomputations where there is room for the value to stay;
+* `make_room` evicts values over the moments that exceed the budget and recomputes them before their next read.
+
+Both are greedy: the best time for the bytes first. The caller simulates what comes back, so an estimate that was off costs nothing
+but the attempt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Op, Storage
+from rockmate.live_ranges import LiveRange, LiveRanges, can_run_again
+from rockmate.schedule import Schedule
+from rockmate.simulate import Simulation
+
+_MAX_ROUNDS = 500
+_ROUND = 0.25  # of the excess, after which prices are taken anew: an evicted value may have been an input
+_MAX_RUNS = 60  # made again together for one evicted value
+
+
+def spend_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule:
+    """The schedule without those recomputations whose values fit in the budget all the while."""
+    ranges = LiveRanges(graph, costs, schedule, simulation)
+
+    def price(position: int) -> float:
+        area = sum(num_bytes * max(0, last - first + 1) for first, last, num_bytes in ranges.extra_for_drop(position))
+        return area / max(ranges.cost_ms(ranges.op_at(position)), 1e-9)
+
+    for position in sorted(ranges.runs_again(), key=price):
+        if not ranges.is_dropped(position) and _fits(ranges, ranges.extra_for_drop(position), budget_bytes):
+            ranges.drop(position)
+    return ranges.schedule()
+
+
+def _fits(ranges: LiveRanges, extra: list[tuple[int, int, int]], budget_bytes: int) -> bool:
+    in_use = ranges.bytes_in_use
+    if len(extra) == 1:
+        first, last, num_bytes = extra[0]
+        return first > last or int(in_use[first : last + 1].max()) + num_bytes <= budget_bytes
+    more = np.zeros_like(in_use)
+    for first, last, num_bytes in extra:
+        more[first : last + 1] += num_bytes
+    return not extra or int((in_use + more)[more > 0].max(initial=0)) <= budget_bytes
+
+
+def make_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule | None:
+    """The schedule with values evicted wherever it exceeds the budget; None if nothing is left to evict.
+
+    At the largest excess, values go in order of the time that they cost for each byte of the excess and each run that exceeds.
+    """
+    ranges = LiveRanges(graph, costs, schedule, simulation)
+    for _ in range(_MAX_ROUNDS):
+        worst = int(ranges.bytes_in_use.argmax())
+        if ranges.bytes_in_use[worst] <= budget_bytes:
+            return ranges.schedule()
+        if not _evict_around(ranges, worst, budget_bytes):
+            return None
+    return None
+
+
+def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
+    """Evicts values over position `worst` until the bytes in use there are within the budget; False if none can go."""
+    evicted = False
+    enough = budget_bytes + int((int(ranges.bytes_in_use[worst]) - budget_bytes) * (1 - _ROUND))
+    for _, live in _by_price(ranges, worst, budget_bytes):
+        if ranges.bytes_in_use[worst] <= enough:
+            break
+        gap = ranges.gap_around(live, worst)  # anew, with the runs: an eviction since may read it, or have been an input
+        runs = _runs_to_make(ranges, live.storage, gap[1]) if gap else None
+        if gap and runs and _fits_before(ranges, live.storage, runs, gap[1], budget_bytes):
+            ranges.evict(live, gap, runs)
+            evicted = True
+    return evicted
+
+
+def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> list[tuple[float, LiveRange]]:
+    excess = int(ranges.bytes_in_use[worst]) - budget_bytes
+    exceeding = np.concatenate([[0], np.cumsum(ranges.bytes_in_use > budget_bytes)])
+    priced = []
+    for live in ranges.over(worst):
+        gap = ranges.gap_around(live, worst)
+        if gap is None or not can_run_again(live.storage.producer):
+            continue
+        runs = _runs_to_make(ranges, live.storage, gap[1])
+        if runs is not None:
+            useful = min(live.storage.num_bytes, excess) * int(exceeding[gap[1]] - exceeding[gap[0] + 1])
+            priced.append((sum(ranges.cost_ms(op) for op in runs) / useful, live))
+    priced.sort(key=lambda entry: entry[0])
+    return priced
+
+
+def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[Op] | None:
+    """What has to run before `position` to have `storage` there, None if that is impossible or too much."""
+    runs: dict[Op, None] = {}
+    pending = [storage]
+    while pending:
+        producer = pending.pop().producer
+        if producer is None or not can_run_again(producer) or len(runs) >= _MAX_RUNS:
+            return None
+        if producer not in runs:
+            runs[producer] = None
+            pending += [s for s in producer.reads if s is not storage and not ranges.is_live(s, position)]
+    return sorted(runs, key=lambda op: op.index)
+
+
+def _fits_before(ranges: LiveRanges, storage: Storage, runs: list[Op], position: int, budget_bytes: int) -> bool:
+    """Whether the runs fit right before `position`, one after the other, what only they read released on the way."""
+    overhead_bytes = {op: ranges.costs.again[op.index].overhead_bytes for op in runs}
+    room = budget_bytes - ranges.bytes_before(position) + storage.num_bytes
+    if sum(op.written_bytes + overhead_bytes[op] for op in runs) <= room:
+        return True
+    last_reader = {read: op for op in runs for read in op.reads}
+    live = 0
+    for op in runs:
+        live += op.written_bytes
+        if live + overhead_bytes[op] > room:
+            return False
+        for made in {*op.reads, *op.writes}:
+            if made is not storage and made.producer in runs and last_reader.get(made, op) is op:
+                live -= made.num_bytes
+    return True

@@ -1,0 +1,209 @@
+"""Where each value of a schedule is live, and how that changes when a run is dropped or inserted.
+
+Positions are those of the schedule that one begins with. A run that is inserted stands right before a position and shares its
+number, so nothing is renumbered until `schedule` writes the result down. Occupancy is kept as an upper estimate: what a change
+frees beyond its own value is left out where finding it is not worth the time. The simulator has the last word.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.schedule import Schedule, finish
+from rockmate.simulate import Simulation, state_bytes
+
+
+@dataclass(eq=False, slots=True)
+class LiveRange:
+    """One stay of a value in memory: from a run of its op to the last read before the next run.
+
+    Attributes:
+        storage: the value.
+        start: position of the run that makes it.
+        reads: positions that read it, ascending.
+    """
+
+    storage: Storage
+    start: int
+    reads: list[int]
+
+    @property
+    def end(self) -> int:
+        """Last position at which it is live."""
+        return self.reads[-1] if self.reads else self.start
+
+
+class LiveRanges:
+    """The live ranges of a schedule and the bytes in use at each of its positions."""
+
+    def __init__(self, graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation) -> None:
+        """Reads the ranges off `schedule`; `simulation` is what the simulator says of it."""
+        self.graph = graph
+        self.costs = costs
+        self._steps = schedule.steps
+        self._num_forward = len(schedule.forward)
+        self._in_place = schedule.in_place
+        self.of: dict[Storage, list[LiveRange]] = {}
+        self._dropped: set[int] = set()
+        self.inserted: dict[int, set[int]] = {}
+        self._drawn: dict[Op, list[int]] = {}  # positions at which random ops run
+        for position, index in enumerate(self._steps):
+            op = graph.ops[index]
+            for storage in op.reads:
+                if storage in self.of:
+                    self.of[storage][-1].reads.append(position)
+            if op.is_random:
+                self._drawn.setdefault(op, []).append(position)
+            for storage in op.writes:
+                if not storage.is_result:
+                    self.of.setdefault(storage, []).append(LiveRange(storage, position, []))
+        self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
+
+    def runs_again(self) -> list[int]:
+        """Positions of runs that repeat an earlier one."""
+        seen: set[int] = set()
+        again = []
+        for position, index in enumerate(self._steps):
+            if index in seen:
+                again.append(position)
+            seen.add(index)
+        return again
+
+    def is_dropped(self, position: int) -> bool:
+        """Whether the run there has been dropped."""
+        return position in self._dropped
+
+    def op_at(self, position: int) -> Op:
+        """The op that the schedule runs there."""
+        return self.graph.ops[self._steps[position]]
+
+    def cost_ms(self, op: Op) -> float:
+        """Time of running `op` once more."""
+        return self.costs.again[op.index].time_ms
+
+    def is_live(self, storage: Storage, position: int) -> bool:
+        """Whether the value is in memory when a run inserted before `position` would read it."""
+        if storage not in self.of:
+            return storage.is_static or storage.is_result or storage.is_tangent
+        return any(live.start < position <= live.end or self._is_inserted(live, position) for live in self.of[storage])
+
+    def over(self, position: int) -> list[LiveRange]:
+        """Ranges that start before `position` and end after it, of values that take memory."""
+        return [live for stays in self.of.values() for live in stays if live.start < position < live.end and live.storage.num_bytes]
+
+    def gap_around(self, live: LiveRange, position: int) -> tuple[int, int] | None:
+        """The last event of the range before `position` and the next read after, None where it is read or made there."""
+        place = bisect_left(live.reads, position)
+        if place == len(live.reads) or live.reads[place] == position or live.start >= position:
+            return None
+        return (live.reads[place - 1] if place else live.start), live.reads[place]
+
+    def bytes_before(self, position: int) -> int:
+        """Bytes in use right before the run at `position`."""
+        op = self.op_at(position)
+        taken = op.writes[0].num_bytes if position in self._in_place else 0
+        made = op.written_bytes + self.costs.first[op.index].overhead_bytes - taken
+        return int(self.bytes_in_use[position]) - made
+
+    # --- changes -------------------------------------------------------------------------------------------------------------
+
+    def extra_for_drop(self, position: int) -> list[tuple[int, int, int]]:
+        """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
+        extra = []
+        for storage in self.op_at(position).writes:
+            ranges = self.of.get(storage, [])
+            place = next((i for i, live in enumerate(ranges) if live.start == position), None)
+            if not place or not ranges[place].reads:
+                continue
+            before = ranges[place - 1]
+            extra.append((before.end + 1, position - 1, storage.num_bytes))
+            if before.end in self._in_place:
+                extra.append((before.end, before.end, self.op_at(before.end).writes[0].num_bytes))
+        return extra
+
+    def drop(self, position: int) -> float:
+        """Drops the run at `position` and every run that then serves nobody; returns the milliseconds saved."""
+        for first, last, num_bytes in self.extra_for_drop(position):
+            self.bytes_in_use[first : last + 1] += num_bytes
+        op = self.op_at(position)
+        for storage in op.writes:
+            ranges = self.of.get(storage, [])
+            place = next((i for i, live in enumerate(ranges) if live.start == position), None)
+            if place:
+                ranges[place - 1].reads += ranges[place].reads
+                ranges[place].reads = []
+        return self._forget(position)
+
+    def _forget(self, position: int) -> float:
+        """Takes out a run whose results nobody reads from here, and what only it needed."""
+        op = self.op_at(position)
+        self._dropped.add(position)
+        saved_ms = self.cost_ms(op)
+        for storage in op.writes:
+            self.of[storage] = [live for live in self.of.get(storage, []) if live.start != position]
+        for storage in op.reads:
+            live = next((live for live in self.of.get(storage, []) if position in live.reads), None)
+            if live is None:
+                continue
+            live.reads.remove(position)
+            if live.end < position:
+                self.bytes_in_use[live.end + 1 : position + 1] -= storage.num_bytes
+            ranges = self.of[storage]
+            if not live.reads and ranges.index(live) > 0 and self._serves_nobody(live.start):
+                self.bytes_in_use[live.start] -= storage.num_bytes
+                saved_ms += self._forget(live.start)
+        return saved_ms
+
+    def _serves_nobody(self, position: int) -> bool:
+        writes = self.op_at(position).writes
+        return not any(live.start == position and live.reads for storage in writes for live in self.of.get(storage, []))
+
+    def evict(self, live: LiveRange, gap: tuple[int, int], runs: Sequence[Op]) -> None:
+        """Ends `live` at the first position of the gap and has `runs` make it again before the second."""
+        last, following = gap
+        place = bisect_right(live.reads, last)
+        ranges = self.of[live.storage]
+        ranges.insert(ranges.index(live) + 1, LiveRange(live.storage, following, live.reads[place:]))
+        del live.reads[place:]
+        self.bytes_in_use[last + 1 : following] -= live.storage.num_bytes
+        for op in runs:
+            self.inserted.setdefault(following, set()).add(op.index)
+            self._keep_random_state(op, following)
+            for storage in op.reads:
+                for known in self.of.get(storage, []):
+                    if known.start < following <= known.end and following not in known.reads:
+                        insort(known.reads, following)
+
+    def _keep_random_state(self, op: Op, position: int) -> None:
+        """Holds the generator's state of a random op from its first run to the one that is inserted before `position`."""
+        if op in self._drawn:
+            drawn = self._drawn[op]
+            held_until = drawn[-1] + 1 if len(drawn) > 1 else drawn[0]
+            self.bytes_in_use[held_until : position + 1] += state_bytes(op)
+            insort(drawn, position)
+
+    def _is_inserted(self, live: LiveRange, position: int) -> bool:
+        producer = live.storage.producer
+        return live.start == position and producer is not None and producer.index in self.inserted.get(position, ())
+
+    def schedule(self) -> Schedule:
+        """The schedule with all changes made."""
+        forward: list[int] = []
+        backward: list[int] = []
+        for position, index in enumerate(self._steps):
+            half = forward if position < self._num_forward else backward
+            half += sorted(self.inserted.get(position, ()))
+            if position not in self._dropped:
+                half.append(index)
+        return finish(self.graph, forward, backward)
+
+
+def can_run_again(op: Op | None) -> bool:
+    """Whether the op may run a second time."""
+    return op is not None and op.phase is not Phase.BACKWARD and op.recompute_target is not None

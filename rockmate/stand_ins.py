@@ -1,0 +1,142 @@
+"""A model's tensors, and a step captured with them, as ones of a device that is not here: metadata without memory.
+
+The tensors are replaced by fake ones on the CPU for the time of the capture, and the device of all that was captured is then written
+as the machine's. Tracing with fake CUDA tensors at once would be simpler, but a PyTorch built without CUDA cannot run autograd on
+them (2.13 ends the process), and a plan would depend on which build made it.
+
+A model that asks which device it is on is told "cpu". What that would change in the graph is set right where it is known: fused
+attention is that of a GPU (`_GpuAttention`), and dropout, split on the CPU, stays whole. Left as on the CPU is batch normalisation,
+where cuDNN has a kernel of its own; that keeps the same tensors, and a small reserve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from rockmate.errors import UnsupportedModelError
+
+_aten = torch.ops.aten
+_MAX_FLASH_WIDTH = 256
+_ALIGNED_BYTES = 16  # the efficient kernel reads rows in steps of so many
+
+
+def needs_stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> bool:
+    """Whether a tensor of the model or of the sample is on another kind of device."""
+    return any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers(), *tensors))
+
+
+@contextlib.contextmanager
+def stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Puts fake tensors into the model's places and gives those for `tensors`; traced attention is that of `device`.
+
+    Raises:
+        UnsupportedModelError: autocast is on, and the device is a GPU: which ops it casts differs from CPU to GPU.
+    """
+    if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        msg = (
+            "autocast is on, and the model is captured for a GPU that it is not on, where autocast cannot be followed. Convert the model "
+            "(`model.to(torch.bfloat16)`), or plan on the GPU."
+        )
+        raise UnsupportedModelError(msg)
+    made = _StandIns()
+    places = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    before = [dict(table) for table in places]
+    try:
+        for table in places:
+            table.update({name: made.of(tensor) for name, tensor in table.items() if tensor is not None})  # pyright: ignore[reportArgumentType, reportCallIssue]
+        with _GpuAttention() if device.type == "cuda" else contextlib.nullcontext():
+            yield [made.of(tensor) for tensor in tensors]
+    finally:
+        for table, original in zip(places, before, strict=True):
+            table.update(original)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def move_to(joint: fx.GraphModule, device: torch.device) -> None:
+    """Writes `device` wherever the graph, captured with stand-ins, says another, in place."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in joint.graph.nodes:
+        node.args = map_aggregate(node.args, moved)
+        node.kwargs = map_aggregate(node.kwargs, moved)
+        value = node.meta.get("val")
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, FakeTensor):
+                item.fake_device = device
+
+
+class _StandIns:
+    """Fake tensors on the CPU: one for each tensor, so that tied parameters stay tied."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._made: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            with self._mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
+        return self._made[id(tensor)]
+
+
+class _GpuAttention(TorchFunctionMode):
+    """Calls the fused attention that PyTorch chooses on a GPU of compute capability 8.0 or above, whatever device tensors are on.
+
+    The order is flash (half precision, no mask), memory-efficient, plain ops. With a new cuDNN, PyTorch may prefer that one's
+    kernel, which keeps the same tensors.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _gpu_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _gpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention`, by the kernel that a GPU would run."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    width = query.shape[-1]
+    is_fusable = query.ndim == 4 and width == value.shape[-1] and width * query.element_size() % _ALIGNED_BYTES == 0
+    if is_fusable and is_half and attn_mask is None and width <= _MAX_FLASH_WIDTH:
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    rows_are_aligned = attn_mask is None or attn_mask.shape[-1] * query.element_size() % _ALIGNED_BYTES == 0
+    if is_fusable and rows_are_aligned and query.dtype != torch.float64:
+        if enable_gqa:
+            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+        bias = _bias(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as what is added to the scores, for every head."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    return mask.expand(*query.shape[:-1], key.shape[-2])

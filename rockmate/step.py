@@ -1,0 +1,165 @@
+"""A model's training step, captured: what there is to plan, and what a plan runs on. Needs no solver and measures nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rockmate.capture import Capture, capture_joint
+from rockmate.delivery import owner_names, split_handovers
+from rockmate.emit import emit
+from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
+from rockmate.graph import Graph, build_graph
+from rockmate.machine import Machine
+from rockmate.module import PlannedCall
+from rockmate.outline import outline_of
+from rockmate.plan import Plan
+from rockmate.rewrite import rewrite
+from rockmate.schedule import find_in_place
+from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
+from rockmate.simulate import simulate
+from rockmate.source_lines import source_lines
+from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
+
+logger = logging.getLogger("rockmate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedStep:
+    """One training step of a model, for one sample.
+
+    Attributes:
+        model: whose step it is.
+        capture: the joint graph with the roles of its ends.
+        graph: that graph as ops on storages.
+        call: signature of the calls that it serves.
+        state: of the model when it was captured.
+        options: how it was captured; see `capture_step`.
+        planned_device: where it would run, if the model is not there; None if it is.
+    """
+
+    model: nn.Module
+    capture: Capture
+    graph: Graph
+    call: CallSignature
+    state: ModelSignature
+    options: Mapping[str, str]
+    planned_device: torch.device | None = None
+
+    def planned_call(self, plan: Plan) -> PlannedCall:
+        """A plan with the code that runs it; one that was made for another capture is checked against this one first.
+
+        Raises:
+            PlanMismatchError: the plan is for another model, sample, device or options, or its schedule is not valid here.
+        """
+        self.check_present()
+        if plan.captured is not self.graph:
+            plan = self._adopted(plan)
+        return PlannedCall(
+            plan=plan,
+            program=emit(self.graph, plan.schedule, owner_names(self.model)),
+            call=self.call,
+            state=self.state,
+            output_structure=self.capture.output_structure,
+        )
+
+    def check_present(self) -> None:
+        """Raises `PlanMismatchError` if the step was captured for a device that the model is not on."""
+        if self.planned_device is not None:
+            msg = (
+                f"the plan is for a model on {self.planned_device.type}, and this one is not there, so it has nothing to train with. Read "
+                "`Planner.plan` and `Planner.frontier`, and make the module where the model can be."
+            )
+            raise PlanMismatchError(msg)
+
+    def _adopted(self, plan: Plan) -> Plan:
+        """The plan with this step's graph, replayed on it."""
+        outline = outline_of(self.graph, self.call)
+        difference = plan.outline.difference(outline)
+        if not difference and dict(plan.options) != dict(self.options):
+            difference = f"it was made with {dict(plan.options)}, and the step was captured with {dict(self.options)}"
+        if difference:
+            msg = f"the plan does not fit this model and sample: {difference}.\nPlan for them, or use the model and the sample of the plan."
+            raise PlanMismatchError(msg)
+        schedule = plan.schedule
+        misplaced = sorted(schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward))
+        if misplaced:
+            msg = f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand ends whose memory it could take."
+            raise PlanMismatchError(msg)
+        schedule.verify(self.graph)
+        simulation = simulate(self.graph, schedule, plan.costs)
+        if simulation.peak_bytes > plan.predicted_peak_bytes:
+            msg = (
+                f"the plan's schedule has a peak of {simulation.peak_bytes:,} bytes on this model, above the {plan.predicted_peak_bytes:,} "
+                "bytes that the plan promises. Plan again."
+            )
+            raise PlanMismatchError(msg)
+        return replace(plan, captured=self.graph, outline=outline, simulation=simulation)
+
+
+def capture_step(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    differentiable: Literal["loss", "all"] = "loss",
+    outputs: Literal["all", "loss"] = "all",
+    gradients: Literal["accumulated", "returned"] = "accumulated",
+    machine: Machine | None = None,
+) -> CapturedStep:
+    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`."""
+    options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
+    _check_choices(**options)
+    if hasattr(model, "_orig_mod"):
+        msg = "the model has been through torch.compile, whose graphs cannot be captured again. Pass the model itself."
+        raise UnsupportedModelError(msg)
+    if not model.training:
+        msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
+        raise InvalidSampleError(msg)
+    args, kwargs = sample_call(sample_input)
+    tensors, call = flatten_call(args, kwargs, optional_keywords(model))
+    device = _device_of_another(machine, model, tensors)
+    if device is None:
+        check_devices(model, tensors)
+    state = ModelSignature.of(model)
+    hooked = [path for path, module in model.named_modules() if path and hook_keys(module)]
+    if hooked:
+        logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(hooked))
+    with source_lines(), nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced:
+        capture = capture_joint(model, traced, call.structure, differentiable=differentiable, outputs=outputs)
+    if device is not None:
+        move_to(capture.joint, device)
+        call = call.on(device)
+    rewrite(capture.joint)
+    allocation_bytes = machine.allocation_bytes if machine else None
+    graph = build_graph(capture, returned_gradients=gradients == "returned", allocation_bytes=allocation_bytes)
+    split_handovers(graph)
+    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options, planned_device=device)
+
+
+def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:
+    """The machine's device if the model or the sample is not there, None if they are, or if no machine is given."""
+    if machine is not None:
+        return machine.torch_device if needs_stand_ins(model, tensors, machine.torch_device) else None
+    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers(), *tensors)):
+        msg = (
+            "the model or its sample is on the meta device, where nothing can be measured. Say what to plan for (machine=\"h100\", or the "
+            "path of a description), or move both to a device that is here."
+        )
+        raise InvalidSampleError(msg)
+    return None
+
+
+_CHOICES = {"differentiable": ("loss", "all"), "outputs": ("all", "loss"), "gradients": ("accumulated", "returned")}
+
+
+def _check_choices(**options: str) -> None:
+    for name, value in options.items():
+        if value not in _CHOICES[name]:
+            msg = f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}"
+            raise ValueError(msg)

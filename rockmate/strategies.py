@@ -1,0 +1,56 @@
+"""Ways of planning by name, each as a search over its own families of schedules."""
+
+from __future__ import annotations
+
+from rockmate.costs import Costs, unit_times
+from rockmate.graph import Graph
+from rockmate.partition import BlockChain
+from rockmate.proposals import SeveralLevels, one_level, square_root
+from rockmate.schedule import no_recomputation
+from rockmate.search import Search, Searcher
+from rockmate.simulate import simulate
+from rockmate.whole_graph import WholeGraphSearch
+
+_SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
+_FEW_SLOTS = 50  # of that table: only its tight end matters
+STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
+
+
+def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *, time_limit_s: float) -> Searcher:
+    """Solves what `strategy` needs once for all budgets.
+
+    Args:
+        strategy: "none" recomputes nothing; "chen" keeps one boundary in every sqrt(n) blocks; "rotor" chooses by dynamic program
+            which blocks save everything and which run again as a whole; "checkmate" solves the whole graph as one program, for
+            small models; "rockmate" gives blocks and spans of blocks several options,
+            adds the whole graph's knapsack, and improves the result run by run.
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        time_limit_s: cap on each call of a solver.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
+        raise ValueError(msg)
+    if strategy == "none":
+        return Search(graph, costs, [])
+    if strategy == "chen":
+        return Search(graph, costs, [[square_root(graph, chain)]])
+    if strategy == "checkmate":
+        return WholeGraphSearch(graph, costs, time_limit_s=time_limit_s)
+    max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+    if strategy == "rotor":
+        rotor = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s, is_all_or_nothing=True)
+        return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
+    timed = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s)
+    counted = SeveralLevels(graph, chain, unit_times(costs), max_bytes=max_bytes, time_limit_s=time_limit_s, max_slots=_FEW_SLOTS)
+    families = [one_level(graph, chain, timed.solver), timed.makers()]
+    smallest = counted.makers()[:_SMALLEST]
+    num_unproved = timed.solver.num_unproved + counted.solver.num_unproved
+    return Search(graph, costs, families, smallest=smallest, improves=True, num_unproved=num_unproved)
+
+
+

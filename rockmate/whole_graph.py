@@ -1,0 +1,141 @@
+"""The whole graph as one staged program: Checkmate without blocks, for small models and for comparison.
+
+What the program leaves out, so that its schedules fit when replayed: no run takes over its operand's memory in place, and random ops
+run once, since a second run needs the generator's state. Recomputation starts with the backward.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
+from rockmate.costs import Costs
+from rockmate.errors import SolverLimitError
+from rockmate.graph import Graph, Phase
+from rockmate.schedule import finish, no_recomputation
+from rockmate.search import Candidate
+from rockmate.simulate import simulate
+
+logger = logging.getLogger("rockmate")
+
+_FRONTIER_POINTS = 9
+_RESOLUTION = 0.01  # of the peak with nothing recomputed, to which the smallest peak is found
+
+
+class WholeGraphSearch:
+    """One solve for each budget."""
+
+    def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
+        """Takes the graph; nothing is solved before it is asked for.
+
+        Args:
+            graph: ops and storages.
+            costs: of its ops.
+            time_limit_s: cap on the solve of one budget.
+        """
+        self.num_unproved = 0
+        self._graph = graph
+        self._costs = costs
+        self._time_limit_s = time_limit_s
+        self._ops = (*graph.forward_ops, *graph.backward_ops)
+        self._problem = self._staged_problem()
+        self._tangent_bytes = sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
+        baseline = no_recomputation(graph)
+        self._baseline = Candidate(schedule=baseline, simulation=simulate(graph, baseline, costs))
+        self._solved: dict[int, Candidate | None] = {}
+        self._minimum: Candidate | None = None
+
+    def best_within(self, budget_bytes: int) -> Candidate | None:
+        """The optimum of the staged program for `budget_bytes`; where that has no schedule, the smallest one if it fits.
+
+        Runs in place take a schedule's peak below the budget that the program needs for it.
+
+        Raises:
+            SolverLimitError: neither a schedule nor a proof that there is none was found in the time limit.
+        """
+        best = self._optimum(budget_bytes)
+        if best is None and self.minimum().simulation.peak_bytes <= budget_bytes:
+            best = self.minimum()
+        return best
+
+    def _optimum(self, budget_bytes: int) -> Candidate | None:
+        if budget_bytes >= self._baseline.simulation.peak_bytes:
+            return self._baseline
+        if budget_bytes not in self._solved:
+            solution = self.solve(budget_bytes)
+            if solution.status is Status.NOT_FOUND:
+                msg = (
+                    f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} bytes in {self._time_limit_s:.0f} s. "
+                    "Raise time_limit_s, or use the default strategy, which plans block by block."
+                )
+                raise SolverLimitError(msg)
+            if solution.status is Status.FEASIBLE:
+                logger.warning("the whole graph was not solved to the end for %d bytes in %.0f s", budget_bytes, self._time_limit_s)
+            self._solved[budget_bytes] = self._candidate(solution) if solution.found else None
+        return self._solved[budget_bytes]
+
+    def solve(self, budget_bytes: int) -> StagedSolution:
+        """The staged program's own answer, with the bound that it proves."""
+        return solve_staged(
+            self._problem,
+            budget_bytes - self._tangent_bytes,
+            time_limit_s=self._time_limit_s,
+            first_recompute_op=len(self._graph.forward_ops),
+        )
+
+    def frontier(self) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        low, high = self.minimum().simulation.peak_bytes, self._baseline.simulation.peak_bytes
+        points: list[tuple[int, Candidate]] = []
+        for step in range(_FRONTIER_POINTS):
+            budget_bytes = low + (high - low) * step // (_FRONTIER_POINTS - 1)
+            best = self.best_within(budget_bytes)
+            if best is not None and (not points or best.simulation.time_ms < points[-1][1].simulation.time_ms):
+                points.append((budget_bytes, best))
+        return points
+
+    def minimum(self) -> Candidate:
+        """A schedule of nearly the smallest peak, by bisection.
+
+        Raises:
+            SolverLimitError: as for `best_within`.
+        """
+        if self._minimum is None:
+            smallest, low = self._baseline, 0
+            while smallest.simulation.peak_bytes - low > _RESOLUTION * self._baseline.simulation.peak_bytes:
+                middle = (low + smallest.simulation.peak_bytes) // 2
+                found = self._optimum(middle)
+                if found is None:
+                    low = middle
+                else:
+                    smallest = found
+            self._minimum = smallest
+        return self._minimum
+
+    def _candidate(self, solution: StagedSolution) -> Candidate:
+        steps = [self._ops[index].index for index in solution.steps]
+        forward = {op.index for op in self._graph.forward_ops}
+        num_forward = 1 + max(steps.index(index) for index in forward if index in steps)
+        schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
+        simulation = simulate(self._graph, schedule, self._costs)
+        return Candidate(schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL)
+
+    def _staged_problem(self) -> StagedProblem:
+        values = [storage for op in self._ops for storage in op.writes]
+        number = {storage: index for index, storage in enumerate(values)}
+        ends = {storage for storage in values if storage.is_result} | set(self._graph.updates)
+        return StagedProblem(
+            ops=tuple(
+                StagedOp(
+                    time_ms=self._costs.first[op.index].time_ms,
+                    inputs=tuple(number[storage] for storage in op.reads if storage in number),
+                    outputs=tuple(number[storage] for storage in op.writes),
+                    recomputable=op.phase is not Phase.BACKWARD and op.recompute_target is not None and not op.is_random,
+                    overhead_bytes=self._costs.first[op.index].overhead_bytes,
+                    needed=bool(op.delivers) or op.is_random or not ends.isdisjoint(op.writes),
+                )
+                for op in self._ops
+            ),
+            value_bytes=tuple(storage.num_bytes for storage in values),
+            stays=frozenset(number[storage] for storage in values if storage in ends),
+        )

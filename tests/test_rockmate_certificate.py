@@ -1,0 +1,378 @@
+"""The certificate's bound holds for every schedule that can be thought of, and it is not empty: a bound that is wrong is found out.
+
+Schedules come from a search of its own, which knows the graph and nothing of knapsacks: every set of saved values of a small model,
+and random ones with values forgotten and made again at any time, in the forward too, and the backward in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import inf
+
+import models
+import pytest
+import torch
+from helpers import Planned
+from torch import Tensor, nn
+
+import rockmate.planner
+from rockmate import Planner
+from rockmate.certificate import Certificate
+from rockmate.costs import Cost, Costs
+from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.schedule import Schedule, finish, no_recomputation
+from rockmate.simulate import simulate
+from rockmate.step import capture_step
+
+HEURISTIC = ("none", "chen", "rotor", "rockmate")
+NAMES = ("gpt2", "llama", "bert-base", "vit-base", "hf-resnet", "resnet50", "mlp", "encoder")
+ROUNDING = 1 - 1e-9  # of a sum of times: the order of addition, and ticks of 1e-12 of the total
+
+
+# --- small models with synthetic costs -----------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Linear layers with an activation that its gradient needs, of unequal widths."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Returning(Chain):
+    """The same with a hidden value returned, which the user then holds and the backward reads."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            hidden.append(x.detach())
+        return {"loss": x.square().mean(), "hidden": hidden[1]}
+
+
+class Branches(nn.Module):
+    """Two towers that meet twice, one gated; the hidden values are returned, so the user holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(12, 48), nn.Linear(12, 48), nn.Linear(48, 12)
+        self.norm = nn.LayerNorm(48)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        gate = torch.sigmoid(self.left(x))
+        mixed = self.norm(gate * torch.exp(0.1 * self.right(x)).pow(3))
+        out = self.last(mixed + gate)
+        return {"loss": (out - x).square().mean(), "hidden": mixed.detach()}
+
+
+def _residual() -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(models.Stack(2, 12), nn.LayerNorm(12))
+    return model, torch.randn(64, 12)
+
+
+SMALL = {
+    "chain": lambda: (Chain(8, 40, 24, 56, 8), torch.randn(48, 8)),
+    "returning": lambda: (Returning(8, 40, 48, 56, 8), torch.randn(48, 8)),
+    "branches": lambda: (Branches(), torch.randn(96, 12)),
+    "dropout": _residual,
+    "batch-norm": lambda: (models.BatchNormNet(), torch.randn(4, 3, 6, 6)),
+}
+
+
+@functools.cache
+def small(name: str) -> tuple[Graph, Costs]:
+    """Graph and synthetic costs of a small model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, sample = SMALL[name]()
+        graph = capture_step(model, sample).graph
+    return graph, synthetic_costs(graph)
+
+
+def synthetic_costs(graph: Graph) -> Costs:
+    """A cost for each op from its place and bytes alone; a second run takes less or more time than the first."""
+    rng = random.Random(len(graph.ops))
+    first, again = [], []
+    for op in graph.ops:
+        time_ms = rng.uniform(0.05, 1.0) + (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) / 1e5
+        overhead_bytes = rng.choice((0, 0, op.written_bytes // 3))
+        first.append(Cost(time_ms=time_ms, overhead_bytes=overhead_bytes))
+        again.append(Cost(time_ms=time_ms * rng.uniform(0.6, 1.3), overhead_bytes=overhead_bytes))
+    return Costs(first=tuple(first), again=tuple(again), num_distinct=len(first))
+
+
+def no_clock(graph: Graph, **_: object) -> Costs:
+    return synthetic_costs(graph)
+
+
+@functools.cache
+def fixed(name: str) -> Planned:
+    """The tiny model of that name with a planner on synthetic costs; made once for all the files that ask."""
+    workload = models.tiny(name)
+    before = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rockmate.planner, "measure_costs", no_clock)
+        return Planned(workload, Planner(workload.model, workload.sample), before)
+
+
+def graph_and_costs(planner: Planner) -> tuple[Graph, Costs]:
+    plan = planner.plan(1.0)
+    return plan.graph, plan.costs
+
+
+def budgets_between(low: int, high: int, number: int) -> list[int]:
+    return [low + (high - low) * step // (number - 1) for step in range(number)]
+
+
+# --- schedules -----------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Runs ops one by one into a list, making again what is wanted and not at hand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.at_hand: set[Storage] = {storage for storage in graph.storages if storage.is_static or storage.is_tangent}
+        self.lasting = {storage for storage in graph.storages if storage.is_result}
+        self.steps: list[int] = []
+
+    def run(self, op: Op) -> None:
+        for storage in op.reads:
+            if storage not in self.at_hand:
+                assert storage.producer is not None
+                self.run(storage.producer)
+        self.steps.append(op.index)
+        self.at_hand.update(op.writes)
+
+    def forget(self, chosen: set[Storage]) -> None:
+        """Loses the chosen values, but for what cannot be made again, what others hold, and gradients."""
+        for storage in chosen - self.lasting:
+            producer = storage.producer
+            if producer is not None and producer.phase is not Phase.BACKWARD and producer.recompute_target is not None:
+                self.at_hand.discard(storage)
+
+
+def schedule_of(graph: Graph, lost: set[Storage]) -> Schedule:
+    """The forward, all values in `lost` forgotten, and the backward in the graph's order."""
+    writer = _Writer(graph)
+    for op in graph.forward_ops:
+        writer.run(op)
+    num_forward = len(writer.steps)
+    writer.forget(lost)
+    for op in graph.ops:
+        if op.phase is Phase.BACKWARD:
+            writer.run(op)
+    return _checked(graph, writer.steps, num_forward)
+
+
+def random_schedule(graph: Graph, rng: random.Random, *, any_order: bool = True) -> Schedule:
+    """A valid schedule: values are forgotten at random, in the forward, at its end, and throughout the backward."""
+    in_forward, at_loss, in_backward = rng.choice((0, 0, 0.05)), rng.random(), rng.choice((0, 0, 0.03, 0.2))
+    backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
+    writer = _Writer(graph)
+    for op in _shuffled(graph.forward_ops, rng) if any_order else graph.forward_ops:
+        writer.run(op)
+        writer.forget(_some(writer.at_hand, in_forward, rng))
+    num_forward = len(writer.steps)
+    writer.forget(_some(writer.at_hand, at_loss, rng))
+    for op in _shuffled(backward, rng) if any_order else backward:
+        writer.run(op)
+        writer.forget(_some(writer.at_hand, in_backward, rng))
+    return _checked(graph, writer.steps, num_forward)
+
+
+def _some(storages: set[Storage], share: float, rng: random.Random) -> set[Storage]:
+    return {storage for storage in sorted(storages, key=lambda storage: storage.index) if rng.random() < share} if share else set()
+
+
+def _shuffled(ops: tuple[Op, ...] | list[Op], rng: random.Random) -> list[Op]:
+    """A random order that respects every read, with random ops as they are."""
+    order: list[Op] = []
+    waiting = list(ops)
+    while waiting:
+        made_later = {storage for op in waiting for storage in op.writes}
+        ready = [op for op in waiting if made_later.isdisjoint(op.reads)]
+        drawing = [op for op in waiting if op.is_random][:1]
+        op = rng.choice([op for op in ready if not op.is_random or op in drawing])
+        waiting.remove(op)
+        order.append(op)
+    return order
+
+
+def _checked(graph: Graph, steps: list[int], num_forward: int) -> Schedule:
+    schedule = finish(graph, steps[:num_forward], steps[num_forward:])
+    schedule.verify(graph)
+    return schedule
+
+
+def candidates(name: str, number: int = 400) -> Iterator[Schedule]:
+    """Schedules of a small model: all sets of its largest values forgotten at the loss, and random ones."""
+    graph, _ = small(name)
+    read_later = {storage for op in graph.backward_ops for storage in op.reads if storage.producer in graph.forward_ops}
+    large = sorted(read_later, key=lambda storage: (-storage.num_bytes, storage.index))[:8]
+    for count in range(len(large) + 1):
+        for lost in combinations(large, count):
+            yield schedule_of(graph, set(lost))
+    rng = random.Random(len(name))
+    for _ in range(number):
+        yield random_schedule(graph, rng)
+
+
+@functools.cache
+def reached(name: str) -> tuple[tuple[int, float], ...]:
+    """Peak and time of the schedules that no other one beats in both, growing peaks."""
+    graph, costs = small(name)
+    figures = {(s.peak_bytes, s.time_ms) for s in (simulate(graph, schedule, costs) for schedule in candidates(name))}
+    best: list[tuple[int, float]] = []
+    for peak_bytes, time_ms in sorted(figures):
+        if not best or time_ms < best[-1][1]:
+            best.append((peak_bytes, time_ms))
+    return tuple(best)
+
+
+def certificate(name: str) -> Certificate:
+    graph, costs = small(name)
+    least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
+    return Certificate(graph, costs, least_ms, time_limit_s=10.0)
+
+
+# --- no schedule beats the bound -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
+    bounds = certificate(name)
+    assert len(reached(name)) >= 3
+    for peak_bytes, time_ms in reached(name):
+        assert time_ms >= bounds.bound_ms(peak_bytes) * ROUNDING, f"{time_ms} ms within {peak_bytes:,} bytes"
+
+
+@pytest.mark.parametrize("name", ["chain", "returning", "dropout", "batch-norm"])
+def test_the_bound_is_reached_at_some_peak_where_something_is_recomputed(name: str) -> None:
+    bounds = certificate(name)
+    *tighter, (_, least_ms) = reached(name)
+    gaps = [time_ms - bounds.bound_ms(peak_bytes) for peak_bytes, time_ms in tighter]
+    assert any(gap <= 1e-9 * least_ms for gap in gaps)
+    assert bounds.bound_ms(tighter[0][0]) > least_ms
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_bound_that_counts_too_much_memory_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Certificate._moment
+    more_bytes = reached(name)[-1][0] // 12
+
+    def wrong(self: Certificate, op: Op) -> object:
+        moment = right(self, op)
+        return replace(moment, num_bytes=moment.num_bytes + more_bytes)
+
+    monkeypatch.setattr(Certificate, "_moment", wrong)
+    bounds = certificate(name)
+    assert any(time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name))
+
+
+def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Certificate._moment
+    monkeypatch.setattr(Certificate, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset()))
+    bounds = certificate("returning")
+    assert any(time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached("returning"))
+
+
+def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Certificate._moment
+
+    def wrong(self: Certificate, op: Op) -> object:
+        moment = right(self, op)
+        return replace(moment, later=tuple(other for other in self._graph.backward_ops if other is not op))
+
+    monkeypatch.setattr(Certificate, "_moment", wrong)
+    beaten = []
+    for name in SMALL:
+        bounds = certificate(name)
+        beaten += [time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name)]
+    assert any(beaten)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_a_moment_holds_is_held_in_every_schedule(name: str) -> None:
+    graph, costs = small(name)
+    moments = certificate(name).moments
+    assert moments
+    for schedule in candidates(name, 150):
+        live_bytes = simulate(graph, schedule, costs).live_bytes
+        for moment in moments:
+            position = schedule.steps.index(moment.op.index)
+            assert live_bytes[position] >= moment.num_bytes, f"{moment.op} at {position}"
+            assert set(schedule.steps[: position + 1]).isdisjoint(op.index for op in moment.later)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_bound_falls_with_the_budget_to_the_time_of_no_recomputation(name: str) -> None:
+    graph, costs = small(name)
+    bounds = certificate(name)
+    baseline = simulate(graph, no_recomputation(graph), costs)
+    values = [bounds.bound_ms(budget) for budget in budgets_between(0, baseline.peak_bytes, 120)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] == inf
+    assert values[-1] == baseline.time_ms == bounds.bound_ms(1 << 50)
+    assert len(set(values)) >= 4
+    most_needed = max(moment.num_bytes for moment in bounds.moments)
+    assert bounds.bound_ms(most_needed - 1) == inf
+
+
+# --- plans against it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "num_budgets"), [*((name, 5) for name in NAMES), ("t5-small", 2)])
+def test_no_plan_of_any_strategy_beats_the_bound(name: str, num_budgets: int) -> None:
+    planner = fixed(name).planner
+    graph, costs = graph_and_costs(planner)
+    for budget_bytes in budgets_between(planner.minimum_peak_bytes, planner.baseline_peak_bytes, num_budgets):
+        bound_ms = planner.lower_bound_ms(budget_bytes)
+        for strategy in HEURISTIC:
+            if budget_bytes < planner.minimum_peak(strategy):
+                continue
+            plan = planner.plan(budget_bytes, strategy=strategy)
+            assert simulate(graph, plan.schedule, costs).time_ms == plan.predicted_ms
+            assert plan.predicted_ms >= bound_ms * ROUNDING
+            assert plan.lower_bound_ms == bound_ms >= planner.baseline_ms
+            assert plan.optimality_gap == (plan.predicted_ms - bound_ms) / planner.baseline_ms
+            # A plan may stay below its budget: then it must stand the bound of what it uses.
+            assert plan.predicted_ms >= planner.lower_bound_ms(plan.predicted_peak_bytes) * ROUNDING
+    assert planner.lower_bound_ms(1.0) == planner.baseline_ms
+    assert planner.plan(1.0).optimality_gap == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_is_infinite_only_where_no_strategy_has_a_plan(name: str) -> None:
+    planner = fixed(name).planner
+    budgets = budgets_between(1, planner.baseline_peak_bytes, 25)
+    bounds = [planner.lower_bound_ms(budget_bytes) for budget_bytes in budgets]
+    assert bounds == sorted(bounds, reverse=True)
+    floor = min(planner.minimum_peak(strategy) for strategy in HEURISTIC)
+    assert all(budget_bytes < floor for budget_bytes, bound_ms in zip(budgets, bounds, strict=True) if bound_ms == inf)
+    assert bounds[0] == inf
+
+
+def test_measured_costs_are_held_against_the_bound_too() -> None:
+    workload = models.tiny("mlp")
+    planner = Planner(workload.model, workload.sample)
+    for point in planner.frontier():
+        assert point.predicted_ms >= planner.lower_bound_ms(point.predicted_peak_bytes) * ROUNDING
+    assert planner.lower_bound_ms(planner.minimum_peak_bytes) > planner.baseline_ms
+
+
+def test_below_every_schedule_the_bound_is_infinite_or_above_the_baseline() -> None:
+    planner = fixed("mlp").planner
+    assert planner.lower_bound_ms(1) == inf
+    plan = planner.plan(planner.minimum_peak_bytes)
+    assert planner.baseline_ms < plan.lower_bound_ms < inf
+    assert f"{plan.lower_bound_ms:.1f} ms within the budget" in plan.summary()

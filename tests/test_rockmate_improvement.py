@@ -1,0 +1,165 @@
+"""Schedules changed run by run stay valid, fit, cost no more than they should, and compute the same numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from helpers import assert_same, train, workload_loss
+from test_rockmate_certificate import SMALL, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
+
+from rockmate import RockmateModule
+from rockmate.costs import Costs
+from rockmate.graph import Graph
+from rockmate.improvement import make_room, spend_room
+from rockmate.live_ranges import LiveRanges
+from rockmate.schedule import Schedule, no_recomputation
+from rockmate.search import Search
+from rockmate.simulate import Simulation, simulate
+
+SHARES_BELOW = (0.6, 0.8, 0.95)
+SHARES_ABOVE = (1.0, 1.2, 1.6)
+
+
+def cases(name: str, number: int) -> Iterator[tuple[Graph, Costs, Schedule, Simulation]]:
+    """Random schedules of a small model, or of a tiny one."""
+    graph, costs = small(name) if name in SMALL else graph_and_costs(fixed(name).planner)
+    rng = random.Random(number)
+    for _ in range(number):
+        schedule = random_schedule(graph, rng, any_order=name in SMALL)
+        yield graph, costs, schedule, simulate(graph, schedule, costs)
+
+
+@pytest.mark.parametrize(("name", "number"), [*((name, 80) for name in SMALL), ("gpt2", 5), ("hf-resnet", 8), ("llama", 5)])
+def test_spending_room_fits_and_is_never_slower(name: str, number: int) -> None:
+    num_faster = 0
+    for graph, costs, schedule, simulation in cases(name, number):
+        for share in SHARES_ABOVE:
+            budget_bytes = int(simulation.peak_bytes * share)
+            better = spend_room(graph, costs, schedule, simulation, budget_bytes)
+            better.verify(graph)
+            found = simulate(graph, better, costs)
+            assert found.peak_bytes <= budget_bytes
+            assert found.time_ms <= simulation.time_ms * (1 + 1e-12)
+            assert better.num_recomputations() <= schedule.num_recomputations()
+            num_faster += found.time_ms < simulation.time_ms
+    assert num_faster > number
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_with_all_the_room_nothing_is_recomputed(name: str) -> None:
+    for graph, costs, schedule, simulation in cases(name, 40):
+        assert spend_room(graph, costs, schedule, simulation, 1 << 50).num_recomputations() == 0
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_without_room_nothing_is_changed_at_the_peak(name: str) -> None:
+    for graph, costs, schedule, simulation in cases(name, 40):
+        kept = spend_room(graph, costs, schedule, simulation, simulation.peak_bytes)
+        assert simulate(graph, kept, costs).peak_bytes <= simulation.peak_bytes
+
+
+def _made_room(name: str, number: int) -> tuple[int, int]:
+    """How many schedules could be made to fit by the estimate, and how many of them do not fit."""
+    num_made = num_over = 0
+    for graph, costs, schedule, simulation in cases(name, number):
+        for share in SHARES_BELOW:
+            budget_bytes = int(simulation.peak_bytes * share)
+            smaller = make_room(graph, costs, schedule, simulation, budget_bytes)
+            if smaller is None:
+                continue
+            smaller.verify(graph)
+            num_made += 1
+            num_over += simulate(graph, smaller, costs).peak_bytes > budget_bytes
+    return num_made, num_over
+
+
+@pytest.mark.parametrize(("name", "number"), [("chain", 100), ("branches", 100), ("mlp", 20)])
+def test_room_that_was_made_is_there(name: str, number: int) -> None:
+    num_made, num_over = _made_room(name, number)
+    assert num_made > number // 2
+    assert num_over == 0
+
+
+@pytest.mark.parametrize(("name", "number"), [("dropout", 60), ("llama", 6)])
+def test_room_that_was_made_is_there_in_graphs_of_any_kind(name: str, number: int) -> None:
+    _, num_over = _made_room(name, number)
+    assert num_over == 0
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
+    graph, costs = small(name)
+    schedule = no_recomputation(graph)
+    simulation = simulate(graph, schedule, costs)
+    fitting = []
+    for percent in range(99, 30, -1):
+        smaller = make_room(graph, costs, schedule, simulation, simulation.peak_bytes * percent // 100)
+        if smaller is not None and (found := simulate(graph, smaller, costs)).peak_bytes <= simulation.peak_bytes * percent // 100:
+            fitting.append(percent)
+            assert found.time_ms > simulation.time_ms
+    one_level = [simulate(graph, candidate, costs).peak_bytes for candidate in candidates(name, 0)]  # in the same order of the backward
+    assert min(fitting) <= min(one_level) * 100 // simulation.peak_bytes + 15
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
+    """One change at a time, against the simulator at every run."""
+    for graph, costs, schedule, simulation in cases(name, 25):
+        for position in LiveRanges(graph, costs, schedule, simulation).runs_again():
+            ranges = LiveRanges(graph, costs, schedule, simulation)
+            ranges.drop(position)
+            assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.bytes_in_use.max()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was_given(name: str) -> None:
+    graph, costs = small(name)
+    rng = random.Random(7)
+    schedules = [random_schedule(graph, rng) for _ in range(12)]
+    families = [[partial(lambda schedule: schedule, schedule) for schedule in schedules[part::2]] for part in range(2)]
+    search = Search(graph, costs, families, improves=True)
+    given = [simulate(graph, schedule, costs) for schedule in [*schedules, no_recomputation(graph)]]
+    low, high = min(one.peak_bytes for one in given), max(one.peak_bytes for one in given)
+    num_improved = 0
+    for budget_bytes in range(low, high + 1, max(1, (high - low) // 20)):
+        best = search.best_within(budget_bytes)
+        assert best is not None
+        best.schedule.verify(graph)
+        found = simulate(graph, best.schedule, costs)
+        assert found.peak_bytes <= budget_bytes
+        least_ms = min(one.time_ms for one in given if one.peak_bytes <= budget_bytes)
+        assert found.time_ms <= least_ms
+        num_improved += found.time_ms < least_ms
+    assert num_improved > 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
+def test_gradients_of_a_changed_schedule_are_eagers_bit_for_bit(name: str) -> None:
+    case = fixed(name)
+    plan = case.planner.plan(case.planner.minimum_peak_bytes)
+    graph, costs = plan.graph, plan.costs
+    rng = random.Random(3)
+    scattered = random_schedule(graph, rng, any_order=False)
+    lost = {storage for op in graph.forward_ops for storage in op.writes if rng.random() < 0.5}
+    baseline = simulate(graph, no_recomputation(graph), costs)
+    reference_model = case.eager()
+    reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
+    changed = [make_room(graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3)]
+    for schedule in (scattered, schedule_of(graph, lost)):
+        simulation = simulate(graph, schedule, costs)
+        changed.append(spend_room(graph, costs, schedule, simulation, baseline.peak_bytes))
+        changed.append(make_room(graph, costs, schedule, simulation, int(0.9 * simulation.peak_bytes)))
+    schedules = [schedule for schedule in changed if schedule is not None]
+    assert len(schedules) >= 4
+    assert all(schedule.num_recomputations() > 0 for schedule in schedules)
+    for schedule in schedules:
+        owner = case.workload.model
+        owner.load_state_dict(case.before)
+        owner.zero_grad(set_to_none=True)
+        ours = replace(plan, schedule=schedule, simulation=simulate(graph, schedule, costs))
+        module = RockmateModule.of(owner, case.planner._step.planned_call(ours))
+        assert_same(train(module, owner, workload_loss(case.workload), 1)[0], reference)

@@ -1,0 +1,232 @@
+"""Every strategy plans within the budget and trains as eager does; the default is never behind; what is asked first changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from math import isqrt
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import assert_same, train, workload_loss
+from test_rockmate_certificate import HEURISTIC, NAMES, budgets_between, fixed, graph_and_costs, no_clock
+
+import rockmate.planner
+from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Phase
+from rockmate.partition import BlockChain, partition
+from rockmate.search import Search
+from rockmate.simulate import simulate
+from rockmate.strategies import make_search
+
+
+def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
+    return make_search(strategy, graph, partition(graph), costs, time_limit_s=30.0)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_plans_fit_and_the_default_is_never_slower(name: str) -> None:
+    planner = fixed(name).planner
+    graph, costs = graph_and_costs(planner)
+    budgets = budgets_between(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 5)
+    for budget_bytes in {*budgets, *(planner.minimum_peak(strategy) for strategy in HEURISTIC)}:
+        default = planner.plan(budget_bytes)
+        assert default.strategy == "rockmate"
+        for strategy in HEURISTIC:
+            if budget_bytes >= planner.minimum_peak(strategy):
+                plan = planner.plan(budget_bytes, strategy=strategy)
+                plan.schedule.verify(graph)
+                simulation = simulate(graph, plan.schedule, costs)
+                assert simulation.peak_bytes == plan.predicted_peak_bytes <= budget_bytes
+                assert default.predicted_ms <= plan.predicted_ms
+                assert plan.strategy == strategy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_default_reaches_the_smallest_peak(name: str) -> None:
+    planner = fixed(name).planner
+    assert planner.minimum_peak() == planner.minimum_peak_bytes
+    assert planner.minimum_peak_bytes <= planner.minimum_peak("rotor") <= planner.minimum_peak("none")
+    assert planner.minimum_peak_bytes <= planner.minimum_peak("chen") <= planner.minimum_peak("none")
+    assert planner.minimum_peak("none") == planner.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("strategy", HEURISTIC)
+def test_below_its_minimum_the_error_says_it_and_there_the_plan_exists(strategy: str) -> None:
+    planner = fixed("vit-base").planner
+    minimum_bytes = planner.minimum_peak(strategy)
+    for budget_bytes in (minimum_bytes - 1, minimum_bytes // 2, 1):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            planner.plan(budget_bytes, strategy=strategy)
+        assert caught.value.budget_bytes == budget_bytes
+        assert caught.value.minimum_bytes == minimum_bytes
+        assert f"{minimum_bytes:,} bytes" in str(caught.value)
+    plan = planner.plan(caught.value.minimum_bytes, strategy=strategy)
+    assert plan.predicted_peak_bytes == minimum_bytes
+    assert f"{plan.predicted_ratio:.2f}x" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vit-base", "mlp", "encoder"])
+@pytest.mark.parametrize("strategy", HEURISTIC)
+def test_a_frontier_is_monotone_and_its_points_are_plans(name: str, strategy: str) -> None:
+    planner = fixed(name).planner
+    points = planner.frontier(strategy=strategy)
+    assert points[0].budget_bytes == planner.minimum_peak(strategy)
+    assert points[-1].predicted_ms == planner.baseline_ms
+    for before, after in pairwise(points):
+        assert before.budget_bytes < after.budget_bytes
+        assert before.predicted_ms > after.predicted_ms
+    for point in points:
+        plan = planner.plan(point.budget_bytes, strategy=strategy)
+        assert (plan.predicted_ms, plan.predicted_peak_bytes) == (point.predicted_ms, point.predicted_peak_bytes)
+
+
+@pytest.mark.parametrize("name", ["vit-base", "mlp"])
+@pytest.mark.parametrize("strategy", HEURISTIC)
+def test_the_answer_depends_on_the_budget_alone(name: str, strategy: str) -> None:
+    graph, costs = graph_and_costs(fixed(name).planner)
+    one, other = search_of(strategy, graph, costs), search_of(strategy, graph, costs)
+    low = one.minimum().simulation.peak_bytes
+    budgets = budgets_between(low, fixed(name).planner.baseline_peak_bytes, 7)
+    found = {budget_bytes: one.best_within(budget_bytes).schedule for budget_bytes in budgets}
+    other.frontier()
+    for budget_bytes in random.Random(5).sample(budgets, len(budgets)):
+        assert other.best_within(budget_bytes).schedule == found[budget_bytes]
+    assert one.best_within(low - 1) is None
+
+
+@pytest.mark.parametrize("name", ["vit-base", "mlp"])
+def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -> None:
+    graph, costs = graph_and_costs(fixed(name).planner)
+    search = search_of("rockmate", graph, costs)
+    assert isinstance(search, Search)
+    low, high = search.minimum().simulation.peak_bytes, fixed(name).planner.baseline_peak_bytes
+    for budget_bytes in budgets_between(low, high, 9):
+        best_ms = search.best_within(budget_bytes).simulation.time_ms
+        plain = [simulate(graph, candidate.schedule, costs) for candidate in search.grid]
+        assert best_ms <= min(simulation.time_ms for simulation in plain if simulation.peak_bytes <= budget_bytes)
+
+
+@pytest.mark.parametrize("name", ["vit-base", "mlp", "hf-resnet"])
+def test_the_minimum_does_not_depend_on_what_a_clock_said(name: str) -> None:
+    planner = fixed(name).planner
+    graph, costs = graph_and_costs(planner)
+    rng = random.Random(11)
+    for spread in (1.2, 3.0, 30.0):
+        first, again = (
+            tuple(replace(cost, time_ms=cost.time_ms * rng.uniform(1 / spread, spread)) for cost in table)
+            for table in (costs.first, costs.again)
+        )
+        smallest = search_of("rockmate", graph, replace(costs, first=first, again=again)).minimum()
+        assert smallest.simulation.peak_bytes == planner.minimum_peak_bytes
+
+
+# --- Chen's --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sqrt_n_runs_each_forward_op_at_most_twice(name: str) -> None:
+    planner = fixed(name).planner
+    plan = planner.plan(planner.minimum_peak("chen"), strategy="chen")
+    runs = Counter(plan.schedule.steps)
+    for op in plan.graph.ops:
+        assert runs[op.index] <= (2 if op.phase is Phase.FORWARD else 1), op
+    assert Counter(plan.schedule.forward).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert-base", "vit-base"])
+def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
+    planner = fixed(name).planner
+    plan = planner.plan(planner.minimum_peak("chen"), strategy="chen")
+    chain: BlockChain = partition(plan.graph)
+    num_blocks = len(chain.blocks)
+    length = next(size for size in range(1, num_blocks + 1) if size * size >= num_blocks)
+    assert length in (isqrt(num_blocks), isqrt(num_blocks) + 1)
+    firsts = range(length, num_blocks, length)
+    forward, backward = set(plan.schedule.forward), list(plan.schedule.backward)
+    for first in firsts:  # kept: the backward reads it before anything makes it again
+        boundary = chain.blocks[first].input
+        assert boundary is not None
+        assert boundary.producer is not None
+        reads = [backward.index(op.index) for op in plan.graph.readers[boundary] if op.index in backward]
+        made = backward.index(boundary.producer.index) if boundary.producer.index in backward else len(backward)
+        assert min(reads) < made
+    last_segment = {op.index for block in chain.blocks[firsts[-1] :] for op in block.forward}
+    again = forward.intersection(backward)
+    assert again.isdisjoint(last_segment)
+    # Nothing that can be made again is kept inside a segment: what its backward reads first is made there.
+    whole = {op.index for block in chain.blocks[: firsts[-1]] for op in block.forward if op.recompute_target is not None}
+    boundaries = {block.input for block in chain.blocks[length::length]}
+    kept_inside = [
+        storage
+        for op in plan.graph.forward_ops
+        if op.index in whole - again
+        for storage in op.writes
+        if storage not in boundaries | chain.carried | plan.graph.held
+        and any(reader.phase is not Phase.FORWARD for reader in plan.graph.readers.get(storage, ()))
+    ]
+    assert not kept_inside
+
+
+# --- by name -------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+    planner = fixed("mlp").planner
+    asked: tuple[Callable[[], object], ...] = (
+        lambda: planner.plan(1.0, strategy="fastest"),
+        lambda: planner.frontier(strategy="fastest"),
+        lambda: planner.minimum_peak("fastest"),
+        lambda: planner.module(1.0, strategy="fastest"),
+        lambda: RockmateModule(models.Stack(1), torch.randn(8, 16), 1.0, strategy="fastest"),
+    )
+    for ask in asked:
+        with pytest.raises(ValueError, match="'fastest'") as caught:
+            ask()
+        assert all(name in str(caught.value) for name in STRATEGIES)
+
+
+def test_the_names_are_public() -> None:
+    assert rockmate.STRATEGIES is STRATEGIES
+    assert set(HEURISTIC) <= set(STRATEGIES)
+    assert len(set(STRATEGIES)) == len(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", HEURISTIC)
+def test_a_module_is_planned_as_it_is_told(strategy: str) -> None:
+    module = RockmateModule(models.Stack(2), torch.randn(32, 16), 1.0, strategy=strategy)
+    assert module.plan.strategy == strategy
+    assert module.plan.schedule.num_recomputations() == 0
+    assert RockmateModule(models.Stack(2), torch.randn(32, 16), 1.0).plan.strategy == "rockmate"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "mlp"])
+def test_every_strategy_trains_as_eager_does_bit_for_bit(name: str) -> None:
+    case = fixed(name)
+    reference_model = case.eager()
+    reference = train(reference_model, reference_model, workload_loss(case.workload), 2)
+    for strategy in HEURISTIC:
+        owner = case.workload.model
+        owner.load_state_dict(case.before)
+        owner.zero_grad(set_to_none=True)
+        owner.train()
+        module = case.planner.module(case.planner.minimum_peak(strategy), strategy=strategy)
+        for ours, theirs in zip(train(module, owner, workload_loss(case.workload), 2), reference, strict=True):
+            assert_same(ours, theirs)
+
+
+def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rockmate.planner, "measure_costs", no_clock)
+    planner = Planner(models.Stack(1, 8, 0.0), torch.randn(128, 8))
+    graph, costs = graph_and_costs(planner)
+    for budget_bytes in budgets_between(planner.minimum_peak("checkmate"), planner.baseline_peak_bytes, 5):
+        plan = planner.plan(budget_bytes, strategy="checkmate")
+        plan.schedule.verify(graph)
+        assert simulate(graph, plan.schedule, costs).peak_bytes <= budget_bytes
+        assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)

@@ -3,8 +3,11 @@
 Every model is built from written-out configuration values with fixed seeds, so that nothing is fetched and
 two runs train the same numbers. Models are in train mode with the dropout of their configuration's default
 (0.1 in GPT-2, BERT, T5 and the plain encoder; the other architectures have none by default), and keep no
-key-value cache. Token batches carry no padding mask. At full size a step takes roughly half a second to
-four on one CPU thread; `tiny` variants take milliseconds and are meant for tests.
+key-value cache. Token batches carry no padding mask. A vocabulary is the published model's or, in the models
+made small for a CPU, 8192. At full size a step takes roughly half a second to four on one CPU thread;
+`tiny` variants take milliseconds and are meant for tests. A number at the end of a name counts layers.
+`-2layer` models are small enough for a solver that sees the whole graph; their vocabulary of 512 leaves most
+of the memory to the layers.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -197,15 +200,34 @@ def _gpt2(
     )
 
 
-def _llama(name: str, tiny: bool, device: torch.device) -> Workload:
-    num_layers, width, heads, inner, vocabulary, tokens = 8, 384, 6, 1024, 8192, 256
+def _rotary(
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    kind: str,
+    num_layers: int,
+    width: int,
+    heads: int,
+    key_value_heads: int,
+    inner: int,
+    vocabulary: int = 8192,
+    experts: int = 0,
+) -> Workload:
+    """A decoder with rotary positions, RMS norms and a gated MLP; `kind` is the library's prefix of its classes.
+
+    With `experts` each MLP is that many of width `inner`, of which every token takes two.
+    """
+    tokens = 256
     if tiny:
-        num_layers, width, heads, inner, vocabulary, tokens = 2, 32, 2, 48, 97, 16
-    config = transformers.LlamaConfig(
+        num_layers, width, heads, key_value_heads, inner = 2, 32, 2 * heads // key_value_heads, 2, 48
+        experts, vocabulary, tokens = min(experts, 4), 97, 16
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner} if experts else {}
+    config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=num_layers,
         hidden_size=width,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=key_value_heads,
         head_dim=width // heads,
         intermediate_size=inner,
         vocab_size=vocabulary,
@@ -214,10 +236,11 @@ def _llama(name: str, tiny: bool, device: torch.device) -> Workload:
         eos_token_id=2,
         pad_token_id=0,
         use_cache=False,
+        **mixture,
     )
     return _causal_workload(
         name,
-        transformers.LlamaForCausalLM(config),
+        getattr(transformers, f"{kind}ForCausalLM")(config),
         lambda model: model.model.layers,
         (2, tokens),
         vocabulary,
@@ -225,74 +248,70 @@ def _llama(name: str, tiny: bool, device: torch.device) -> Workload:
     )
 
 
-def _qwen3(name: str, tiny: bool, device: torch.device) -> Workload:
-    num_layers, width, heads, inner, vocabulary, tokens = 8, 320, 8, 896, 8192, 256
+def _bert(
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    head: Literal["classification", "masked"],
+    num_layers: int,
+    width: int,
+    heads: int,
+    vocabulary: int,
+    shape: tuple[int, int],
+) -> Workload:
+    """BERT that classifies the sequence, or finds the seventh of its tokens that is hidden."""
     if tiny:
-        num_layers, width, heads, inner, vocabulary, tokens = 2, 32, 4, 48, 97, 16
-    config = transformers.Qwen3Config(
+        num_layers, width, heads, vocabulary, shape = 2, 32, 2, 97, (2, 16)
+    config = transformers.BertConfig(
         num_hidden_layers=num_layers,
         hidden_size=width,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 2,  # grouped queries are what sets it apart from the Llama type
-        head_dim=width // heads,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        max_position_embeddings=max(tokens, 64),
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    return _causal_workload(
-        name,
-        transformers.Qwen3ForCausalLM(config),
-        lambda model: model.model.layers,
-        (2, tokens),
-        vocabulary,
-        device,
-    )
-
-
-def _bert_config(*, tiny: bool) -> transformers.BertConfig:
-    num_layers, width, heads, inner, vocabulary = (2, 32, 2, 64, 97) if tiny else (12, 768, 12, 3072, 30522)
-    return transformers.BertConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        intermediate_size=inner,
+        intermediate_size=4 * width,
         vocab_size=vocabulary,
         num_labels=4,  # pyright: ignore
         pad_token_id=0,
         use_cache=False,
     )
-
-
-def _bert(name: str, tiny: bool, device: torch.device) -> Workload:
-    """BERT with its sequence-classification head."""
-    config = _bert_config(tiny=tiny)
+    model_type, tokens = {
+        "classification": (transformers.BertForSequenceClassification, _classified_tokens),
+        "masked": (transformers.BertForMaskedLM, _masked_tokens),
+    }[head]
     return Workload(
         name=name,
-        model=_prepared(transformers.BertForSequenceClassification(config), device),
+        model=_prepared(model_type(config), device),
         layers=lambda model: list(model.bert.encoder.layer),  # pyright: ignore
         loss=_own_loss,
-        make_batch=partial(_classified_tokens, shape=_bert_shape(tiny=tiny), vocabulary=config.vocab_size, device=device),
+        make_batch=partial(tokens, shape=shape, vocabulary=vocabulary, device=device),
     )
 
 
-def _bert_mlm(name: str, tiny: bool, device: torch.device) -> Workload:
-    """BERT with its masked-language-model head: a seventh of the tokens is hidden and has a label."""
-    config = _bert_config(tiny=tiny)
+def _modernbert(name: str, tiny: bool, device: torch.device) -> Workload:
+    """ModernBERT that finds hidden tokens; two layers of three attend to a window of 64 tokens, the third to all."""
+    num_layers, width, heads, inner, vocabulary, shape, window = 12, 384, 6, 576, 8192, (2, 256), 64
+    if tiny:
+        num_layers, width, heads, inner, vocabulary, shape, window = 3, 32, 2, 48, 97, (2, 16), 8
+    config = transformers.ModernBertConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(shape[1], 64),
+        local_attention=window,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
     return Workload(
         name=name,
-        model=_prepared(transformers.BertForMaskedLM(config), device),
-        layers=lambda model: list(model.bert.encoder.layer),  # pyright: ignore
+        model=_prepared(transformers.ModernBertForMaskedLM(config), device),
+        layers=lambda model: list(model.model.layers),  # pyright: ignore
         loss=_own_loss,
-        make_batch=partial(_masked_tokens, shape=_bert_shape(tiny=tiny), vocabulary=config.vocab_size, device=device),
+        make_batch=partial(_masked_tokens, shape=shape, vocabulary=vocabulary, device=device),
     )
-
-
-def _bert_shape(*, tiny: bool) -> tuple[int, int]:
-    return (2, 16) if tiny else (4, 256)
 
 
 def _t5(name: str, tiny: bool, device: torch.device) -> Workload:
@@ -332,6 +351,27 @@ def _t5(name: str, tiny: bool, device: torch.device) -> Workload:
 # --- image models -------------------------------------------------------------------------------------
 
 
+def _image_workload(
+    name: str,
+    model: nn.Module,
+    layers: Callable[[Any], list[nn.Module]],
+    device: torch.device,
+    *,
+    batch: int,
+    pixels: int,
+    classes: int,
+) -> Workload:
+    """A classifier of the library's kind, which computes the loss itself."""
+    names = ("pixel_values", "labels")
+    return Workload(
+        name=name,
+        model=_prepared(model, device),
+        layers=layers,
+        loss=_own_loss,
+        make_batch=partial(_images, batch=batch, pixels=pixels, classes=classes, names=names, device=device),
+    )
+
+
 def _vit(name: str, tiny: bool, device: torch.device) -> Workload:
     num_layers, width, heads, inner, batch, pixels, patch, classes = 12, 768, 12, 3072, 4, 224, 16, 1000
     if tiny:
@@ -346,20 +386,8 @@ def _vit(name: str, tiny: bool, device: torch.device) -> Workload:
         num_labels=classes,  # pyright: ignore[reportCallIssue]
         problem_type="single_label_classification",
     )
-    return Workload(
-        name=name,
-        model=_prepared(transformers.ViTForImageClassification(config), device),
-        layers=_vit_layers,
-        loss=_own_loss,
-        make_batch=partial(
-            _images,
-            batch=batch,
-            pixels=pixels,
-            classes=classes,
-            names=("pixel_values", "labels"),
-            device=device,
-        ),
-    )
+    model = transformers.ViTForImageClassification(config)
+    return _image_workload(name, model, _vit_layers, device, batch=batch, pixels=pixels, classes=classes)
 
 
 def _vit_layers(model: nn.Module) -> list[nn.Module]:
@@ -379,20 +407,51 @@ def _hf_resnet(name: str, tiny: bool, device: torch.device) -> Workload:
         num_labels=classes,  # pyright: ignore[reportCallIssue]
         problem_type="single_label_classification",
     )
-    return Workload(
-        name=name,
-        model=_prepared(transformers.ResNetForImageClassification(config), device),
-        layers=lambda model: [layer for stage in model.resnet.encoder.stages for layer in stage.layers],  # pyright: ignore
-        loss=_own_loss,
-        make_batch=partial(
-            _images,
-            batch=batch,
-            pixels=pixels,
-            classes=classes,
-            names=("pixel_values", "labels"),
-            device=device,
-        ),
+    model = transformers.ResNetForImageClassification(config)
+    layers = partial(_stage_layers, encoder="resnet.encoder")
+    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
+
+
+def _regnet(name: str, tiny: bool, device: torch.device) -> Workload:
+    """RegNetY-800MF: grouped convolutions, each residual layer with squeeze and excitation."""
+    widths, depths, group, embedding, batch, pixels, classes = [64, 128, 320, 768], [1, 3, 8, 2], 16, 32, 8, 192, 100
+    if tiny:
+        widths, depths, group, embedding, batch, pixels, classes = [16, 32], [1, 2], 8, 8, 2, 32, 10
+    config = transformers.RegNetConfig(
+        embedding_size=embedding,
+        hidden_sizes=widths,
+        depths=depths,
+        groups_width=group,
+        layer_type="y",
+        num_labels=classes,  # pyright: ignore[reportCallIssue]
+        problem_type="single_label_classification",
     )
+    model = transformers.RegNetForImageClassification(config)
+    layers = partial(_stage_layers, encoder="regnet.encoder")
+    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
+
+
+def _convnext(name: str, tiny: bool, device: torch.device) -> Workload:
+    """ConvNeXt-T."""
+    widths, depths, batch, pixels, classes = [96, 192, 384, 768], [3, 3, 9, 3], 4, 160, 100
+    if tiny:
+        widths, depths, batch, pixels, classes = [16, 32], [1, 2], 2, 32, 10
+    config = transformers.ConvNextConfig(
+        num_stages=len(widths),
+        hidden_sizes=widths,
+        depths=depths,
+        image_size=pixels,
+        num_labels=classes,  # pyright: ignore[reportCallIssue]
+        problem_type="single_label_classification",
+    )
+    model = transformers.ConvNextForImageClassification(config)
+    layers = partial(_stage_layers, encoder="convnext.encoder")
+    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
+
+
+def _stage_layers(model: nn.Module, *, encoder: str) -> list[nn.Module]:
+    stages: Any = model.get_submodule(encoder).stages
+    return [layer for stage in stages for layer in stage.layers]
 
 
 class Bottleneck(nn.Module):
@@ -518,18 +577,37 @@ def _encoder(name: str, tiny: bool, device: torch.device) -> Workload:
     )
 
 
+_small_gpt2 = partial(_gpt2, width=256, heads=4, vocabulary=8192)
+_small_bert = partial(_bert, width=384, heads=6, shape=(2, 256))
+_llama = partial(_rotary, kind="Llama", width=384, heads=6, key_value_heads=6, inner=1024)
+
 REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, tokens=256),
-    "gpt2-deep": partial(_gpt2, num_layers=24, width=256, heads=4, vocabulary=8192, tokens=192),
-    "gpt2-48": partial(_gpt2, num_layers=48, width=256, heads=4, vocabulary=8192, tokens=96),
-    "bert-base": _bert,
-    "bert-mlm": _bert_mlm,
-    "llama": _llama,
+    "gpt2-deep": partial(_small_gpt2, num_layers=24, tokens=192),
+    "gpt2-2layer": partial(_small_gpt2, num_layers=2, vocabulary=512, tokens=192),
+    "gpt2-12": partial(_small_gpt2, num_layers=12, tokens=96),
+    "gpt2-48": partial(_small_gpt2, num_layers=48, tokens=96),
+    "gpt2-96": partial(_small_gpt2, num_layers=96, tokens=96),
+    "bert-base": partial(
+        _bert, head="classification", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)
+    ),
+    "bert-mlm": partial(_bert, head="masked", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)),
+    "bert-narrow": partial(_small_bert, head="classification", num_layers=12, vocabulary=8192),
+    "bert-2layer": partial(_small_bert, head="masked", num_layers=2, vocabulary=512),
+    "modernbert": _modernbert,
+    "llama": partial(_llama, num_layers=8),
+    "llama-2layer": partial(_llama, num_layers=2, vocabulary=512),
+    # Grouped queries are what sets it apart from the Llama type.
+    "qwen3": partial(_rotary, kind="Qwen3", num_layers=8, width=320, heads=8, key_value_heads=4, inner=896),
+    "qwen3-moe": partial(
+        _rotary, kind="Qwen3Moe", num_layers=6, width=256, heads=8, key_value_heads=4, inner=384, experts=8
+    ),
     "t5-small": _t5,
     "vit-base": _vit,
     "resnet50": _resnet50,
-    "qwen3": _qwen3,
     "hf-resnet": _hf_resnet,
+    "regnet": _regnet,
+    "convnext": _convnext,
     "mlp": _mlp,
     "encoder": _encoder,
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -25,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from bench import measure, models, peers
+from bench.machine import machine_record
 
 if TYPE_CHECKING:
     from rockmate import Planner
@@ -93,7 +92,7 @@ def run(options: argparse.Namespace) -> Iterator[Record]:
     times = measure.time_in_turn(steps, options.rounds, before=zero, device=options.device)
     resident = _resident_in_child(options, [c for c in candidates if c.step is not None])
 
-    common = _machine() | {
+    common = machine_record("bench.run") | {
         "model": options.model,
         "tiny": options.tiny,
         "device": options.device,
@@ -354,34 +353,6 @@ def _equality_record(ours: Sequence[measure.StepRecord], reference: Sequence[mea
         "buffers_equal": [measure.tensor_difference(own.buffers, ref.buffers).equal for own, ref in pairs],
         "random_state_equal": [bool(torch.equal(own.random_state, ref.random_state)) for own, ref in pairs],
     }
-
-
-def _machine() -> Record:
-    return {
-        "command": f"python -m bench.run {' '.join(sys.argv[1:])}",
-        "commit": _commit(),
-        "load_average": os.getloadavg()[0],
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "num_cores": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _commit() -> str:
-    """The checkout's commit, empty outside of one."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
-def _processor() -> str:
-    source = Path("/proc/cpuinfo")
-    lines = source.read_text().splitlines() if source.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _write_line(record: Record) -> None:

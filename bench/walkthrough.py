@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,27 @@ from torch.nn import functional
 
 from rockmate.allocations import timeline
 from rockmate.capture import Capture, Role, capture_joint
+from rockmate.certificate import Certificate
 from rockmate.costs import Costs, measure_costs
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import Program, emit
 from rockmate.graph import Graph, Op, Storage, build_graph
+from rockmate.improvement import make_room, spend_room
 from rockmate.partition import partition, storages_of
+from rockmate.proposals import ScheduleMaker, SeveralLevels, one_level
 from rockmate.rewrite import rewrite
 from rockmate.runtime import Runner
-from rockmate.schedule import Schedule, last_reads
-from rockmate.search import Candidate, Search
-from rockmate.simulate import state_bytes
+from rockmate.schedule import Schedule, last_reads, no_recomputation
+from rockmate.search import Candidate, Searcher
+from rockmate.simulate import Simulation, simulate, state_bytes
+from rockmate.strategies import make_search
 from rockmate.structure import flatten
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BUDGET_FRACTION = 0.52
+_BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+_MAX_EXCESS = 1.25  # peak over budget, of the schedules that are shown while they are made to fit
+_TIME_LIMIT_S = 30.0
 _SEED = 0
 _BATCH, _WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS = 1024, 128, 512, 64, 3
 _SHOWN_BLOCK = 1
@@ -122,14 +129,21 @@ def sections() -> Iterator[Section]:
     chain = partition(graph)
     yield Section(name="chain", language="text", text=str(chain), is_exact=True)
 
-    search = Search(graph, chain, costs)
-    yield Section(name="options", language="text", text=_options_text(search), is_exact=False)
-    yield Section(name="rotor", language="text", text=_rotor_text(search), is_exact=False)
+    baseline = simulate(graph, no_recomputation(graph), costs)
+    levels = SeveralLevels(graph, chain, costs, max_bytes=baseline.peak_bytes, time_limit_s=_TIME_LIMIT_S)
+    yield Section(name="options", language="text", text=_options_text(levels), is_exact=False)
+    yield Section(name="rotor", language="text", text=_rotor_text(levels), is_exact=False)
 
-    budget_bytes = int(BUDGET_FRACTION * search.baseline.simulation.peak_bytes)
+    budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
+    yield Section(name="improvement", language="text", text=_improvement_text(levels, budget_bytes), is_exact=False)
+
+    search = make_search("rockmate", graph, chain, costs, time_limit_s=_TIME_LIMIT_S)
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
-    yield Section(name="frontier", language="text", text=_frontier_text(search, budget_bytes), is_exact=False)
+    yield Section(name="frontier", language="text", text=_frontier_text(search, baseline, budget_bytes), is_exact=False)
+
+    certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=_TIME_LIMIT_S)
+    yield Section(name="certificate", language="text", text=_certificate_text(certificate, search, baseline), is_exact=False)
     yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
     yield Section(name="simulation", language="text", text=_simulation_text(graph, chosen, budget_bytes), is_exact=False)
 
@@ -203,52 +217,107 @@ def _costs_text(graph: Graph, costs: Costs) -> str:
     return "\n".join(lines)
 
 
-def _options_text(search: Search) -> str:
-    block = search.chain.blocks[_SHOWN_BLOCK]
+def _options_text(levels: SeveralLevels) -> str:
+    block = levels.chain.blocks[_SHOWN_BLOCK]
     storages = storages_of(block)
     lines = [
         f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output {_name(block.output)}",
         f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} {'backward':>9}",
         f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the output",
     ]
-    for index, option in enumerate(search.proposals.solver.options(block)):
+    for index, option in enumerate(levels.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK)):
         saved = " ".join(storages[position].name for position in option.saved if storages[position] is not block.output)
         times = f"{option.forward.time_ms:>9.3f} {option.backward.time_ms:>9.3f}"
         lines.append(
             f"{index:>6} {_kib(option.saved_bytes):>8} {_kib(option.forward.peak_bytes):>13} "
             f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
         )
-    lines.append(f"{search.proposals.solver.num_distinct} distinct blocks and spans solved for {len(search.proposals.rotor_chain.spans)}")
+    lines.append(f"{levels.solver.num_distinct} distinct blocks and spans solved for {len(levels.rotor_chain.spans)}")
     return "\n".join(lines)
 
 
-def _rotor_text(search: Search) -> str:
+def _rotor_text(levels: SeveralLevels) -> str:
     lines = [f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"]
-    for index, stage in enumerate(search.proposals.rotor_chain.stages):
+    for index, stage in enumerate(levels.rotor_chain.stages):
         lines.append(
             f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} {stage.forward_ms:>12.3f} "
             f"{_kib(stage.forward_peak_bytes):>18}"
         )
-    points = search.proposals.table.breakpoints()
-    lines += ["", f"{len(points)} breakpoints; table unit {search.proposals.table.unit_bytes:,} bytes"]
+    points = levels.table.breakpoints()
+    lines += ["", f"{len(points)} breakpoints; table unit {levels.table.unit_bytes:,} bytes"]
     for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
-        lines.append(f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {search.proposals.table.sequence(budget_bytes)}")
+        lines.append(f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {levels.table.sequence(budget_bytes)}")
     return "\n".join(lines)
 
 
-def _frontier_text(search: Search, budget_bytes: int) -> str:
-    baseline = search.baseline.simulation
+def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
+    """What each proposal near the budget becomes when room is made and spent; what `rockmate.search` does with some of them."""
+    graph, costs = levels.graph, levels.solver.costs
+    families = {"one level": one_level(graph, levels.chain, levels.solver), "several levels": levels.makers()}
+    lines = [
+        f"budget {_kib(budget_bytes)} KiB",
+        f"{'':<14} {'proposed':>19}  {'room made':>19}  {'room spent':>19}",
+        f"{'family':<14} {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}",
+    ]
+    for family, makers in families.items():
+        for candidate in _fastest_of_each_peak(levels, makers, int(_MAX_EXCESS * budget_bytes)):
+            schedule, proposed = candidate.schedule, candidate.simulation
+            row = f"{family:<14} {_size_and_time(proposed)}"
+            fitting = make_room(graph, costs, schedule, proposed, budget_bytes)
+            if fitting is None:
+                lines.append(f"{row}  nothing left to evict")
+                continue
+            fitted = simulate(graph, fitting, costs)
+            spent = simulate(graph, spend_room(graph, costs, fitting, fitted, budget_bytes), costs)
+            lines.append(f"{row}  {_size_and_time(fitted)}  {_size_and_time(spent)}")
+    return "\n".join(lines)
+
+
+def _fastest_of_each_peak(levels: SeveralLevels, makers: Iterable[ScheduleMaker], max_bytes: int) -> list[Candidate]:
+    """One schedule for each peak in whole KiB, by growing peak."""
+    fastest: dict[int, Candidate] = {}
+    for schedule in (maker() for maker in makers):
+        simulation = simulate(levels.graph, schedule, levels.solver.costs)
+        peak_kib = simulation.peak_bytes // _KIB
+        if simulation.peak_bytes > max_bytes or (peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms):
+            continue
+        fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
+    return [fastest[peak_kib] for peak_kib in sorted(fastest)]
+
+
+def _size_and_time(simulation: Simulation) -> str:
+    return f"{_kib(simulation.peak_bytes):>9} {simulation.time_ms:>9.3f}"
+
+
+def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) -> str:
     lines = [
         f"nothing recomputed: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
         f"budget {BUDGET_FRACTION}: {_kib(budget_bytes)} KiB; smallest peak: {_kib(search.minimum().simulation.peak_bytes)} KiB",
-        "peak, KiB  of nothing recomputed  time, ms  times as long  recomputed ops",
+        "budget, KiB  peak, KiB  of nothing recomputed  time, ms  times as long  recomputed ops",
     ]
-    for candidate in search.frontier():
+    for budget, candidate in search.frontier():
         found = candidate.simulation
         lines.append(
-            f"{_kib(found.peak_bytes):>9} {found.peak_bytes / baseline.peak_bytes:>22.3f} {found.time_ms:>9.3f} "
+            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} {found.peak_bytes / baseline.peak_bytes:>22.3f} {found.time_ms:>9.3f} "
             f"{found.time_ms / baseline.time_ms:>14.3f} {candidate.schedule.num_recomputations():>15}"
         )
+    return "\n".join(lines)
+
+
+def _certificate_text(certificate: Certificate, search: Searcher, baseline: Simulation) -> str:
+    lines = [f"{len(certificate.moments)} moments", f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}"]
+    for moment in certificate.moments:
+        lines.append(f"{moment.op.name:<24} {_kib(moment.num_bytes):>24} {len(moment.later):>22}")
+    lines += ["", f"{'budget':>6} {'KiB':>9} {'no schedule below, ms':>22} {'found, ms':>10} {'gap of the baseline':>20}"]
+    for fraction in _BOUND_FRACTIONS:
+        budget_bytes = int(fraction * baseline.peak_bytes)
+        bound_ms = certificate.bound_ms(budget_bytes)
+        best = search.best_within(budget_bytes)
+        row = f"{fraction:>6} {_kib(budget_bytes):>9} {bound_ms:>22.3f}"
+        if best is not None:
+            time_ms = best.simulation.time_ms
+            row += f" {time_ms:>10.3f} {(time_ms - bound_ms) / baseline.time_ms:>20.2%}"
+        lines.append(row)
     return "\n".join(lines)
 
 

@@ -1,0 +1,177 @@
+"""How far estimated costs are from measured ones, in what a plan depends on: ratios.
+
+    taskset -c 1 python -m bench.estimate --processor-time
+
+For each model: the share of the step that each kind of op takes, the backward's time over the forward's, and plans. A plan
+that was chosen with estimated costs is priced with measured ones: `own` is the time ratio that it promises, `real` what it
+takes, `best` that of the plan chosen with measured costs, all to no recomputation with the same costs; `peak` is its peak with
+measured overheads, over the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from bench import models
+from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.costs import Costs
+from rockmate.graph import Graph, Phase
+from rockmate.simulate import simulate
+
+MODELS = ("gpt2-deep", "bert-base", "llama", "vit-base", "resnet50")
+BUDGETS = (0.5, 0.25)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanError:
+    """A plan chosen with estimated costs, priced with measured ones; ratios are to no recomputation.
+
+    Attributes:
+        budget: as a fraction of the peak with nothing recomputed.
+        own_ratio: what it promises.
+        real_ratio: what it takes with measured costs.
+        best_ratio: of the plan for the same bytes that was chosen with measured costs.
+        peak_ratio: its peak with measured overheads, over the budget.
+    """
+
+    budget: float
+    own_ratio: float
+    real_ratio: float
+    best_ratio: float
+    peak_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelError:
+    """One model's estimate against its measurement.
+
+    Attributes:
+        name: of the model.
+        total_ratio: estimated over measured time of a step.
+        measured_shares: share of the measured step by kind of op.
+        estimated_shares: likewise of the estimated step.
+        measured_backward: backward time over forward time, measured.
+        estimated_backward: likewise, estimated.
+        plans: one for each feasible budget.
+    """
+
+    name: str
+    total_ratio: float
+    measured_shares: Counter[str]
+    estimated_shares: Counter[str]
+    measured_backward: float
+    estimated_backward: float
+    plans: tuple[PlanError, ...]
+
+    @property
+    def misplaced_share(self) -> float:
+        """Share of the step that the estimate gives to other kinds of ops than the measurement: 0 is perfect, 1 the worst."""
+        kinds = self.measured_shares.keys() | self.estimated_shares.keys()
+        return sum(abs(self.measured_shares[kind] - self.estimated_shares[kind]) for kind in kinds) / 2
+
+
+def compare(name: str, machine: str, *, tiny: bool = False, budgets: Sequence[float] = BUDGETS) -> ModelError:
+    """Plans one model with measured and with estimated costs.
+
+    Args:
+        name: in `bench.models`.
+        machine: as for `Planner`.
+        tiny: the model's small variant.
+        budgets: fractions of the peak with nothing recomputed.
+    """
+    workload = models.build(name, tiny=tiny)
+    measured, estimated = Planner(workload.model, workload.sample), Planner(workload.model, workload.sample, machine=machine)
+    ours, theirs = measured.plan(1.0), estimated.plan(1.0)
+    assert ours.outline.fingerprint == theirs.outline.fingerprint, "the two planners captured different graphs"
+    return ModelError(
+        name=name,
+        total_ratio=estimated.baseline_ms / measured.baseline_ms,
+        measured_shares=_shares(ours.graph, ours.costs),
+        estimated_shares=_shares(theirs.graph, theirs.costs),
+        measured_backward=_backward_ratio(ours.graph, ours.costs),
+        estimated_backward=_backward_ratio(theirs.graph, theirs.costs),
+        plans=tuple(_plan_errors(measured, estimated, ours, budgets)),
+    )
+
+
+def _plan_errors(measured: Planner, estimated: Planner, reference: Plan, budgets: Sequence[float]) -> Iterator[PlanError]:
+    for budget in budgets:
+        budget_bytes = int(budget * measured.baseline_peak_bytes)
+        try:
+            best, chosen = measured.plan(budget_bytes), estimated.plan(budget_bytes)
+        except InfeasibleBudgetError:
+            continue
+        priced = simulate(reference.graph, chosen.schedule, reference.costs)
+        yield PlanError(
+            budget=budget,
+            own_ratio=chosen.predicted_ratio,
+            real_ratio=priced.time_ms / measured.baseline_ms,
+            best_ratio=best.predicted_ratio,
+            peak_ratio=priced.peak_bytes / budget_bytes,
+        )
+
+
+def _shares(graph: Graph, costs: Costs) -> Counter[str]:
+    times: Counter[str] = Counter()
+    for op, cost in zip(graph.ops, costs.first, strict=True):
+        target = op.node.target
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        times[str(getattr(packet, "__name__", packet)).removeprefix("_").removesuffix("_default")] += cost.time_ms  # pyright: ignore
+    total = sum(times.values())
+    return Counter({kind: time_ms / total for kind, time_ms in times.items()})
+
+
+def _backward_ratio(graph: Graph, costs: Costs) -> float:
+    forward = sum(cost.time_ms for op, cost in zip(graph.ops, costs.first, strict=True) if op.phase is Phase.FORWARD)
+    return sum(cost.time_ms for cost in costs.first) / forward - 1
+
+
+@contextlib.contextmanager
+def processor_clock() -> Iterator[None]:
+    """Costs are measured in processor seconds, which other work on the machine does not lengthen; right for one thread."""
+    with mock.patch("rockmate.costs.time.perf_counter", time.process_time):
+        yield
+
+
+def report(error: ModelError, *, num_kinds: int = 10) -> str:
+    """One model as text."""
+    lines = [
+        f"{error.name}: step estimated at {error.total_ratio:.2f} of measured; backward / forward "
+        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; share of time misplaced "
+        f"{error.misplaced_share:.1%}",
+        "  budget    own   real   best   peak",
+    ]
+    lines += [f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} {p.peak_ratio:6.3f}" for p in error.plans]
+    lines.append("  measured  estimated  kind of op")
+    for kind, share in error.measured_shares.most_common(num_kinds):
+        lines.append(f"  {share:8.1%}  {error.estimated_shares[kind]:9.1%}  {kind}")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a report for each model."""
+    parser = argparse.ArgumentParser(prog="bench.estimate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help=f"repeatable (default: {', '.join(MODELS)})")
+    parser.add_argument("--machine", default="cpu-avx2", help="name, or path of a description, of the machine that this runs on")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--processor-time", action="store_true", help="measure processor seconds: on a machine with other work")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with processor_clock() if options.processor_time else contextlib.nullcontext():
+        for name in options.model or MODELS:
+            sys.stdout.write(report(compare(name, options.machine, tiny=options.tiny)) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

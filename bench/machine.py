@@ -1,0 +1,42 @@
+"""What a measurement ran on, as the head of its JSON lines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def machine_record(module: str) -> dict[str, Any]:
+    """Command, commit, load, processor and versions of this process, started as `python -m module`."""
+    return {
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "commit": _commit(),
+        "load_average": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit, empty outside of one."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def _processor() -> str:
+    source = Path("/proc/cpuinfo")
+    lines = source.read_text().splitlines() if source.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

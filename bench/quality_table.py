@@ -1,0 +1,313 @@
+"""The lines of `bench.plan_quality` as the table of numbers to reach: each row with its figure, hit or missed.
+
+Every target is set here, before anything is measured; a row without a measurement says so, and is neither hit nor missed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Record = dict[str, Any]
+
+LARGEST_GAP = 0.02
+MEDIAN_GAP = 0.01
+WHOLE_GRAPH_GAP = 0.01
+SMALLEST_PEAK_OF_ROTOR = 0.7
+PLANNING_S = {"gpt2-12": 3.0, "gpt2-96": 15.0}
+SERIES = {
+    "gpt2-deep": {0.48: 1.045, 0.28: 1.14, 0.18: 1.20, 0.12: 1.33},
+    "bert-narrow": {0.49: 1.06, 0.31: 1.13, 0.17: 1.20, 0.10: 1.40},
+    "llama": {0.48: 1.10, 0.33: 1.19, 0.25: 1.30},
+}
+"""Model to budget, as a fraction of the peak with nothing recomputed, to the time ratio to reach."""
+
+ROUNDING = 1e-9  # of a time: sums of the same op times in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One number to reach.
+
+    Attributes:
+        what: the number.
+        reach: its target.
+        figure: what was found, empty where nothing was measured.
+        where: model and budget of the figure, and how many others were looked at.
+        is_hit: None where nothing was measured.
+    """
+
+    what: str
+    reach: str
+    figure: str = ""
+    where: str = ""
+    is_hit: bool | None = None
+
+    def __str__(self) -> str:
+        verdict = {None: "not measured", True: "hit", False: "**miss**"}[self.is_hit]
+        return f"| {self.what} | {self.reach} | {self.figure} | {self.where} | {verdict} |"
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """The page's lines: the machine, the table, and what stands behind it, model by model."""
+    lines = _Lines(records)
+    return [*_head(records[0]), "", *_table(rows(records)), "", *_models(lines), "", *_notes(lines)]
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """All rows, in the order in which the targets were stated."""
+    lines = _Lines(records)
+    return [
+        *_gap_rows(lines),
+        _whole_graph_row(lines),
+        *_series_rows(lines),
+        _yardstick_row(lines),
+        *_soundness_rows(lines),
+        _smallest_peak_row(lines),
+        *_planning_rows(lines),
+        _strategy_row(lines),
+    ]
+
+
+class _Lines:
+    """The records by kind; two-layer models are there for whole-graph Checkmate and stand apart."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        by_kind: dict[str, list[Record]] = {}
+        for record in records:
+            by_kind.setdefault(record["kind"], []).append(record)
+        self.models = {r["model"]: r for r in by_kind.get("model", [])}
+        self.plans = by_kind.get("plan", [])
+        self.feasible = [r for r in self.plans if r["is_feasible"]]
+        self.ours = [r for r in self.feasible if r["strategy"] == "rockmate"]
+        self.yardsticks = by_kind.get("yardstick", [])
+        self.skipped = by_kind.get("skipped", [])
+        self._own_ms = {_key(r): r["ms"] for r in self.ours}
+        self.bounds_ms = {_key(r): r["lower_bound_ms"] for r in self.ours}
+
+    def own_ms(self, other: Record) -> float:
+        """Time of the default strategy at the budget of another record; infinite where it has no plan."""
+        return self._own_ms.get(_key(other), math.inf)
+
+    def gaps(self, model: str) -> dict[float, float]:
+        """Budget to gap, at the budgets of the table."""
+        return {r["budget"]: r["gap"] for r in self.ours if r["model"] == model and r["purpose"] == "budget"}
+
+    def gaps_of_models(self) -> dict[str, dict[float, float]]:
+        """The same for each model that has them, two-layer models left out."""
+        found = {model: self.gaps(model) for model in self.models if not _has_two_layers(model)}
+        return {model: gaps for model, gaps in found.items() if gaps}
+
+
+def _place(lines: _Lines, record: Record) -> str:
+    """Model, strategy and budget of a record, in words."""
+    strategy = "" if record.get("strategy", "rockmate") == "rockmate" else f" {record['strategy']}"
+    return f"{record['model']}{strategy} at {record['budget_bytes'] / lines.models[record['model']]['baseline_peak_bytes']:.3f}"
+
+
+def _key(record: Record) -> tuple[str, int]:
+    return record["model"], record["budget_bytes"]
+
+
+def _has_two_layers(model: str) -> bool:
+    return model.endswith("-2layer")
+
+
+# --- rows ---------------------------------------------------------------------------------------------
+
+
+def _worst(what: str, reach: str, figures: Sequence[tuple[str, float]], limit: float, show: Callable[[float], str]) -> Row:
+    """The row of the largest of (where, figure): every figure has to be at most `limit`."""
+    if not figures:
+        return Row(what=what, reach=reach)
+    name, worst = max(figures, key=lambda pair: pair[1])
+    num_within = sum(figure <= limit for _, figure in figures)
+    where = f"{name}; {num_within} of {len(figures)} within"
+    return Row(what=what, reach=reach, figure=show(worst), where=where, is_hit=num_within == len(figures))
+
+
+def _every(what: str, holds: Sequence[tuple[str, bool]]) -> Row:
+    """The row of (where, whether it holds): each has to."""
+    if not holds:
+        return Row(what=what, reach="always")
+    failing = [name for name, hold in holds if not hold]
+    figure = f"{len(holds) - len(failing)} of {len(holds)}"
+    return Row(what=what, reach="always", figure=figure, where=", ".join(failing[:4]), is_hit=not failing)
+
+
+def _gap_rows(lines: _Lines) -> list[Row]:
+    gaps = lines.gaps_of_models()
+    largest = [(f"{model} at {budget:g}", gap) for model, own in gaps.items() for budget, gap in own.items()]
+    medians = [(model, statistics.median(own.values())) for model, own in gaps.items()]
+    return [
+        _worst("gap to the lower bound, budgets from 1.0 to 0.25: largest", "<= 2 %", largest, LARGEST_GAP, _percent),
+        _worst("the same: median of a model", "<= 1 %", medians, MEDIAN_GAP, _percent),
+    ]
+
+
+def _whole_graph_row(lines: _Lines) -> Row:
+    others = [r for r in lines.plans if r["strategy"] == "checkmate"]
+    gaps = [
+        (_place(lines, other), (lines.own_ms(other) - other["ms"]) / lines.models[other["model"]]["baseline_ms"])
+        for other in others
+        if other["is_feasible"] and other["is_proved"]
+    ]
+    num_unproved = sum("why" in other or (other["is_feasible"] and not other["is_proved"]) for other in others)
+    unproved = f" ({num_unproved} not proved in time, left out)" if num_unproved else ""
+    return _worst(f"gap to whole-graph Checkmate's proved optimum{unproved}", "<= 1 %", gaps, WHOLE_GRAPH_GAP, _percent)
+
+
+def _series_rows(lines: _Lines) -> list[Row]:
+    found = {(r["model"], r["budget"]): r for r in lines.plans if r["purpose"] == "series"}
+    return [
+        _series_row(f"{model} at {budget:g}: predicted time ratio", target, found.get((model, budget)))
+        for model, targets in SERIES.items()
+        for budget, target in targets.items()
+    ]
+
+
+def _series_row(what: str, target: float, record: Record | None) -> Row:
+    reach = f"<= {target:g}"
+    if record is None:
+        return Row(what=what, reach=reach)
+    if not record["is_feasible"]:
+        return Row(what=what, reach=reach, figure="infeasible", is_hit=False)
+    return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", is_hit=record["ratio"] <= target)
+
+
+def _yardstick_row(lines: _Lines) -> Row:
+    slower = [(_place(lines, r), math.inf if r["ours_ms"] is None else r["ours_ms"] / r["ms"] - 1) for r in lines.yardsticks]
+    return _worst("time beyond the plain knapsack's at its own peak", "<= 0", slower, ROUNDING, _percent)
+
+
+def _soundness_rows(lines: _Lines) -> list[Row]:
+    fits = [(_place(lines, r), r["peak_bytes"] <= r["budget_bytes"]) for r in lines.feasible]
+    bounded = [
+        (_place(lines, r), r["ms"] >= lines.bounds_ms[_key(r)] * (1 - ROUNDING))
+        for r in (*lines.feasible, *lines.yardsticks)
+        if _key(r) in lines.bounds_ms
+    ]
+    monotone = [
+        (f"{model} {strategy}", _is_monotone(points))
+        for model, record in lines.models.items()
+        for strategy, points in record.get("frontiers", {}).items()
+    ]
+    ours = {model: [r for r in lines.ours if r["model"] == model] for model in lines.models}
+    planned = [(model, _times_fall(plans)) for model, plans in ours.items() if plans]
+    return [
+        _every("simulated peak <= budget, every plan", fits),
+        _every("no schedule of any strategy, nor the knapsack's, beats the lower bound", bounded),
+        _every("frontier: time falls as the budget grows", monotone),
+        _every("plans at all budgets tried: none slower than one for less memory", planned),
+    ]
+
+
+def _is_monotone(points: Sequence[Sequence[float]]) -> bool:
+    return all(smaller[0] < larger[0] and smaller[1] > larger[1] for smaller, larger in pairwise(points))
+
+
+def _times_fall(plans: Iterable[Record]) -> bool:
+    ordered = sorted(plans, key=lambda r: (r["budget_bytes"], -r["ms"]))
+    return all(larger["ms"] <= smaller["ms"] * (1 + ROUNDING) for smaller, larger in pairwise(ordered))
+
+
+def _smallest_peak_row(lines: _Lines) -> Row:
+    shares = [
+        (model, record["minimum_peak_bytes"]["rockmate"] / record["minimum_peak_bytes"]["rotor"])
+        for model, record in lines.models.items()
+        if "minimum_peak_bytes" in record and not _has_two_layers(model)
+    ]
+    what = "smallest feasible peak, of Rotor's with all-or-nothing blocks"
+    return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, lambda share: f"{share:.3f}")
+
+
+def _planning_rows(lines: _Lines) -> list[Row]:
+    planning_rows = []
+    for model, limit_s in PLANNING_S.items():
+        figures = [(model, _planning_s(lines.models[model]))] if model in lines.models else []
+        what = f"planning, capture not counted, {model.rpartition('-')[2]} layers"
+        planning_rows.append(_worst(what, f"<= {limit_s:g} s", figures, limit_s, lambda seconds: f"{seconds:.1f} s"))
+    return planning_rows
+
+
+def _planning_s(record: Record) -> float:
+    """Everything between the capture and the first plan in hand."""
+    return sum(seconds for stage, seconds in record["timings_s"].items() if stage != "capture") + record["first_plan_s"]
+
+
+def _strategy_row(lines: _Lines) -> Row:
+    others = [r for r in lines.feasible if r["strategy"] != "rockmate"]
+    slower = [(f"against {_place(lines, other)}", lines.own_ms(other) / other["ms"] - 1) for other in others]
+    return _worst("time beyond another strategy's at the same budget", "<= 0", slower, ROUNDING, _percent)
+
+
+# --- text ---------------------------------------------------------------------------------------------
+
+
+def _head(first: Record) -> list[str]:
+    return [
+        "# How good plans are",
+        "",
+        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used, load "
+        f"average {first['load_average']:.1f} at the start. Python {first['python']}, PyTorch {first['torch']}, transformers "
+        f"{first['transformers']}. Commit {first['commit']}. Command: `{first['command']}`." + (" Tiny models." if first["tiny"] else ""),
+        "",
+        "Nothing is run: times are sums of op times, each measured alone, and peaks are simulated. A budget is a fraction of the peak "
+        "with nothing recomputed, a gap a fraction of the time with nothing recomputed. MB are millions of bytes.",
+    ]
+
+
+def _table(table: Iterable[Row]) -> list[str]:
+    return ["## Numbers to reach", "", "| what | reach | figure | where | |", "|---|---|---|---|---|", *map(str, table)]
+
+
+def _models(lines: _Lines) -> list[str]:
+    text = [
+        "## Model by model",
+        "",
+        "Peaks are fractions of the baseline's. An infeasible budget is one below the smallest peak; below the proved one nothing fits.",
+        "",
+        "| model | ops | baseline MB | baseline ms | gap, largest | at | gap, median | infeasible | smallest peak | proved "
+        "| of Rotor's | beyond the knapsack, most | capture s | costs s | solve s | first plan s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return [*text, *(_model_line(lines, model) for model in lines.models)]
+
+
+def _model_line(lines: _Lines, model: str) -> str:
+    record, gaps = lines.models[model], lines.gaps(model)
+    spent = record["timings_s"]
+    cells = [model, str(record["num_ops"]), f"{record['baseline_peak_bytes'] / 1e6:.1f}", f"{record['baseline_ms']:.0f}"]
+    at = max(gaps, key=lambda budget: gaps[budget], default=None)
+    cells += ["", "", ""] if at is None else [_percent(gaps[at]), f"{at:g}", _percent(statistics.median(gaps.values()))]
+    infeasible = [r for r in lines.plans if r["model"] == model and r["purpose"] == "budget" and r["strategy"] == "rockmate"]
+    cells.append(", ".join(f"{r['budget']:g}" for r in infeasible if not r["is_feasible"]))
+    if "minimum_peak_bytes" in record:
+        minimum, baseline = record["minimum_peak_bytes"], record["baseline_peak_bytes"]
+        cells += [f"{minimum['rockmate'] / baseline:.3f}", f"{record['proved_minimum_bytes'] / baseline:.3f}"]
+        cells.append(f"{minimum['rockmate'] / minimum['rotor']:.3f}")
+    else:
+        cells += ["", "", ""]
+    beyond = [r["ours_ms"] / r["ms"] - 1 for r in lines.yardsticks if r["model"] == model and r["ours_ms"] is not None]
+    cells.append(_percent(max(beyond)) if beyond else "")
+    cells += [f"{spent[stage]:.1f}" for stage in ("capture", "costs", "solve")] + [f"{record['first_plan_s']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _notes(lines: _Lines) -> list[str]:
+    minima = [
+        f"- {model}: the smallest peak is reached in {r['minimum_places']['rockmate']}; Rotor's in {r['minimum_places']['rotor']}."
+        for model, r in lines.models.items()
+        if "minimum_places" in r
+    ]
+    skipped = [f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}" for r in lines.skipped]
+    unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]
+    return ["## Where the smallest peaks are, and what solvers have no answer for", "", *minima, *skipped, *unsolved]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

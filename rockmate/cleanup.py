@@ -227,7 +227,7 @@ def _layout(tensor: torch.Tensor) -> Hashable:
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    return [item for item in values if isinstance(item, torch.Tensor)]
+    return [item for item in values if isinstance(item, torch.Tensor) and item.layout == torch.strided]
 
 
 def _memories(node: fx.Node) -> list[int]:

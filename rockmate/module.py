@@ -12,7 +12,7 @@ from torch import nn
 
 from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.emit import Program
-from rockmate.errors import SignatureMismatchError
+from rockmate.errors import InvalidBudgetError, SignatureMismatchError
 from rockmate.plan import Plan
 from rockmate.runtime import Runner
 from rockmate.signature import CallSignature, ModelSignature, check_call, flatten_call, optional_keywords
@@ -70,11 +70,15 @@ class RockmateModule(nn.Module):
             **planner_options: as for `Planner`; a plan brings those that it was made with.
 
         Raises:
-            InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`.
+            InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`; the
+                first also where neither budget nor plan is given.
             PlanMismatchError: the plan was made for another model or sample.
-            TypeError: neither budget nor plan is given, or both, or a plan with options.
+            TypeError: both budget and plan are given, or a plan with options.
         """
-        if (budget is None) == (plan is None):
+        if budget is None and plan is None:
+            msg = "budget None: give RockmateModule a budget (bytes, \"6GiB\", or a fraction in (0, 1]) or a plan."
+            raise InvalidBudgetError(msg)
+        if budget is not None and plan is not None:
             msg = "give RockmateModule a budget or a plan, and not both: a plan has its budget, plan.budget_bytes."
             raise TypeError(msg)
         if plan is not None:

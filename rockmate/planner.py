@@ -175,9 +175,10 @@ class Planner:
         return self._searches[strategy]
 
     def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
-        smallest = self.plan(self.minimum_peak(strategy), strategy=strategy)
+        minimum_bytes = self.minimum_peak(strategy)
+        smallest = self.plan(minimum_bytes, strategy=strategy)
         return InfeasibleBudgetError(
-            budget_bytes, smallest.predicted_peak_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
+            budget_bytes, minimum_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
         )
 
     def _as_plan(self, budget_bytes: int, strategy: str, candidate: Candidate) -> Plan:

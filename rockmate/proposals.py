@@ -99,7 +99,7 @@ class SeveralLevels:
     def makers(self) -> list[ScheduleMaker]:
         """Schedules, one for each table budget at which the least time drops; none that takes several times the least."""
         points = self.table.breakpoints()
-        least_ms = min(time_ms for _, time_ms in points)
+        least_ms = min((time_ms for _, time_ms in points), default=0.0)
         return [partial(self._from_table, budget_bytes) for budget_bytes, time_ms in points if time_ms <= _MAX_SLOWDOWN * least_ms]
 
     def _from_table(self, table_budget_bytes: int) -> Schedule:

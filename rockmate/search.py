@@ -135,7 +135,7 @@ class Search:
         costs: Costs,
         families: Sequence[Sequence[ScheduleMaker]],
         *,
-        smallest: Sequence[ScheduleMaker] = (),
+        smallest: Sequence[ScheduleMaker] | None = None,
         improves: bool = False,
         num_unproved: int = 0,
     ) -> None:
@@ -157,7 +157,7 @@ class Search:
         self._families = [_Family(makers, self._evaluate) for makers in families]
         grid = [self.baseline, *(candidate for family in self._families for candidate in family.grid())]
         self._minimum = min(grid, key=_by_peak)
-        if smallest:
+        if smallest is not None:
             made = [self.baseline, *map(self._made, smallest)]
             self._minimum = self._shrunk(min(made, key=_by_peak_and_length))
         self.grid = [c for c in [self._minimum, *grid] if c.simulation.peak_bytes >= self._minimum.simulation.peak_bytes]

@@ -124,8 +124,6 @@ def capture_step(
     args, kwargs = sample_call(sample_input)
     tensors, call = flatten_call(args, kwargs, optional_keywords(model))
     device = _device_of_another(machine, model, tensors)
-    if device is None:
-        check_devices(model, tensors)
     state = ModelSignature.of(model)
     hooked = [path for path, module in model.named_modules() if path and hook_keys(module)]
     if hooked:
@@ -144,14 +142,15 @@ def capture_step(
 
 def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:
     """The machine's device if the model or the sample is not there, None if they are, or if no machine is given."""
-    if machine is not None:
-        return machine.torch_device if needs_stand_ins(model, tensors, machine.torch_device) else None
-    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers(), *tensors)):
+    if machine is not None and needs_stand_ins(model, tensors, machine.torch_device):
+        return machine.torch_device
+    if machine is None and any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         msg = (
-            "the model or its sample is on the meta device, where nothing can be measured. Say what to plan for (machine=\"h100\", or the "
-            "path of a description), or move both to a device that is here."
+            "the model is on the meta device, where nothing can be measured. Say what to plan for (machine=\"h100\", or the "
+            "path of a description), or move it and its sample to a device that is here."
         )
         raise InvalidSampleError(msg)
+    check_devices(model, tensors)
     return None
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import rockmate.costs
 from bench.measure import allocator_peak
-from rockmate import Plan, PlanFileError, PlanMismatchError, Planner, RockmateModule, SignatureMismatchError
+from rockmate import InvalidBudgetError, Plan, PlanFileError, PlanMismatchError, Planner, RockmateModule, SignatureMismatchError
 from rockmate.outline import outline_of
 from rockmate.schedule import Schedule, no_recomputation
 from rockmate.simulate import simulate
@@ -370,9 +370,10 @@ def test_in_place_where_nothing_ends_is_refused() -> None:
 def test_budget_and_plan_exclude_each_other() -> None:
     model, x = models.Stack(), torch.randn(64, 16)
     plan = Planner(model, x).plan(1.0)
-    for wrong in ({}, {"budget": 0.5, "plan": plan}):
-        with pytest.raises(TypeError, match="a budget or a plan"):
-            RockmateModule(model, x, **wrong)
+    with pytest.raises(TypeError, match="a budget or a plan, and not both"):
+        RockmateModule(model, x, budget=0.5, plan=plan)
+    with pytest.raises(InvalidBudgetError, match=r"a budget .* or a plan"):
+        RockmateModule(model, x)
     with pytest.raises(TypeError, match="outputs cannot be given with a plan"):
         RockmateModule(model, x, plan=plan, outputs="loss")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
 from rockmate.outline import OutlineBlock, OutlineStorage, StorageKind
-from rockmate.stays import Occupant, Stay, repeated
+from rockmate.stays import Occupant, Stay
 
 if TYPE_CHECKING:
     from rockmate.plan import Plan
@@ -264,7 +264,7 @@ def _times(number: int) -> str:
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
     """A row a block, in forward order."""
     steps, live = plan.schedule.steps, plan.simulation.live_bytes
-    again = Counter(steps[position] for position in repeated(steps))
+    again = Counter(steps[position] for position in plan.schedule.repeated())
     highest: dict[int, int] = {}
     for position, index in enumerate(steps):
         highest[index] = max(highest.get(index, 0), live[position])

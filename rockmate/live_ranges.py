@@ -46,6 +46,7 @@ class LiveRanges:
         """Reads the ranges off `schedule`; `simulation` is what the simulator says of it."""
         self.graph = graph
         self.costs = costs
+        self._schedule = schedule
         self._steps = schedule.steps
         self._num_forward = len(schedule.forward)
         self._in_place = schedule.in_place
@@ -67,13 +68,7 @@ class LiveRanges:
 
     def runs_again(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
-        seen: set[int] = set()
-        again = []
-        for position, index in enumerate(self._steps):
-            if index in seen:
-                again.append(position)
-            seen.add(index)
-        return again
+        return self._schedule.repeated()
 
     def is_dropped(self, position: int) -> bool:
         """Whether the run there has been dropped."""
@@ -127,8 +122,8 @@ class LiveRanges:
                 extra.append((before.end, before.end, self.op_at(before.end).writes[0].num_bytes))
         return extra
 
-    def drop(self, position: int) -> float:
-        """Drops the run at `position` and every run that then serves nobody; returns the milliseconds saved."""
+    def drop(self, position: int) -> None:
+        """Drops the run at `position` and every run that then serves nobody."""
         for first, last, num_bytes in self.extra_for_drop(position):
             self.bytes_in_use[first : last + 1] += num_bytes
         op = self.op_at(position)
@@ -138,13 +133,12 @@ class LiveRanges:
             if place:
                 ranges[place - 1].reads += ranges[place].reads
                 ranges[place].reads = []
-        return self._forget(position)
+        self._forget(position)
 
-    def _forget(self, position: int) -> float:
+    def _forget(self, position: int) -> None:
         """Takes out a run whose results nobody reads from here, and what only it needed."""
         op = self.op_at(position)
         self._dropped.add(position)
-        saved_ms = self.cost_ms(op)
         for storage in op.writes:
             self.of[storage] = [live for live in self.of.get(storage, []) if live.start != position]
         for storage in op.reads:
@@ -157,8 +151,7 @@ class LiveRanges:
             ranges = self.of[storage]
             if not live.reads and ranges.index(live) > 0 and self._serves_nobody(live.start):
                 self.bytes_in_use[live.start] -= storage.num_bytes
-                saved_ms += self._forget(live.start)
-        return saved_ms
+                self._forget(live.start)
 
     def _serves_nobody(self, position: int) -> bool:
         writes = self.op_at(position).writes

@@ -157,6 +157,11 @@ class Outline:
     storages: tuple[OutlineStorage, ...]
     ops: tuple[OutlineOp, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """The ops' names, by index."""
+        return [op.name for op in self.ops]
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal steps, in every process and on every machine: SHA-256 of all that is compared, without the call."""

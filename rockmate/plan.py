@@ -16,7 +16,7 @@ from rockmate.graph import Graph
 from rockmate.outline import Outline, OutlineChain, OutlineOp
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
-from rockmate.stays import Stays, repeated
+from rockmate.stays import Stays
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +193,7 @@ class Plan:
 
 def _most_recomputed(plan: Plan) -> str:
     counts: dict[str, int] = {}
-    for position in repeated(plan.schedule.steps):
+    for position in plan.schedule.repeated():
         name = plan.outline.ops[plan.schedule.steps[position]].short_call
         counts[name] = counts.get(name, 0) + 1
     top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:4]

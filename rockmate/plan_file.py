@@ -47,7 +47,7 @@ def plan_text(plan: Plan) -> str:
         "fingerprint": {"graph": outline.fingerprint, "call": outline.call_fingerprint},
         "options": dict(plan.options),
         **{name: getattr(plan, name) for name in _PROMISES},
-        "schedule": schedule_rows(outline, plan.schedule),
+        "schedule": plan.schedule.rows(outline.names),
         "live_bytes": plan.simulation.live_bytes,
         "inputs": outline.inputs,
         "outputs": outline.outputs,
@@ -84,18 +84,6 @@ def read_plan(text: str, *, origin: str = "the text") -> Plan:
         raise PlanFileError(msg) from error
     _check_schedule_rows(plan, content["schedule"], origin)
     return _replayed(plan, origin)
-
-
-def schedule_rows(outline: Outline, schedule: Schedule) -> list[str]:
-    """One line a run: half, index and name of the op, whether it has run before, whether it works in place."""
-    seen: set[int] = set()
-    rows = []
-    for position, index in enumerate(schedule.steps):
-        half = "forward" if position < len(schedule.forward) else "backward"
-        again, place = " again" if index in seen else "", " in-place" if position in schedule.in_place else ""
-        rows.append(f"{half} {index} {outline.ops[index].name}{again}{place}")
-        seen.add(index)
-    return rows
 
 
 # --- text ----------------------------------------------------------------------------------------------
@@ -217,7 +205,7 @@ def _fault(outline: Outline, schedule: Schedule) -> str:
 
 
 def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
-    for number, (row, expected) in enumerate(zip(rows, schedule_rows(plan.outline, plan.schedule), strict=True)):
+    for number, (row, expected) in enumerate(zip(rows, plan.schedule.rows(plan.outline.names), strict=True)):
         if row.split() != expected.split():
             msg = f"step {number} of the schedule in {origin} reads {row!r} and would have to read {expected!r}."
             raise PlanFileError(msg)

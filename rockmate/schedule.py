@@ -40,17 +40,33 @@ class Schedule:
         """Runs beyond the first of each op."""
         return len(self.steps) - len(set(self.steps))
 
-    def to_text(self, graph: Graph) -> str:
-        """One line a run; `from_text` reads it back."""
-        lines = []
+    def repeated(self) -> list[int]:
+        """Positions of the runs that repeat an earlier one."""
         seen: set[int] = set()
+        found = []
+        for position, index in enumerate(self.steps):
+            if index in seen:
+                found.append(position)
+            seen.add(index)
+        return found
+
+    def rows(self, names: Sequence[str]) -> list[str]:
+        """One line a run: half, index and name of the op, whether it has run before, whether it works in place.
+
+        Args:
+            names: of the ops, by index.
+        """
+        repeated = set(self.repeated())
+        rows = []
         for position, index in enumerate(self.steps):
             half = "forward" if position < len(self.forward) else "backward"
-            again = " again" if index in seen else ""
-            place = " in-place" if position in self.in_place else ""
-            lines.append(f"{half} {index} {graph.ops[index].name}{again}{place}")
-            seen.add(index)
-        return "\n".join(lines)
+            again, place = " again" if position in repeated else "", " in-place" if position in self.in_place else ""
+            rows.append(f"{half} {index} {names[index]}{again}{place}")
+        return rows
+
+    def to_text(self, graph: Graph) -> str:
+        """`rows` under each other; `from_text` reads them back."""
+        return "\n".join(self.rows([op.name for op in graph.ops]))
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:

@@ -47,6 +47,21 @@ class Candidate:
     is_proved: bool = True
 
 
+def evenly(low: int, high: int, num_points: int) -> list[int]:
+    """Budgets from `low` to `high`, both included."""
+    return [low + (high - low) * step // (num_points - 1) for step in range(num_points)]
+
+
+def falling(budgets: Sequence[int], best_within: Callable[[int], Candidate | None]) -> list[tuple[int, Candidate]]:
+    """Growing budgets and the best within them, less those whose time is no shorter than that of a smaller one."""
+    points: list[tuple[int, Candidate]] = []
+    for budget_bytes in budgets:
+        best = best_within(budget_bytes)
+        if best is not None and (not points or best.simulation.time_ms < points[-1][1].simulation.time_ms):
+            points.append((budget_bytes, best))
+    return points
+
+
 def _by_time(candidate: Candidate) -> tuple[float, int]:
     return candidate.simulation.time_ms, candidate.simulation.peak_bytes
 
@@ -184,15 +199,10 @@ class Search:
         """Budgets and the best within them: growing budgets, falling times."""
         low, high = self._minimum.simulation.peak_bytes, self.baseline.simulation.peak_bytes
         if self._improves:
-            budgets = [low + (high - low) * step // (_FRONTIER_POINTS - 1) for step in range(_FRONTIER_POINTS)]
+            budgets = evenly(low, high, _FRONTIER_POINTS)
         else:
             budgets = sorted({candidate.simulation.peak_bytes for candidate in self.grid})
-        points: list[tuple[int, Candidate]] = []
-        for budget_bytes in budgets:
-            best = self.best_within(budget_bytes)
-            if best is not None and (not points or best.simulation.time_ms < points[-1][1].simulation.time_ms):
-                points.append((budget_bytes, best))
-        return points
+        return falling(budgets, self.best_within)
 
     def minimum(self) -> Candidate:
         """The schedule of the smallest peak."""

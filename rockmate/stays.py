@@ -7,7 +7,7 @@ forward has ended. Works on an `Outline`, so it needs no captured graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rockmate.costs import Costs
@@ -176,14 +176,3 @@ class Stays:
             taken = self.outline.storages[self.outline.ops[index].writes[0]].num_bytes if position in in_place else 0
             found.append(live + overhead - taken)
         return tuple(found)
-
-
-def repeated(steps: Sequence[int]) -> list[int]:
-    """Positions of the runs that repeat an earlier one."""
-    seen: set[int] = set()
-    found = []
-    for position, index in enumerate(steps):
-        if index in seen:
-            found.append(position)
-        seen.add(index)
-    return found

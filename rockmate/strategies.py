@@ -51,6 +51,3 @@ def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *,
     smallest = counted.makers()[:_SMALLEST]
     num_unproved = timed.solver.num_unproved + counted.solver.num_unproved
     return Search(graph, costs, families, smallest=smallest, improves=True, num_unproved=num_unproved)
-
-
-

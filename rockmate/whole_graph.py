@@ -13,7 +13,7 @@ from rockmate.costs import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph import Graph, Phase
 from rockmate.schedule import finish, no_recomputation
-from rockmate.search import Candidate
+from rockmate.search import Candidate, evenly, falling
 from rockmate.simulate import simulate
 
 logger = logging.getLogger("rockmate")
@@ -86,13 +86,7 @@ class WholeGraphSearch:
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
         low, high = self.minimum().simulation.peak_bytes, self._baseline.simulation.peak_bytes
-        points: list[tuple[int, Candidate]] = []
-        for step in range(_FRONTIER_POINTS):
-            budget_bytes = low + (high - low) * step // (_FRONTIER_POINTS - 1)
-            best = self.best_within(budget_bytes)
-            if best is not None and (not points or best.simulation.time_ms < points[-1][1].simulation.time_ms):
-                points.append((budget_bytes, best))
-        return points
+        return falling(evenly(low, high, _FRONTIER_POINTS), self.best_within)
 
     def minimum(self) -> Candidate:
         """A schedule of nearly the smallest peak, by bisection.
@@ -114,8 +108,8 @@ class WholeGraphSearch:
 
     def _candidate(self, solution: StagedSolution) -> Candidate:
         steps = [self._ops[index].index for index in solution.steps]
-        forward = {op.index for op in self._graph.forward_ops}
-        num_forward = 1 + max(steps.index(index) for index in forward if index in steps)
+        first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
+        num_forward = 1 + max(first_run[op.index] for op in self._graph.forward_ops if op.index in first_run)
         schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
         simulation = simulate(self._graph, schedule, self._costs)
         return Candidate(schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL)

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rockmate.allocations import timeline
+from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, Role, capture_joint
 from rockmate.certificate import Certificate
 from rockmate.costs import Costs, measure_costs
@@ -119,7 +120,7 @@ def sections() -> Iterator[Section]:
     rewrite(capture.joint)
     yield Section(name="rewrite", language="text", text=_rewrite_text(before, _call_counts(capture.joint)), is_exact=True)
 
-    graph = build_graph(capture)
+    graph = weight_gradients_first(build_graph(capture))
     split_handovers(graph)
     yield Section(name="graph", language="text", text=str(graph), is_exact=True)
 

@@ -12,9 +12,11 @@ Relaxed away: everything that happens between b and the reads, and any other mom
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from checkmate import Curve
 from rockmate.costs import Costs
@@ -23,8 +25,7 @@ from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
 
-_CANDIDATES = 48  # backward ops with the most bytes of their own, of which the moments are chosen
-_MAX_MOMENTS = 10
+_MAX_MOMENTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +71,50 @@ class Certificate:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """Moments that need more bytes than every moment before them: what comes later leaves less to recompute."""
+        """Moments that need more bytes than every moment before them, and the one that needs most.
+
+        What comes later leaves less to recompute. A moment with nothing after it only tells whether there is a schedule at all.
+        """
         runs = no_recomputation(self._graph).backward  # an op that is no part of the step has no moment
-        backward = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
-        large = sorted(backward, key=self._own_bytes, reverse=True)[:_CANDIDATES]
-        moments: list[Moment] = []
-        for op in sorted({*large, *backward[:1]}, key=lambda op: op.index):
-            moment = self._moment(op)
-            if not moments or moment.num_bytes > moments[-1].num_bytes:
-                moments.append(moment)
-        step = max(1, -(-len(moments) // _MAX_MOMENTS))
-        return tuple(moments[::-1][::step][::-1])
+        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
+        num_bytes, num_later = self._bytes_in_use(ops)
+        rising: list[Op] = []
+        most = -1
+        for position, op in enumerate(ops):
+            if num_later[position] and num_bytes[position] > most:
+                rising.append(op)
+                most = num_bytes[position]
+        step = max(1, -(-len(rising) // _MAX_MOMENTS))
+        chosen = rising[::-1][::step][::-1]
+        if ops and max(num_bytes) > most:
+            chosen.append(ops[int(np.argmax(num_bytes))])
+        return tuple(map(self._moment, chosen))
+
+    def _bytes_in_use(self, ops: Sequence[Op]) -> tuple[list[int], list[int]]:
+        """For the moment of each backward op the bytes in memory in every schedule, and how many ops depend on it."""
+        place = {op: position for position, op in enumerate(ops)}
+        follows = np.eye(len(ops), dtype=bool)  # [a, b]: b is a, or depends on it
+        readers = {s: [place[r] for r in self._graph.readers.get(s, ()) if r in place] for op in ops for s in op.writes}
+        for position in range(len(ops) - 1, -1, -1):
+            for storage in ops[position].writes:
+                for reader in readers[storage]:
+                    follows[position] |= follows[reader]
+        precedes = np.ascontiguousarray(follows.T)
+        waiting = np.zeros(len(ops), dtype=np.int64)  # gradients made before and read after
+        for storage, positions in readers.items():
+            assert storage.producer is not None
+            made = follows[place[storage.producer]].copy()
+            read = np.logical_or.reduce([precedes[position] for position in positions], axis=0) if positions else False
+            made &= storage.is_kept_to_end | np.asarray(read)
+            made[[place[storage.producer], *positions]] = False  # counted with the op's own
+            waiting[made] += storage.num_bytes
+        held = [storage for storage in self._graph.storages if storage.is_output or storage.is_tangent]
+        num_bytes = []
+        for position, op in enumerate(ops):
+            own = {*op.reads, *op.writes}
+            elsewhere = sum(storage.num_bytes for storage in held if storage not in own)
+            num_bytes.append(self._own_bytes(op) + elsewhere + int(waiting[position]))
+        return num_bytes, (follows.sum(axis=1) - 1).tolist()
 
     @cached_property
     def _curves(self) -> list[tuple[Moment, Curve]]:

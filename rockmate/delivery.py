@@ -12,6 +12,7 @@ zero but for the rows of the tokens at hand, so only those are made and added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import fx, nn
@@ -85,6 +86,11 @@ def deliver_embedding(
     sink.accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
 
 
+def fire_hooks(sink: GradientSink, name: str) -> None:
+    """Fires the hooks of a parameter that was still to be read when its gradient was final; called from the emitted backward."""
+    sink.finish(name)
+
+
 class Binding:
     """Finds the present parameters and buffers of a module by the names that the capture gave them."""
 
@@ -130,11 +136,22 @@ class GradientSink:
             torch.autograd.backward((parameter,), (gradient,))
         elif parameter._backward_hooks:  # a tensor hook must see the sum
             waiting = self._waiting.get(id(parameter))
-            self._waiting[id(parameter)] = gradient if waiting is None else waiting + gradient
+            self._waiting[id(parameter)] = gradient.clone() if waiting is None else waiting + gradient
         elif parameter.grad is None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad.add_(gradient)
+
+    def finish(self, name: str) -> None:
+        """Fires the hooks of parameter `name`, whose gradient has been accepted as not final."""
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:
+            return
+        waiting = self._waiting.pop(id(parameter), None)
+        if waiting is None:
+            _fire_hooks(parameter)
+        else:
+            torch.autograd.backward((parameter,), (waiting,))
 
     def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
         """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
@@ -197,6 +214,11 @@ def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _fire_hooks(parameter: torch.Tensor) -> None:
-    """Accumulates a gradient of zeros that takes no memory, so that autograd fires the hooks of a gradient that is complete."""
-    nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
-    torch.autograd.backward((parameter,), (nothing,))
+    """Accumulates a gradient without any element, so that autograd fires the hooks of a `.grad` that is complete."""
+    torch.autograd.backward((parameter,), (_nothing(parameter.shape, parameter.dtype, parameter.device),))
+
+
+@lru_cache(maxsize=256)
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A gradient that adds nothing: sparse and without elements, so that adding it takes no pass over `.grad`."""
+    return torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)

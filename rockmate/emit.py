@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from rockmate.capture import Role, RoleKind
-from rockmate.delivery import deliver, deliver_embedding, deliver_product
+from rockmate.delivery import deliver, deliver_embedding, deliver_product, fire_hooks
 from rockmate.graph import EmbeddingRows, Graph, Op, Product, Storage
 from rockmate.in_place import dying_operand, in_place_call
 from rockmate.kernels import batch_norm_again
@@ -102,13 +102,14 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     returned += [forward.states[argument.what] for argument in states]  # pyright: ignore[reportArgumentType]
     forward.graph.output(tuple(returned))
 
-    backward = _Writer(graph, schedule, ends, again, ran=forward.ran, is_final=_Finality(graph, schedule, owner_of))
+    backward = _Writer(graph, schedule, ends, again, ran=forward.ran, handovers=_Handovers(graph, schedule, owner_of))
     for argument in (*kept, *states):
         backward.take(argument)
     for node, role in graph.initial_deliveries:
         backward.hand_over(node, role)
     for offset, index in enumerate(schedule.backward):
         backward.run(graph.ops[index], len(schedule.forward) + offset)
+        backward.fire_hooks_after(offset)
     gradient_kinds = {RoleKind.INPUT_GRADIENT} | ({RoleKind.PARAMETER_GRADIENT} if _are_returned(graph) else set())
     gradients = [(node, role) for node, role in graph.outputs if role.kind in gradient_kinds]
     backward.graph.output(tuple(backward.value(node) for node, _ in gradients))
@@ -162,16 +163,36 @@ def _delivery_order(graph: Graph, schedule: Schedule) -> list[str]:
     return order + [role.name for index in schedule.backward for _, role in graph.ops[index].delivers]
 
 
-class _Finality:
-    """Tells of each delivery whether it is the last one for its parameter."""
+class _Handovers:
+    """Tells when the hooks of each parameter may fire: its gradients have all been handed over, and no run to come reads it.
 
-    def __init__(self, graph: Graph, schedule: Schedule, owner: Mapping[str, str]) -> None:
-        self.owner = owner
-        self.left = Counter(owner[name] for name in _delivery_order(graph, schedule))
+    A hook may change the parameter (an optimizer inside the backward).
+    """
 
-    def __call__(self, name: str) -> bool:
-        self.left[self.owner[name]] -= 1
-        return self.left[self.owner[name]] == 0
+    def __init__(self, graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> None:
+        self._owner_of = owner_of
+        self._left = Counter(owner_of[name] for name in _delivery_order(graph, schedule))
+        last_handover = dict.fromkeys(self._left, -1)
+        last_read = dict.fromkeys(self._left, -1)
+        owner_at = {graph.storage_of[node]: owner_of[role.name] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+        for position, index in enumerate(schedule.backward):
+            op = graph.ops[index]
+            last_handover.update({owner_of[role.name]: position for _, role in op.delivers})
+            last_read.update({owner_at[storage]: position for storage in op.reads if storage in owner_at})
+        self._read_later = {owner for owner, position in last_handover.items() if last_read[owner] > position}
+        self._firing: dict[int, list[str]] = {}
+        for owner in sorted(self._read_later):
+            self._firing.setdefault(last_read[owner], []).append(owner)
+
+    def is_final(self, name: str) -> bool:
+        """Whether hooks fire with the next handover to the parameter of that name; to be asked once for each."""
+        owner = self._owner_of[name]
+        self._left[owner] -= 1
+        return self._left[owner] == 0 and owner not in self._read_later
+
+    def firing_after(self, position: int) -> Sequence[str]:
+        """Parameters whose hooks fire after the run at that position of the backward, with nothing handed over."""
+        return self._firing.get(position, ())
 
 
 class _Writer:
@@ -185,14 +206,14 @@ class _Writer:
         again: Iterable[int],
         *,
         ran: Iterable[int] = (),
-        is_final: Callable[[str], bool] | None = None,
+        handovers: _Handovers | None = None,
     ) -> None:
         self.source = graph
         self.schedule = schedule
         self.ends = ends
         self.again = set(again)
         self.ran = set(ran)
-        self.is_final = is_final
+        self.handovers = handovers
         self.roles = dict(graph.inputs)
         self.graph = fx.Graph()
         self.arguments: list[Argument] = []
@@ -307,5 +328,11 @@ class _Writer:
         return self.sink
 
     def _is_final(self, name: str) -> bool:
-        assert self.is_final is not None
-        return self.is_final(name)
+        assert self.handovers is not None
+        return self.handovers.is_final(name)
+
+    def fire_hooks_after(self, position: int) -> None:
+        """Fires what hooks had to wait for the run at `position` of the backward."""
+        assert self.handovers is not None
+        for name in self.handovers.firing_after(position):
+            self.graph.call_function(fire_hooks, (self._sink(), name))

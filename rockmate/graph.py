@@ -397,20 +397,6 @@ class _Builder:
             elif role.kind is RoleKind.INPUT_GRADIENT or returned_gradients:
                 storage.is_kept_to_end = not storage.is_static
 
-    def _move_behind(self, moved: dict[Op, list[Op]]) -> None:
-        """Puts ops right behind the op they are listed under."""
-        away = {op for ops in moved.values() for op in ops}
-        order: list[Op] = []
-        for op in self.ops:
-            pending = [] if op in away else [op]
-            while pending:
-                order.append(pending.pop(0))
-                pending = moved.get(order[-1], []) + pending
-        assert len(order) == len(self.ops)
-        self.ops = order
-        for index, op in enumerate(order):
-            op.index = index
-
     def _find_phases(self) -> None:
         for op in self.ops:
             parents = [storage.producer for storage in op.reads if storage.producer]
@@ -446,33 +432,15 @@ class _Builder:
                 raise UnsupportedModelError(msg)
 
     def _place_deliveries(self) -> tuple[tuple[fx.Node, Role], ...]:
-        """Hands each gradient over after the op that makes it, or after the last backward op that reads the parameter, if later.
-
-        A hook may change the parameter as soon as its gradient is final (an optimizer inside the backward). An op that makes
-        nothing but such a gradient is moved behind that reader: its result then need not wait.
-        """
+        """Hands each gradient over right after the op that makes it; those that no op makes come back, to be handed over first."""
         initial = []
-        moved: dict[Op, list[Op]] = {}
-        read = {storage for op in self.ops for storage in op.reads}
-        last_reader = {storage: op for op in self.ops if op.phase is Phase.BACKWARD for storage in op.reads if storage.is_static}
-        static = {role.name: self.storage_of[node] for node, role in self.capture.inputs if role.kind is RoleKind.PARAMETER}
         for node, role in self.capture.outputs:
-            if role.kind is not RoleKind.PARAMETER_GRADIENT:
-                continue
-            producer = self.storage_of[node].producer
-            if producer is None:
-                initial.append((node, role))
-            else:
-                reader = last_reader.get(static[role.name], producer)
-                if reader.index <= producer.index:
-                    producer.delivers.append((node, role))
-                elif any(storage in read for storage in producer.writes):
-                    reader.reads += (self.storage_of[node],)
-                    reader.delivers.append((node, role))
+            if role.kind is RoleKind.PARAMETER_GRADIENT:
+                producer = self.storage_of[node].producer
+                if producer is None:
+                    initial.append((node, role))
                 else:
                     producer.delivers.append((node, role))
-                    moved.setdefault(reader, []).append(producer)
-        self._move_behind(moved)
         return tuple(initial)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
@@ -136,6 +137,7 @@ def capture_step(
     rewrite(capture.joint)
     allocation_bytes = machine.allocation_bytes if machine else None
     graph = build_graph(capture, returned_gradients=gradients == "returned", allocation_bytes=allocation_bytes)
+    graph = weight_gradients_first(graph)
     split_handovers(graph)
     return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options, planned_device=device)
 

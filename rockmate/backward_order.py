@@ -1,0 +1,81 @@
+"""The order of the backward: gradients of parameters as soon as they can be made.
+
+Autograd takes the gradient of a layer's input first and that of its weight second, so that the layer's saved input, the gradient of
+its output and the gradient of its input are in memory together. A gradient of a parameter leaves memory once it is made, and the
+saved input may go with it: made first, the three never meet. No moment of the step then holds more than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from rockmate.capture import RoleKind
+from rockmate.graph import Graph, Op, Phase, Storage
+
+
+def weight_gradients_first(graph: Graph) -> Graph:
+    """The graph with the backward ops that serve only gradients of parameters as early as what they read allows.
+
+    Contributions to one parameter keep their order, so that their sum is rounded the same.
+    """
+    pinned: set[Op] = set()
+    while True:
+        order = _early(graph, _serving_one_parameter(graph) - pinned)
+        swapped = _swapped(graph, order) - pinned
+        if not swapped:
+            break
+        pinned |= swapped
+    for index, op in enumerate(order):
+        op.index = index
+    ordered = replace(graph, ops=tuple(order))
+    ordered.verify()
+    return ordered
+
+
+def _serving_one_parameter(graph: Graph) -> set[Op]:
+    """Backward ops whose result is a gradient of a parameter and nothing else, and those that nothing reads but one of them."""
+    returned = {graph.storage_of[node] for node, role in graph.outputs if role.kind is not RoleKind.PARAMETER_GRADIENT}
+    gradients = {graph.storage_of[node] for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT}
+    serving: set[Op] = set()
+    for op in reversed(graph.ops):
+        if op.phase is not Phase.BACKWARD or op.is_random or not returned.isdisjoint(op.writes):
+            continue
+        readers = {reader for storage in op.writes for reader in graph.readers.get(storage, ())}
+        if (not readers and not gradients.isdisjoint(op.writes)) or (len(readers) == 1 and serving.issuperset(readers)):
+            serving.add(op)
+    return serving
+
+
+def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
+    """The ops in order, each of `moving` right behind the last of the ops that make what it reads."""
+    order: dict[Op, None] = {}
+    for op in graph.ops:
+        pending = [op] if op not in order and (op not in moving or _is_ready(op, order)) else []
+        while pending:
+            placed = pending.pop(0)
+            order[placed] = None
+            readers = {reader: None for storage in placed.writes for reader in graph.readers.get(storage, ())}
+            pending += [reader for reader in readers if reader in moving and reader not in pending and _is_ready(reader, order)]
+    assert len(order) == len(graph.ops), "an op was left behind"
+    return list(order)
+
+
+def _is_ready(op: Op, placed: Collection[Op]) -> bool:
+    return all(storage.producer is None or storage.producer in placed for storage in op.reads)
+
+
+def _swapped(graph: Graph, order: Sequence[Op]) -> set[Op]:
+    """The ops that make gradients of a parameter whose contributions `order` takes in another order than the graph."""
+    parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    contributions: dict[Storage, set[Op]] = {}
+    for node, role in graph.outputs:
+        producer = graph.storage_of[node].producer
+        if role.kind is RoleKind.PARAMETER_GRADIENT and producer is not None:
+            contributions.setdefault(parameters[role.name], set()).add(producer)
+    place = {op: index for index, op in enumerate(order)}
+    swapped: set[Op] = set()
+    for ops in contributions.values():
+        if sorted(ops, key=place.__getitem__) != sorted(ops, key=lambda op: op.index):
+            swapped |= ops
+    return swapped

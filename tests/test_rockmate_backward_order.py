@@ -1,0 +1,123 @@
+"""Gradients of parameters come first in the backward: order, peak, rounding of shared parameters, and when hooks fire."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import models
+import pytest
+import torch
+from helpers import differing, gradients_of, modules_of, same_bits
+from torch import Tensor, nn
+
+from bench import measure
+from rockmate.backward_order import weight_gradients_first
+from rockmate.capture import capture_joint
+from rockmate.graph import Graph, Op, Phase, build_graph
+from rockmate.rewrite import rewrite
+from rockmate.signature import flatten_call, optional_keywords, sample_call
+
+NAMES = ("mlp", "gpt2", "llama", "t5-small", "resnet50")
+
+
+def autograds_order(model: nn.Module, sample: object) -> Graph:
+    args, kwargs = sample_call(sample)
+    tensors, call = flatten_call(args, kwargs, optional_keywords(model))
+    capture = capture_joint(model, tensors, call.structure, differentiable="loss", outputs="all")
+    rewrite(capture.joint)
+    return build_graph(capture)
+
+
+def peak_of(ops: tuple[Op, ...]) -> int:
+    """Peak of running every op once, counted apart from the simulator: all bytes alive at each op, nothing in place."""
+    last = {storage: position for position, op in enumerate(ops) for storage in (*op.writes, *op.reads)}
+    peak = 0
+    for position in range(len(ops)):
+        made = [storage for op in ops[: position + 1] for storage in op.writes]
+        peak = max(peak, sum(s.num_bytes for s in made if last[s] >= position or s.is_output or s.is_kept_to_end))
+    return peak
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_op_is_lost_and_the_peak_does_not_rise(name: str) -> None:
+    workload = models.tiny(name)
+    before = autograds_order(workload.model, workload.sample)
+    ops = before.ops
+    after = weight_gradients_first(before)
+    assert sorted(op.name for op in after.ops) == sorted(op.name for op in ops)
+    assert [op.name for op in after.forward_ops] == [op.name for op in ops if op.phase is Phase.FORWARD]
+    assert peak_of(after.ops) <= peak_of(ops)
+
+
+def test_a_weights_gradient_precedes_the_inputs() -> None:
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4))
+    names = [op.name for op in autograds_order(model, torch.randn(3, 6)).backward_ops]
+    ordered = [op.name for op in weight_gradients_first(autograds_order(model, torch.randn(3, 6))).backward_ops]
+    products = [name for name in names if name.startswith("mm")]
+    assert products == ["mm", "mm_1", "mm_2", "mm_3", "mm_4"]  # input, weight, input, weight, weight: autograd's order
+    assert [name for name in ordered if name.startswith("mm")] == ["mm_1", "mm", "mm_3", "mm_2", "mm_4"]
+
+
+def test_contributions_to_a_shared_weight_keep_their_order() -> None:
+    class Shared(nn.Module):
+        """One matrix under three names, used by layers of which autograd differentiates the last first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(16, 16, bias=False) for _ in range(3))
+            self.second.weight = self.third.weight = self.first.weight
+
+        def forward(self, vectors: Tensor) -> Tensor:
+            return self.third(torch.tanh(self.second(torch.tanh(self.first(vectors))))).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, vectors = Shared(), torch.randn(8, 16)
+    reference = copy.deepcopy(model)
+    reference(vectors).backward()
+    for module in modules_of(model, vectors):
+        model.zero_grad(set_to_none=True)
+        module(vectors).backward()
+        assert not differing(gradients_of(model), gradients_of(reference))
+
+
+@pytest.mark.parametrize("register", ["register_post_accumulate_grad_hook", "register_hook"])
+def test_a_hook_may_change_the_parameter_that_the_inputs_gradient_reads(register: str) -> None:
+    """A hook fires when nothing is left to read its parameter, although the gradient was ready before."""
+    torch.manual_seed(0)
+    model, vectors = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()), torch.randn(8, 16)
+
+    def trained(callee: nn.Module, owner: nn.Module) -> dict[str, Tensor]:
+        def zero(parameter: nn.Parameter, _: Tensor) -> None:
+            parameter.data.zero_()
+
+        handles = [getattr(parameter, register)(partial(zero, parameter)) for parameter in owner.parameters()]
+        callee(vectors).pow(2).mean().backward()
+        for handle in handles:
+            handle.remove()
+        assert all(not parameter.any() for parameter in owner.parameters())
+        return gradients_of(owner)
+
+    reference = copy.deepcopy(model)
+    reference(vectors).pow(2).mean().backward()
+    expected = gradients_of(reference)
+    weights = copy.deepcopy(model.state_dict())
+    for module in modules_of(model, vectors, differentiable="all"):
+        model.load_state_dict(weights)
+        model.zero_grad(set_to_none=True)
+        assert not differing(trained(module, model), expected)
+
+
+def test_firing_hooks_leaves_grad_as_it_is() -> None:
+    """Bit for bit, a negative zero included, and without a gradient's worth of memory."""
+    from rockmate.delivery import GradientSink
+
+    weight = nn.Parameter(torch.ones(256, 256))
+    weight.grad = torch.full_like(weight, -0.0)
+    before, fired = weight.grad.clone(), []
+    weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad is not None))
+    sink = GradientSink({"weight": weight})
+    peak_bytes = measure.allocator_peak(lambda: sink.finish("weight"))
+    assert same_bits(weight.grad, before)
+    assert fired == [True]
+    assert peak_bytes < weight.numel()

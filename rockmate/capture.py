@@ -36,6 +36,13 @@ from rockmate.structure import Structure, flatten
 logger = logging.getLogger("rockmate")
 
 _PLAIN = (bool, int, float, str)
+_KERNELS = (
+    *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
+    *(f"{kind}{dims}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
+    *(f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")),
+    "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
+)  # fmt: skip
+"""Differentiable ATen ops with a kernel of their own that PyTorch would trace as a formula of smaller ops."""
 _CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
 
 
@@ -122,20 +129,22 @@ def capture_joint(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_compile_flags())
         stack.enter_context(_known_masks(args, kwargs))
+        stack.enter_context(_value_checks_deferred())
+        stack.enter_context(_eager_kernels())
         stack.enter_context(_training_only_features_off(model))
         stack.enter_context(_random_state_kept(tensors))
         stack.enter_context(_attributes_kept(model))
-        modules = stack.enter_context(_module_spans(model))
+        modules = stack.enter_context(_module_trail(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
-            raise _explain(error, model) from error
+            raise _explain(error, model, modules.innermost) from error
         captured = joint.graph_module
     if forward.notice:
         logger.warning('%s; pass differentiable="all" if they are part of your loss', forward.notice)
-    return _with_roles(captured, forward, modules)
+    return _with_roles(captured, forward, modules.spans)
 
 
 class _TensorsIn(nn.Module):
@@ -259,6 +268,38 @@ def _known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[N
 
 
 @contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Keeps ops whole that PyTorch's Python dispatcher would trace as a formula: eager runs their kernel, which rounds otherwise."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    overloads = [getattr(packet, name) for packet in map(torch.ops.aten.__getattr__, _KERNELS) for name in packet.overloads()]
+    formulas = [(op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels]
+    try:
+        for op, key, _ in formulas:
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, formula in formulas:
+            op.py_kernels[key] = formula
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _value_checks_deferred() -> Iterator[None]:
+    """Captures `torch._check_tensor_all` as an assertion among the ops, instead of reading the tensor; `rewrite` leaves such ops out."""
+
+    def assert_all(condition: torch.Tensor, message: Any = None) -> None:
+        torch._assert_async(condition.all())
+
+    check = torch._check_tensor_all
+    torch._check_tensor_all = assert_all
+    try:
+        yield
+    finally:
+        torch._check_tensor_all = check
+
+
+@contextlib.contextmanager
 def _training_only_features_off(model: nn.Module) -> Iterator[None]:
     """Switches off the key/value cache and gradient checkpointing, and says so."""
     configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "__dict__")]
@@ -297,19 +338,25 @@ def _cache_switches(module: nn.Module) -> Iterator[Any]:
 def _random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
     devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    failure: UnsupportedModelError | None = None
     try:
         with torch.random.fork_rng(devices=devices):
             yield
-        drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
+    except UnsupportedModelError as error:  # of which the draw is the likelier reason
+        failure = error
     finally:
+        drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if drawn:
         msg = (
             "the model's forward draws from Python's or NumPy's random numbers, which a captured graph cannot repeat: it would train one "
-            "outcome for ever. Draw with torch, and keep control flow out of it."
+            "outcome for ever. Draw with torch, and keep control flow out of it (Hugging Face speech models: "
+            "config.apply_spec_augment=False)."
         )
-        raise UnsupportedModelError(msg)
+        raise UnsupportedModelError(msg) from failure
+    if failure is not None:
+        raise failure
 
 
 @contextlib.contextmanager
@@ -326,27 +373,42 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _ModuleTrail:
+    """Where the forward has been.
+
+    Attributes:
+        spans: autograd sequence numbers of each submodule's forward: (first, past the last, module path).
+        entered: for each submodule whose forward has begun and not ended, the outer ones first: (first sequence number, module path).
+    """
+
+    spans: list[tuple[int, int, str]]
+    entered: list[tuple[int, str]]
+
+    @property
+    def innermost(self) -> str:
+        """Path of the submodule that is running."""
+        return self.entered[-1][1] if self.entered else ""
+
+
 @contextlib.contextmanager
-def _module_spans(model: nn.Module) -> Iterator[list[tuple[int, int, str]]]:
-    """Records which autograd sequence numbers each submodule's forward spans: (first, past the last, module path)."""
-    spans: list[tuple[int, int, str]] = []
-    entered: list[int] = []
+def _module_trail(model: nn.Module) -> Iterator[_ModuleTrail]:
+    """Records the trail of the model's forward."""
+    trail = _ModuleTrail([], [])
 
-    def enter(module: nn.Module, inputs: Any) -> None:
-        entered.append(torch.autograd._get_sequence_nr())
+    def enter(path: str) -> Callable[..., None]:
+        return lambda module, inputs: trail.entered.append((torch.autograd._get_sequence_nr(), path))
 
-    def leave(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            spans.append((entered.pop(), torch.autograd._get_sequence_nr(), path))
-
-        return hook
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        first, path = trail.entered.pop()
+        trail.spans.append((first, torch.autograd._get_sequence_nr(), path))
 
     handles = []
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave(path)))
+        handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
+        handles.append(module.register_forward_hook(leave))
     try:
-        yield spans
+        yield trail
     finally:
         for handle in handles:
             handle.remove()
@@ -364,11 +426,19 @@ def _module_of_sequence(spans: list[tuple[int, int, str]]) -> dict[int, str]:
     return result
 
 
-def _explain(error: Exception, model: nn.Module) -> Exception:
-    """The tracer's error as one that the user can act on, with the line of their code that caused it."""
-    where = _user_line(error)
+def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
+    """The tracer's error as one that the user can act on, with the submodule and the line of their code that caused it."""
+    where = (f" in {path}" if path else "") + _user_line(error)
     text = str(error).strip().split("\n")[0][:300]
-    if _is_data_dependent(error):
+    causes = _causes(error)
+    if any(type(cause).__name__ == "DynamicOutputShapeException" for cause in causes):
+        msg = (
+            f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose shape depends on values{where}, in "
+            f"forward or backward ({text}). Such shapes have no single schedule; replace it by a tensor operation of fixed shape "
+            "(`torch.where` for `x[mask]` and `x[mask] = y`), or keep that part outside."
+        )
+        return UnsupportedModelError(msg)
+    if any(_reads_values(cause) for cause in causes):
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value of a tensor{where}. Control flow or "
             f"shapes that depend on data have no single schedule; replace it by a tensor operation, or keep that part outside. ({text})"
@@ -386,14 +456,14 @@ def _explain(error: Exception, model: nn.Module) -> Exception:
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}")
 
 
-def _is_data_dependent(error: BaseException | None) -> bool:
-    names = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError"}
-    while error is not None:
-        text = str(error)
-        if type(error).__name__ in names or "data-dependent" in text or "_local_scalar_dense" in text:
-            return True
-        error = error.__cause__
-    return False
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, link by link."""
+    return [error, *(_causes(error.__cause__) if error.__cause__ else [])]
+
+
+def _reads_values(error: BaseException) -> bool:
+    is_known = type(error).__name__ in {"GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError"}
+    return is_known or "data-dependent" in str(error) or "_local_scalar_dense" in str(error)
 
 
 def _user_line(error: BaseException) -> str:

@@ -53,7 +53,8 @@ class Costs:
 def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
     """Measures every distinct call of the graph on the device of its tensors.
 
-    Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans true.
+    Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans false (an op that
+    scatters to where a mask is true then finds values enough).
 
     Args:
         graph: the ops.
@@ -175,7 +176,7 @@ class _Call:
 
 
 def _made_up(fake: torch.Tensor) -> torch.Tensor:
-    value = 0.5 if fake.is_floating_point() or fake.is_complex() else 1 if fake.dtype == torch.bool else 0
+    value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
     needed = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
     memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
+from rockmate.measurement import TensorDifference, tensor_difference
 
 Step = Callable[[], object]
 
@@ -138,8 +139,24 @@ RESIDENT_ENVIRONMENT = {
 
 Blocks of 64 KiB and more then come from and go back to the kernel one by one. Setting the same through
 `mallopt` later is no substitute: the heap that grew before serves large blocks from its holes (measured 22 %
-off on a 24-layer GPT-2). Nothing may be timed in such a process: its page faults cost half a step and more.
+off on a 24-layer GPT-2). Nothing may be timed in such a process, whose page faults cost half a step and more, before
+`ordinary_allocation` has been called.
 """
+
+
+def ordinary_allocation() -> None:
+    """Ends what `RESIDENT_ENVIRONMENT` set, for a process that goes on to timing; `resident_peak` is of no use after it.
+
+    The C library then allocates as a process does that was started without it and has run for a while: blocks of up to 32 MiB come from the
+    heap, which keeps what is freed.
+    """
+    library = ctypes.CDLL("libc.so.6")
+    largest_heap_block_bytes = 32 << 20  # where the C library's own, growing threshold ends
+    if not (library.mallopt(_M_MMAP_THRESHOLD, largest_heap_block_bytes) and library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)):
+        raise RuntimeError("the C library refused new thresholds for its heap: times taken here would be those of page faults")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def resident_peak(step: Step) -> int:
@@ -218,19 +235,21 @@ def time_in_turn(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     times_ms: dict[str, list[float]] = {name: [] for name in steps}
-    with _quiet(num_threads):
+    with quiet(num_threads):
         for index in range(rounds + 1):
             for name, step in steps.items():
                 gc.collect()  # ahead of every step alike: it empties the caches, which the next step pays for
                 before()
-                elapsed_ms = _time_once(step, torch.device(device))
+                elapsed_ms = time_once(step, device)
                 if index:
                     times_ms[name].append(elapsed_ms)
     reference = next(iter(times_ms.values()), [])
     return {name: _summarize(own, reference) for name, own in times_ms.items()}
 
 
-def _time_once(step: Step, device: torch.device) -> float:
+def time_once(step: Step, device: str | torch.device = "cpu") -> float:
+    """Wall time of one call in milliseconds; a CUDA device is waited for at both ends."""
+    device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start_ns = time.perf_counter_ns()
@@ -251,7 +270,8 @@ def _summarize(own: list[float], reference: list[float]) -> StepTimes:
 
 
 @contextmanager
-def _quiet(num_threads: int) -> Iterator[None]:
+def quiet(num_threads: int = 1) -> Iterator[None]:
+    """So many intra-op threads and no collection of cycles inside; both are put back."""
     threads_before, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(num_threads)
     gc.collect()
@@ -265,22 +285,6 @@ def _quiet(num_threads: int) -> Iterator[None]:
 
 
 # --- equality ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDifference:
-    """How two sets of named tensors differ.
-
-    Attributes:
-        equal: Bitwise, and the same names on both sides.
-        largest_relative: Over the tensors, the largest of max|a - b| / max|b|; infinite where one side lacks
-            a tensor or holds a value that is not finite where the other's is.
-        where: The name of the tensor with that difference, empty when equal.
-    """
-
-    equal: bool
-    largest_relative: float
-    where: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,29 +318,6 @@ def _gradient_views(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
     }
-
-
-def tensor_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> TensorDifference:
-    """How `ours` differs from `reference`, by name."""
-    worst, where = 0.0, ""
-    for name in ours.keys() | reference.keys():
-        relative = _relative_difference(ours.get(name), reference.get(name))
-        if relative is not None and (not where or relative > worst):
-            worst, where = relative, name
-    return TensorDifference(equal=not where, largest_relative=worst, where=where)
-
-
-def _relative_difference(ours: Tensor | None, reference: Tensor | None) -> float | None:
-    """None when bitwise equal."""
-    if ours is None or reference is None or ours.shape != reference.shape:
-        return float("inf")
-    if torch.equal(ours, reference):
-        return None
-    gap = (ours.double() - reference.double()).abs().max().item()
-    scale = reference.double().abs().max().item()
-    if gap != gap or scale == 0.0:  # a NaN compares unequal to itself
-        return float("inf")
-    return gap / scale
 
 
 def record_steps(

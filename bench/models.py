@@ -7,11 +7,12 @@ key-value cache. Token batches carry no padding mask. A vocabulary is the publis
 made small for a CPU, 8192. At full size a step takes roughly half a second to four on one CPU thread;
 `tiny` variants take milliseconds and are meant for tests. A number at the end of a name counts layers.
 `-2layer` models are small enough for a solver that sees the whole graph; their vocabulary of 512 leaves most
-of the memory to the layers.
+of the memory to the layers. `-gpu` models are meant for a GPU: a step in eager keeps 24 GiB or more of activations.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+
+from bench.unet import UNet
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Callable[..., Any], Batch], tuple[Any, Tensor]]
@@ -134,6 +137,13 @@ def _images(
     return {names[0]: images.to(device), names[1]: classes_wanted.to(device)}
 
 
+def _segmented_images(seed: int, *, batch: int, pixels: int, classes: int, device: torch.device) -> Batch:
+    generator = _generator(seed)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
+    classes_wanted = torch.randint(0, classes, (batch, pixels, pixels), generator=generator)
+    return {"x": images.to(device), TARGET: classes_wanted.to(device)}
+
+
 def _vectors(
     seed: int, *, shape: tuple[int, ...], name: str, target_shape: tuple[int, ...], device: torch.device
 ) -> Batch:
@@ -172,16 +182,16 @@ def _gpt2(
     width: int,
     heads: int,
     vocabulary: int,
-    tokens: int,
+    shape: tuple[int, int],
 ) -> Workload:
     if tiny:
-        num_layers, width, heads, vocabulary, tokens = min(num_layers, 3), 32, 2, 97, 16
+        num_layers, width, heads, vocabulary, shape = min(num_layers, 3), 32, 2, 97, (2, 16)
     config = transformers.GPT2Config(
         n_layer=num_layers,
         n_embd=width,
         n_head=heads,
         vocab_size=vocabulary,
-        n_positions=max(tokens, 64),
+        n_positions=max(shape[1], 64),
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
@@ -194,7 +204,7 @@ def _gpt2(
         name,
         model,
         lambda model: model.transformer.h,
-        (2, tokens),
+        shape,
         vocabulary,
         device,
     )
@@ -213,15 +223,17 @@ def _rotary(
     inner: int,
     vocabulary: int = 8192,
     experts: int = 0,
+    shape: tuple[int, int] = (2, 256),
+    adapter_rank: int = 0,
 ) -> Workload:
     """A decoder with rotary positions, RMS norms and a gated MLP; `kind` is the library's prefix of its classes.
 
-    With `experts` each MLP is that many of width `inner`, of which every token takes two.
+    With `experts` each MLP is that many of width `inner`, of which every token takes two. With `adapter_rank` the model is frozen and
+    low-rank adapters on all its linear layers are trained instead (LoRA, Hu et al., 2021).
     """
-    tokens = 256
     if tiny:
         num_layers, width, heads, key_value_heads, inner = 2, 32, 2 * heads // key_value_heads, 2, 48
-        experts, vocabulary, tokens = min(experts, 4), 97, 16
+        experts, vocabulary, shape = min(experts, 4), 97, (2, 16)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner} if experts else {}
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=num_layers,
@@ -231,21 +243,32 @@ def _rotary(
         head_dim=width // heads,
         intermediate_size=inner,
         vocab_size=vocabulary,
-        max_position_embeddings=max(tokens, 64),
+        max_position_embeddings=max(shape[1], 64),
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         use_cache=False,
         **mixture,
     )
-    return _causal_workload(
-        name,
-        getattr(transformers, f"{kind}ForCausalLM")(config),
-        lambda model: model.model.layers,
-        (2, tokens),
-        vocabulary,
-        device,
-    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    decoder = model.model  # by itself, since adapters move it
+    if adapter_rank:
+        model = _adapted(model, adapter_rank)
+    return _causal_workload(name, model, lambda _: decoder.layers, shape, vocabulary, device)
+
+
+def _adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model frozen, with adapters of that rank beside each linear layer but the last."""
+    try:
+        import peft
+    except ImportError as error:
+        msg = "LoRA models need the package peft: pip install peft"
+        raise RuntimeError(msg) from error
+    # Adapters that begin at zero would leave half of the gradients zero in the first step.
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # which peft still asks for
+        return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
 
 
 def _bert(
@@ -314,9 +337,19 @@ def _modernbert(name: str, tiny: bool, device: torch.device) -> Workload:
     )
 
 
-def _t5(name: str, tiny: bool, device: torch.device) -> Workload:
-    num_layers, width, head_width, heads, inner, vocabulary = 6, 512, 64, 8, 2048, 32128
-    shape, labels_shape = (2, 256), (2, 128)
+def _t5(
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    num_layers: int,
+    width: int,
+    heads: int,
+    inner: int,
+    shape: tuple[int, int],
+    labels_shape: tuple[int, int],
+) -> Workload:
+    head_width, vocabulary = 64, 32128
     if tiny:
         num_layers, width, head_width, heads, inner, vocabulary = 2, 32, 16, 2, 64, 97
         shape, labels_shape = (2, 16), (2, 8)
@@ -395,57 +428,34 @@ def _vit_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == "ViTLayer"]
 
 
-def _hf_resnet(name: str, tiny: bool, device: torch.device) -> Workload:
-    widths, depths, embedding, batch, pixels, classes = [128, 256, 512, 1024], [2, 2, 3, 2], 64, 8, 192, 100
+def _staged(
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    kind: str,
+    widths: list[int],
+    depths: list[int],
+    batch: int = 8,
+    pixels: int = 192,
+    classes: int = 100,
+    small: Mapping[str, Any],
+    **configuration: Any,
+) -> Workload:
+    """A convolutional classifier in stages; `kind` is the library's prefix of its classes, `small` what the tiny variant has instead."""
     if tiny:
-        widths, depths, embedding, batch, pixels, classes = [16, 32], [2, 2], 8, 2, 32, 10
-    config = transformers.ResNetConfig(
-        embedding_size=embedding,
+        widths, batch, pixels, classes = [16, 32], 2, 32, 10
+        configuration |= small
+        depths = configuration.pop("depths")
+    config = getattr(transformers, f"{kind}Config")(
         hidden_sizes=widths,
         depths=depths,
-        layer_type="bottleneck",
-        num_labels=classes,  # pyright: ignore[reportCallIssue]
+        num_labels=classes,
         problem_type="single_label_classification",
+        **configuration,
     )
-    model = transformers.ResNetForImageClassification(config)
-    layers = partial(_stage_layers, encoder="resnet.encoder")
-    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
-
-
-def _regnet(name: str, tiny: bool, device: torch.device) -> Workload:
-    """RegNetY-800MF: grouped convolutions, each residual layer with squeeze and excitation."""
-    widths, depths, group, embedding, batch, pixels, classes = [64, 128, 320, 768], [1, 3, 8, 2], 16, 32, 8, 192, 100
-    if tiny:
-        widths, depths, group, embedding, batch, pixels, classes = [16, 32], [1, 2], 8, 8, 2, 32, 10
-    config = transformers.RegNetConfig(
-        embedding_size=embedding,
-        hidden_sizes=widths,
-        depths=depths,
-        groups_width=group,
-        layer_type="y",
-        num_labels=classes,  # pyright: ignore[reportCallIssue]
-        problem_type="single_label_classification",
-    )
-    model = transformers.RegNetForImageClassification(config)
-    layers = partial(_stage_layers, encoder="regnet.encoder")
-    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
-
-
-def _convnext(name: str, tiny: bool, device: torch.device) -> Workload:
-    """ConvNeXt-T."""
-    widths, depths, batch, pixels, classes = [96, 192, 384, 768], [3, 3, 9, 3], 4, 160, 100
-    if tiny:
-        widths, depths, batch, pixels, classes = [16, 32], [1, 2], 2, 32, 10
-    config = transformers.ConvNextConfig(
-        num_stages=len(widths),
-        hidden_sizes=widths,
-        depths=depths,
-        image_size=pixels,
-        num_labels=classes,  # pyright: ignore[reportCallIssue]
-        problem_type="single_label_classification",
-    )
-    model = transformers.ConvNextForImageClassification(config)
-    layers = partial(_stage_layers, encoder="convnext.encoder")
+    model = getattr(transformers, f"{kind}ForImageClassification")(config)
+    layers = partial(_stage_layers, encoder=f"{kind.lower()}.encoder")
     return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
 
 
@@ -515,8 +525,10 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def _resnet50(name: str, tiny: bool, device: torch.device) -> Workload:
-    depths, base_width, classes, batch, pixels = (3, 4, 6, 3), 64, 1000, 5, 160
+def _resnet(
+    name: str, tiny: bool, device: torch.device, *, depths: tuple[int, ...], batch: int, pixels: int
+) -> Workload:
+    base_width, classes = 64, 1000
     if tiny:
         depths, base_width, classes, batch, pixels = (1, 2), 8, 10, 2, 32
     return Workload(
@@ -527,6 +539,20 @@ def _resnet50(name: str, tiny: bool, device: torch.device) -> Workload:
         make_batch=partial(
             _images, batch=batch, pixels=pixels, classes=classes, names=("x", TARGET), device=device
         ),
+    )
+
+
+def _unet(name: str, tiny: bool, device: torch.device, *, base_width: int, batch: int, pixels: int) -> Workload:
+    """U-Net of four levels that assigns each pixel one of eight classes."""
+    num_levels, classes = 4, 8
+    if tiny:
+        num_levels, base_width, batch, pixels = 2, 4, 2, 16
+    return Workload(
+        name=name,
+        model=_prepared(UNet(num_levels=num_levels, base_width=base_width, classes=classes), device),
+        layers=lambda model: [*model.down, *model.up],  # pyright: ignore
+        loss=_outside_cross_entropy,
+        make_batch=partial(_segmented_images, batch=batch, pixels=pixels, classes=classes, device=device),
     )
 
 
@@ -562,8 +588,12 @@ def _mlp(name: str, tiny: bool, device: torch.device) -> Workload:
     )
 
 
-def _encoder(name: str, tiny: bool, device: torch.device) -> Workload:
-    num_layers, width, heads, inner, shape = (2, 32, 2, 64, (2, 16)) if tiny else (8, 512, 8, 2048, (4, 192))
+def _encoder(
+    name: str, tiny: bool, device: torch.device, *, num_layers: int, width: int, heads: int, shape: tuple[int, int]
+) -> Workload:
+    inner = 4 * width
+    if tiny:
+        num_layers, width, heads, inner, shape = 2, 32, 2, 64, (2, 16)
     layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
     # Nested tensors serve inference only, and the default warns where they cannot be used.
     model = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
@@ -580,14 +610,17 @@ def _encoder(name: str, tiny: bool, device: torch.device) -> Workload:
 _small_gpt2 = partial(_gpt2, width=256, heads=4, vocabulary=8192)
 _small_bert = partial(_bert, width=384, heads=6, shape=(2, 256))
 _llama = partial(_rotary, kind="Llama", width=384, heads=6, key_value_heads=6, inner=1024)
+_large_llama = partial(
+    _rotary, kind="Llama", num_layers=16, width=2048, heads=32, key_value_heads=8, inner=5632, vocabulary=32000
+)
 
 REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
-    "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, tokens=256),
-    "gpt2-deep": partial(_small_gpt2, num_layers=24, tokens=192),
-    "gpt2-2layer": partial(_small_gpt2, num_layers=2, vocabulary=512, tokens=192),
-    "gpt2-12": partial(_small_gpt2, num_layers=12, tokens=96),
-    "gpt2-48": partial(_small_gpt2, num_layers=48, tokens=96),
-    "gpt2-96": partial(_small_gpt2, num_layers=96, tokens=96),
+    "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(2, 256)),
+    "gpt2-deep": partial(_small_gpt2, num_layers=24, shape=(2, 192)),
+    "gpt2-2layer": partial(_small_gpt2, num_layers=2, vocabulary=512, shape=(2, 192)),
+    "gpt2-12": partial(_small_gpt2, num_layers=12, shape=(2, 96)),
+    "gpt2-48": partial(_small_gpt2, num_layers=48, shape=(2, 96)),
+    "gpt2-96": partial(_small_gpt2, num_layers=96, shape=(2, 96)),
     "bert-base": partial(
         _bert, head="classification", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)
     ),
@@ -597,18 +630,58 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "modernbert": _modernbert,
     "llama": partial(_llama, num_layers=8),
     "llama-2layer": partial(_llama, num_layers=2, vocabulary=512),
+    "llama-lora": partial(_llama, num_layers=8, adapter_rank=8),
     # Grouped queries are what sets it apart from the Llama type.
     "qwen3": partial(_rotary, kind="Qwen3", num_layers=8, width=320, heads=8, key_value_heads=4, inner=896),
     "qwen3-moe": partial(
         _rotary, kind="Qwen3Moe", num_layers=6, width=256, heads=8, key_value_heads=4, inner=384, experts=8
     ),
-    "t5-small": _t5,
+    "t5-small": partial(_t5, num_layers=6, width=512, heads=8, inner=2048, shape=(2, 256), labels_shape=(2, 128)),
     "vit-base": _vit,
-    "resnet50": _resnet50,
-    "hf-resnet": _hf_resnet,
-    "regnet": _regnet,
-    "convnext": _convnext,
+    "resnet50": partial(_resnet, depths=(3, 4, 6, 3), batch=5, pixels=160),
+    "resnet101": partial(_resnet, depths=(3, 4, 23, 3), batch=3, pixels=128),
+    "unet": partial(_unet, base_width=32, batch=2, pixels=128),
+    "hf-resnet": partial(
+        _staged, kind="ResNet", widths=[128, 256, 512, 1024], depths=[2, 2, 3, 2], embedding_size=64, layer_type="bottleneck",
+        small={"depths": [2, 2], "embedding_size": 8},
+    ),
+    # RegNetY-800MF: grouped convolutions, each residual layer with squeeze and excitation.
+    "regnet": partial(
+        _staged, kind="RegNet", widths=[64, 128, 320, 768], depths=[1, 3, 8, 2], embedding_size=32, groups_width=16, layer_type="y",
+        small={"depths": [1, 2], "embedding_size": 8, "groups_width": 8},
+    ),
+    # ConvNeXt-T
+    "convnext": partial(
+        _staged, kind="ConvNext", widths=[96, 192, 384, 768], depths=[3, 3, 9, 3], batch=4, pixels=160, image_size=160,
+        num_stages=4, small={"depths": [1, 2], "image_size": 32, "num_stages": 2},
+    ),
     "mlp": _mlp,
-    "encoder": _encoder,
+    "encoder": partial(_encoder, num_layers=8, width=512, heads=8, shape=(4, 192)),
+    "encoder-deep": partial(_encoder, num_layers=32, width=128, heads=4, shape=(2, 192)),
+    "encoder-wide": partial(_encoder, num_layers=2, width=1024, heads=16, shape=(2, 192)),
+    "gpt2-gpu": partial(_gpt2, num_layers=24, width=1024, heads=16, vocabulary=50257, shape=(8, 1024)),
+    "bert-gpu": partial(
+        _bert, head="classification", num_layers=24, width=1024, heads=16, vocabulary=30522, shape=(24, 512)
+    ),
+    "llama-gpu": partial(_large_llama, shape=(4, 2048)),
+    "llama-lora-gpu": partial(_large_llama, adapter_rank=16, shape=(6, 2048)),
+    "t5-gpu": partial(_t5, num_layers=24, width=1024, heads=16, inner=4096, shape=(8, 512), labels_shape=(8, 128)),
+    "resnet50-gpu": partial(_resnet, depths=(3, 4, 6, 3), batch=320, pixels=224),
+    "resnet101-gpu": partial(_resnet, depths=(3, 4, 23, 3), batch=224, pixels=224),
+    "unet-gpu": partial(_unet, base_width=64, batch=16, pixels=512),
+    "encoder-deep-gpu": partial(_encoder, num_layers=96, width=512, heads=8, shape=(16, 512)),
+    "encoder-wide-gpu": partial(_encoder, num_layers=4, width=4096, heads=32, shape=(24, 1024)),
 }
 """Name to builder; a builder takes (name, tiny, device)."""
+
+COMPARED = {
+    "cpu": (
+        "gpt2-deep", "bert-narrow", "llama", "t5-small", "llama-lora", "encoder-deep", "encoder-wide", "resnet50", "resnet101",
+        "regnet", "unet",
+    ),
+    "cuda": (
+        "gpt2-gpu", "bert-gpu", "llama-gpu", "t5-gpu", "llama-lora-gpu", "encoder-deep-gpu", "encoder-wide-gpu", "resnet50-gpu",
+        "resnet101-gpu", "unet-gpu",
+    ),
+}  # fmt: skip
+"""Kind of device to the models that all methods are compared on."""

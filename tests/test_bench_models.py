@@ -12,8 +12,14 @@ from bench import measure, models, peers, run
 NAMES = sorted(models.REGISTRY)
 
 
+def needs_packages_of(name: str) -> None:
+    if "lora" in name:
+        pytest.importorskip("peft")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_model_trains_and_checkpointing_changes_no_bit(name: str) -> None:
+    needs_packages_of(name)
     workload = models.build(name, tiny=True)
     batch = workload.make_batch(1)
     found = {}
@@ -31,6 +37,7 @@ def test_tiny_model_trains_and_checkpointing_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_repeat_by_seed_and_keep_their_shapes(name: str) -> None:
+    needs_packages_of(name)
     workload = models.build(name, tiny=True)
     first, again, other = workload.make_batch(1), workload.make_batch(1), workload.make_batch(2)
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -85,3 +92,24 @@ def test_command_line_without_a_budget_reports_eager_and_checkpoint(
     record = json.loads(capsys.readouterr().out)
     assert record["checkpoint_peak_bytes"] < record["eager_peak_bytes"]
     assert record["checkpoint_ms"] > 0
+
+
+def test_compared_models_are_in_the_table() -> None:
+    assert all(name in models.REGISTRY for names in models.COMPARED.values() for name in names)
+
+
+def test_unet_keeps_the_size_and_reads_each_skip_once() -> None:
+    workload = models.build("unet", tiny=True)
+    seen: list[int] = []
+    for layer in workload.layers(workload.model)[3:]:
+        layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].shape[-1]))
+    assert workload.model(**workload.sample).shape == (2, 8, 16, 16)
+    assert seen == [8, 16]
+
+
+def test_adapters_leave_the_base_frozen() -> None:
+    pytest.importorskip("peft")
+    model = models.build("llama-lora", tiny=True).model
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)

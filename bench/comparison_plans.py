@@ -1,0 +1,115 @@
+"""Our plans for one model's comparison: the sweep of each strategy, and a plan for the measured peak of each peer.
+
+    python -m bench.comparison_plans --model llama --lines STEM.jsonl --plans DIRECTORY
+
+Started by `bench.comparison` once the peers' peaks are in the lines. Writes each plan to a file of its own and a list of them all, with the
+kinds of `bench.comparison`, to `plans.jsonl`, which appears only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import comparison, models
+from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
+
+Record = dict[str, Any]
+
+DEFAULT = "rockmate"
+SHARES = {DEFAULT: ("minimum", 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0), "rotor": ("minimum", 0.3, 0.5, 0.7)}
+QUICK_SHARES = {DEFAULT: ("minimum", 0.5, 1.0), "rotor": ("minimum",)}
+OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}  # the first two have one schedule each
+LARGEST_WHOLE_GRAPH = 150  # ops that whole-graph Checkmate takes on in reasonable time
+PEAK_STEP = 0.01  # peers whose peaks differ by less share a plan, made for the smallest of them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plans for one model."""
+    options = comparison.parser("bench.comparison_plans").parse_args(arguments)
+    torch.set_num_threads(1)
+    options.plans.mkdir(parents=True, exist_ok=True)
+    workload = models.build(options.model, tiny=options.tiny, device=options.device)
+    planner = Planner(workload.model, workload.sample)
+    points = [record for record in comparison.Lines(options.lines, options.model).of("point") if record["owner"] == "peer"]
+    earlier = [record for record in comparison.read(options.plans / "plans.jsonl") if record["kind"] != "planner"]
+    known = {record["method"] for record in earlier}
+    wanted = [method for method in _wanted(planner, points, options.quick) if method[0] not in known]
+    planned = _plan_all(planner, options.plans, wanted)
+    records = [_planner_record(planner) | {"num_peer_points": len(points)}, *earlier, *planned]
+    partial_listing = options.plans / "plans.partial"
+    partial_listing.write_text("".join(json.dumps({**record, "model": options.model}) + "\n" for record in records))
+    partial_listing.rename(options.plans / "plans.jsonl")
+    return 0
+
+
+def _planner_record(planner: Planner) -> Record:
+    return {
+        "kind": "planner",
+        "timings_s": dict(planner.timings),
+        "baseline_peak_bytes": planner.baseline_peak_bytes,
+        "baseline_ms": planner.baseline_ms,
+        "minimum_peak_bytes": planner.minimum_peak_bytes,
+    }
+
+
+def _wanted(planner: Planner, points: Iterable[Record], quick: bool) -> Iterator[tuple[str, str, int]]:
+    """(method, strategy, budget in bytes)."""
+    shares = {**OTHER_SHARES, **(QUICK_SHARES if quick else SHARES)}
+    for strategy in STRATEGIES:
+        for share in shares.get(strategy, ("minimum", 0.5)):
+            is_minimum = share == "minimum"
+            budget = planner.minimum_peak(strategy) if is_minimum else int(float(share) * planner.baseline_peak_bytes)
+            yield f"{strategy}: {share}", strategy, budget
+    for peak_bytes in peaks_to_meet([point["peak_bytes"] for point in points]):
+        if peak_bytes < planner.baseline_peak_bytes:
+            yield f"{DEFAULT}: at {peak_bytes / 1e6:.6g} MB", DEFAULT, peak_bytes
+
+
+def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
+    """Of peaks that lie within `PEAK_STEP` of each other the smallest: a plan for it is within all of them."""
+    chosen: list[int] = []
+    for peak_bytes in sorted(peaks):
+        if not chosen or peak_bytes > chosen[-1] * (1 + PEAK_STEP):
+            chosen.append(peak_bytes)
+    return chosen
+
+
+def _is_beyond(planner: Planner, strategy: str) -> bool:
+    return strategy == "checkmate" and len(planner.plan(1.0).outline.ops) > LARGEST_WHOLE_GRAPH
+
+
+def _plan_all(planner: Planner, directory: Path, wanted: Iterable[tuple[str, str, int]]) -> Iterator[Record]:
+    for method, strategy, budget_bytes in wanted:
+        record = {"method": method, "owner": "ours", "strategy": strategy, "budget_bytes": budget_bytes}
+        if _is_beyond(planner, strategy):
+            yield {"kind": "skipped", **record, "why": f"takes on whole graphs of up to {LARGEST_WHOLE_GRAPH} ops"}
+            continue
+        begin = time.perf_counter()
+        try:
+            plan = planner.plan(budget_bytes, strategy=strategy)
+        except InfeasibleBudgetError as error:
+            yield {"kind": "infeasible", **record, "minimum_bytes": error.minimum_bytes}
+            continue
+        except SolverLimitError as error:
+            yield {"kind": "failed", **record, "error": f"SolverLimitError: {error}"}
+            continue
+        plan_s = time.perf_counter() - begin
+        path = directory / (re.sub(r"[^a-z0-9.]+", "-", method.lower()) + ".json")
+        plan.save(path)
+        yield {"kind": "plan", **record, **_promise(plan), "plan_s": plan_s, "file": path.name}
+
+
+def _promise(plan: Plan) -> Record:
+    return {"predicted_peak_bytes": plan.predicted_peak_bytes, "predicted_ms": plan.predicted_ms, "predicted_ratio": plan.predicted_ratio}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The comparison: what dominates what, from lines made by hand, and the command from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import compare, comparison, comparison_plans
+from bench.comparison_table import ModelResult, page
+
+OPTIONS = {"device": "cpu", "rounds": 2, "quick": False, "tiny": False}
+MACHINE = {
+    "processor": "P", "machine": "M", "num_cores": 2, "num_threads": 1, "load_average": 0.5, "python": "3", "torch": "2",
+    "transformers": "5", "commit": "abc", "gpu": None,
+}  # fmt: skip
+
+
+def point(
+    method: str,
+    peak_bytes: int,
+    ratios: list[float],
+    *,
+    budget: int | None = None,
+    predicted: float = 0.0,
+    difference: float = 0.0,
+) -> list[Any]:
+    own = {
+        "kind": "point", "model": "m", "method": method, "owner": "peer" if budget is None else "ours", "family": method.partition(":")[0],
+        "peak_bytes": peak_bytes, "resident_bytes": None, "prepare_s": 0.0, "same_as": None, "gradients": {"largest_relative": difference},
+    }  # fmt: skip
+    times = [
+        {"kind": "time", "model": "m", "method": method, "round": index, "ms": 10 * ratio, "eager_ms": 10.0}
+        for index, ratio in enumerate(ratios)
+    ]
+    plan = {"kind": "plan", "model": "m", "method": method, "budget_bytes": budget, "predicted_ms": predicted}
+    return [own, *times, *([plan] if budget is not None else [])]
+
+
+def records(*points: list[Any]) -> list[Any]:
+    run = {"kind": "run", "model": "m", "options": OPTIONS, **MACHINE}
+    return [run, *(record for own in points for record in own)]
+
+
+EAGER = point("eager", 1000, [1.0, 1.0])
+
+
+def test_ours_is_the_fastest_by_promise_of_those_that_are_no_larger() -> None:
+    result = ModelResult("m", records(
+        EAGER,
+        point("checkpoint", 400, [1.3, 1.3]),
+        point("rockmate: 0.5", 500, [1.0, 1.0], budget=500, predicted=10.0),
+        point("rockmate: 0.4", 400, [1.2, 1.2], budget=400, predicted=11.0),
+        point("rockmate: 0.3", 300, [1.1, 1.1], budget=300, predicted=12.0),  # luckier than it promised
+        point("rotor: 0.4", 400, [1.0, 1.0], budget=400, predicted=9.0),  # ours by another strategy: not held against peers
+    ))  # fmt: skip
+    found = {match.peer.method: match for match in result.matches}
+    own = found["checkpoint"].ours
+    assert own is not None
+    assert own.method == "rockmate: 0.4"
+    assert found["checkpoint"].excess == pytest.approx(1.2 / 1.3 - 1)
+    assert result.checkpoint is found["checkpoint"]
+
+
+@pytest.mark.parametrize(("ratios", "peak_bytes", "is_dominated"), [([1.019], 400, True), ([1.021], 400, False), ([1.0], 401, False)])
+def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(ratios: list[float], peak_bytes: int, is_dominated: bool) -> None:
+    result = ModelResult("m", records(point("checkpoint", 400, [1.0]), point("rockmate: x", peak_bytes, ratios, budget=401, predicted=1.0)))
+    assert [match.is_dominated for match in result.matches] == [is_dominated]
+
+
+def test_the_ratio_is_the_median_of_rounds_each_over_its_own_eager() -> None:
+    found = records(EAGER, point("selective", 500, []))
+    for index, (ms, eager_ms) in enumerate([(10.0, 5.0), (30.0, 20.0), (11.0, 10.0)]):
+        found.append({"kind": "time", "model": "m", "method": "selective", "round": index, "ms": ms, "eager_ms": eager_ms})
+    own = ModelResult("m", found).peers[1]
+    assert (own.ratio, own.ms, own.spread) == (1.5, 11.0, pytest.approx(0.9))
+
+
+def test_the_least_peak_of_ours_has_to_be_fast_enough() -> None:
+    result = ModelResult("m", records(
+        EAGER,
+        point("min-cut: 0.1 dp", 400, [1.5]),
+        point("rockmate: minimum", 100, [2.6], budget=100, predicted=26.0),
+        point("rockmate: 0.2", 200, [1.4], budget=200, predicted=14.0),
+    ))  # fmt: skip
+    least = result.least
+    assert least is not None
+    assert least.ours is not None
+    assert (least.peer.peak_bytes, least.ours.peak_bytes) == (400, 200)
+
+
+def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> None:
+    lines = records(
+        EAGER,
+        point("checkpoint", 400, [1.3, 1.3]),
+        point("min-cut: 0.5 dp", 450, [0.9, 1.0], difference=0.7),
+        point("rockmate: 1.0", 900, [1.0, 1.0], budget=900, predicted=10.0),
+        point("rockmate: 0.4", 410, [1.1, 1.1], budget=400, predicted=11.0),
+    )
+    lines.append({"kind": "failed", "model": "m", "method": "sqrt(n) segments", "owner": "peer", "error": "ValueError: none"})
+    lines.append({**point("min-cut: 0.4 dp", 450, [])[0], "same_as": "min-cut: 0.5 dp"})
+    text = "\n".join(page(lines))
+    assert "no more time beyond 2 % | all | 1 of 3 | | **miss**" in text
+    assert "our measured peaks within the budget | all | 1 of 2 | | **miss**" in text
+    assert "| m | checkpoint | 0.0004 | 1.300 ± 0.000 | none as small |" in text
+    assert "| min-cut: 0.5 dp | 0.00045 | 0.450 |  | 0.950 ± 0.100 |" in text
+    assert "**wrong**, 0.7" in text
+    assert "- sqrt(n) segments **failed**: ValueError: none" in text
+    assert "- min-cut: 0.4 dp: the same as min-cut: 0.5 dp." in text
+    assert "Not finished" in text
+
+
+def test_peers_with_nearly_the_same_peak_share_the_plan_for_the_smallest() -> None:
+    assert comparison_plans.peaks_to_meet([2000, 1000, 1009, 1011, 1010]) == [1000, 1011, 2000]
+
+
+def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"model": "a", "kind": "run"}\n{"model": "a", "ki')
+    assert comparison.read(path) == [{"model": "a", "kind": "run"}]
+    comparison.Lines(path, "a").add("finished")
+    assert [record["kind"] for record in comparison.read(path)] == ["run", "finished"]
+    path.write_text('{"model\n{"model": "a", "kind": "run"}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        comparison.read(path)
+
+
+@pytest.mark.slow
+def test_the_command_measures_writes_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stem = tmp_path / "peers"
+    command = ["--model", "mlp", "--tiny", "--quick", "--method", "checkpoint", "--output", str(stem)]
+    assert compare.main(command) == 0
+    page_text = capsys.readouterr().out
+    assert Path(f"{stem}.md").read_text() == page_text
+    assert (stem / "mlp.png").read_bytes().startswith(b"\x89PNG")
+    lines = Path(f"{stem}.jsonl")
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    points = {record["method"]: record for record in found if record["kind"] == "point"}
+    at_checkpoint = next(record for name, record in points.items() if name.startswith("rockmate: at"))
+    assert points["checkpoint"]["peak_bytes"] < points["eager"]["peak_bytes"]
+    assert at_checkpoint["peak_bytes"] <= points["eager"]["peak_bytes"]
+    assert all(record["gradients"]["equal"] and record["resident_bytes"] > 0 for record in points.values())
+    assert {record["method"] for record in found if record["kind"] == "time"} == points.keys()
+
+    assert compare.main(command) == 0  # finished: no process starts
+    assert len(lines.read_text().splitlines()) == len(found)
+    assert compare.main(["--read", "--output", str(stem)]) == 0
+    assert capsys.readouterr().out == page_text * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--model", "gpt3"], "gpt2-deep"), (["--quick"], "--output"), (["--device", "tpu"], "cpu, cuda"), (["--rounds", "0"], "at least 1")],
+)
+def test_the_command_refuses_what_it_cannot_do(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(arguments)
+    assert text in capsys.readouterr().err

@@ -1,20 +1,29 @@
-"""The command `rockmate`: `rockmate demo` trains a model eager and inside a budget, and compares.
+"""The command `rockmate`: `demo` trains a model eager and inside a budget; `sweep` tells what each budget costs; `plan` makes one plan.
 
-Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, peak); 2 it could not run as asked.
+Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no budget of a sweep was feasible; 2 it
+could not run as asked; 130 it was interrupted, and what a sweep had measured is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rockmate.budget_sweep import Sweep
     from rockmate.demo import DemoOptions
+    from rockmate.model_source import SourcedModel
 
 _PLOT_NAME = "memory.png"
+_DTYPES = ("float32", "bfloat16", "float16")  # as in rockmate.model_source, which imports torch
+_MODEL_HELP = (
+    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a configuration is ever fetched); or "
+    "package.module:function, which returns (model, sample_input)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,18 +32,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rockmate.errors import RockmateError  # after parsing: `--help` needs no torch
 
     try:
-        return _demo(arguments)
+        return _with_threads(arguments)
     except RockmateError as error:
-        sys.stderr.write(f"rockmate demo: error: {error}\n")
+        sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("rockmate demo: interrupted\n")
+        sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
+
+
+def _with_threads(arguments: argparse.Namespace) -> int:
+    import torch
+
+    run: Callable[[argparse.Namespace], int] = {"demo": _run_demo, "sweep": _run_sweep, "plan": _run_plan}[arguments.command]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads or num_threads)
+    try:
+        return run(arguments)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# --- arguments -----------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rockmate", description="Train a PyTorch model inside an activation budget.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
+    _add_sweep(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a language model eager and inside a budget, and compare",
@@ -54,25 +85,66 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
     demo.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes")
     demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
-    return parser
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    import torch
+def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sweep = commands.add_parser(
+        "sweep",
+        help="what each of many budgets costs in time, from one capture of a model",
+        description=(
+            "Capture a model once, plan for many activation budgets, and with --measure train a few steps at each beside eager. Prints a "
+            "table, and with --out writes sweep.jsonl, sweep.csv, a page sweep.html and plans to train with; the same command again "
+            "skips what is measured."
+        ),
+    )
+    _add_model_arguments(sweep)
+    sweep.add_argument(
+        "--budgets",
+        metavar="B",
+        help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; a number up to 1 is a fraction of the "
+        "peak with nothing recomputed (default: every tenth of that, down to the smallest feasible)",
+    )
+    sweep.add_argument("--strategies", type=_names, default=("rockmate",), metavar="S,S", help="to compare (default: rockmate)")
+    sweep.add_argument("--measure", action="store_true", help="train a few steps at each budget, and hold them against eager")
+    sweep.add_argument("--steps", type=_positive, default=5, help="steps that --measure takes at each budget (default: 5)")
+    sweep.add_argument("--out", type=Path, metavar="DIR", help="where rows, report and plans go")
+    sweep.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads or num_threads)
-    try:
-        return _run_demo(arguments)
-    finally:
-        torch.set_num_threads(num_threads)
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="one plan for one budget",
+        description="Plan for one activation budget: print what it keeps and recomputes, and save it to train with.",
+    )
+    _add_model_arguments(plan)
+    plan.add_argument("--budget", required=True, help="a fraction up to 1 of the peak with nothing recomputed, a size as 2GiB, or bytes")
+    plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
+    plan.add_argument("--explain", metavar="NAME", action="append", default=[], help="a value or submodule to explain; repeatable")
+    plan.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_model_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    command.add_argument("--batch", type=_positive, help="sequences or images of a configuration's sample (default: 2)")
+    command.add_argument("--tokens", type=_at_least_two, help="in a sequence (default: 256, or as many as the model takes)")
+    command.add_argument("--image-size", type=_positive, help="pixels along an image's side (default: as in the configuration)")
+    command.add_argument("--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)")
+    command.add_argument("--device", default="cpu", help="where a configuration's model is built and measured (default: cpu)")
+    command.add_argument("--machine", help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml")
+    command.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
+
+
+# --- demo ----------------------------------------------------------------------------------------------
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate import demo, plot
+    from rockmate.extras import require
 
     options = _demo_options(arguments)
-    demo.require("matplotlib.figure", extra="plot")  # now rather than after the training
+    require("matplotlib.figure", extra="plot", purpose="the demonstration")  # now rather than after the training
     _make_folder(arguments.out)
     result = demo.run(options)
     sys.stdout.write(demo.report(result))
@@ -109,6 +181,98 @@ def _make_folder(path: Path) -> None:
     except OSError as error:
         msg = f"cannot make the folder {path}: {error.strerror}. Give another --out."
         raise DemoError(msg) from error
+
+
+# --- sweep and plan ------------------------------------------------------------------------------------
+
+
+def _run_sweep(arguments: argparse.Namespace) -> int:
+    from rockmate.budget_sweep import SweepOptions, check_options, run_sweep
+    from rockmate.sweep_folder import SweepFolder
+
+    options = SweepOptions(
+        budgets=arguments.budgets,
+        strategies=arguments.strategies,
+        measure=arguments.measure,
+        num_steps=arguments.steps,
+        progress=not arguments.quiet,
+    )
+    check_options(options, arguments.machine)  # all that can be told before the model is built
+    if arguments.out is not None:
+        SweepFolder(arguments.out)
+    source = _source(arguments)
+    try:
+        found = run_sweep(
+            source.model, source.sample_input, options, title=source.title, out=arguments.out, machine=arguments.machine
+        )
+    except KeyboardInterrupt:
+        if arguments.out is not None:
+            sys.stderr.write(f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n")
+        raise
+    sys.stdout.write(_sweep_text(found, arguments.out))
+    return 0 if found.plans and not found.broken_promises else 1
+
+
+def _sweep_text(found: Sweep, out: Path | None) -> str:
+    from rockmate.budget import size_text
+    from rockmate.sweep_table import recommendation_text, table_text
+
+    baseline = found.baseline
+    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
+    lines = [
+        found.title,
+        f"nothing recomputed: {size_text(baseline.baseline_peak_bytes)}, {baseline.baseline_ms:,.1f} ms a step ({stages})",
+        "",
+        table_text(found, width=shutil.get_terminal_size().columns),
+    ]
+    lines += ["", recommendation_text(found)] if found.recommended else []
+    lines += ["", *(f"FAILED: {line}" for line in found.broken_promises)] if found.broken_promises else []
+    lines += ["", f"Report: {out / 'sweep.html'}"] if out is not None else []
+    return "\n".join(lines) + "\n"
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from rockmate.budget_range import parse_budgets
+    from rockmate.budget_sweep import SweepError, SweepOptions, check_options
+    from rockmate.planner import Planner
+
+    check_options(SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine)
+    budgets = parse_budgets(arguments.budget)
+    if len(budgets) != 1:
+        raise SweepError(f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, or use `rockmate sweep`.")
+    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
+        raise SweepError(f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out.")
+    source = _source(arguments)
+    planner = Planner(source.model, source.sample_input, progress=not arguments.quiet, machine=arguments.machine)
+    plan = planner.plan(budgets[0], strategy=arguments.strategy)
+    details = [str(plan.explain(name)) for name in arguments.explain] or [plan.block_table()]
+    sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
+    if arguments.out is not None:
+        try:
+            plan.save(arguments.out)
+        except OSError as error:
+            raise SweepError(f"cannot write {arguments.out}: {error.strerror}. Give another --out.") from error
+        sys.stdout.write(f"\nPlan: {arguments.out}\n")
+    return 0
+
+
+def _source(arguments: argparse.Namespace) -> SourcedModel:
+    from rockmate.machine import load_machine
+    from rockmate.model_source import load_model
+    from rockmate.synthetic_sample import SampleShape
+
+    if arguments.machine is not None:
+        load_machine(arguments.machine)  # told now if it is not known
+    shape = SampleShape(batch_size=arguments.batch or 2, num_tokens=arguments.tokens, image_size=arguments.image_size)
+    device = "meta" if arguments.machine is not None else arguments.device
+    return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+
+
+# --- values of arguments -------------------------------------------------------------------------------
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _fraction(text: str) -> float:

@@ -9,7 +9,6 @@ allocated when the forward was called, `.grad` in place. Runs on the CPU.
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import os
 import statistics
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.allocations import Timeline, timeline
 from rockmate.errors import RockmateError
+from rockmate.extras import require
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -115,7 +115,7 @@ class DemoResult:
 
 def run(options: DemoOptions) -> DemoResult:
     """Train both ways; `DemoError` and the package's other errors say what keeps it from running."""
-    transformers = require("transformers", extra="hf")
+    transformers = require("transformers", extra="hf", purpose="the demonstration")
     say = _silent if options.quiet else _to_standard_error
     model, tokenize, kind = _built(transformers, options) if options.model is None else _loaded(transformers, options)
     batches = _batches(tokenize, options)
@@ -371,15 +371,6 @@ def _ms(milliseconds: float) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0].strip() or type(error).__name__
     return text if text.endswith((".", "?", "!")) else text + "."
-
-
-def require(name: str, *, extra: str) -> Any:
-    """Import an optional package, or say which extra brings it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        msg = f"the demonstration needs {name} ({error}). Install it: pip install 'rockmate-planner[{extra}]'"
-        raise DemoError(msg) from error
 
 
 def _to_standard_error(line: str) -> None:

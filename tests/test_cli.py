@@ -1,8 +1,10 @@
-"""The command line: what the demonstration prints and draws, and how it refuses."""
+"""The command line: what each command prints, draws and writes, and how it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import re
 import struct
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rockmate import demo
+from rockmate import Plan, demo
 from rockmate.allocations import Timeline, timeline
 from rockmate.cli import main
 
@@ -128,14 +130,14 @@ def test_missing_extra(
 
 
 def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = demo.importlib.import_module
+    real = importlib.import_module
 
     def without(name: str, anchor: str | None = None) -> object:
         if name.partition(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         return real(name, anchor)
 
-    monkeypatch.setattr(demo.importlib, "import_module", without)
+    monkeypatch.setattr(importlib, "import_module", without)
 
 
 def test_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,13 +166,135 @@ def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["demo", "--budget", "1.5"], ["demo", "--budget", "nan"], ["demo", "--steps", "0"], ["demo", "--tokens", "1"]],
+    [
+        *([], ["fly"], ["demo", "--budget", "1.5"], ["demo", "--budget", "nan"], ["demo", "--steps", "0"], ["demo", "--tokens", "1"]),
+        *(["sweep"], ["sweep", "a:b", "--steps", "0"], ["sweep", "a:b", "--dtype", "float8"], ["plan", "a:b"]),
+    ],
 )
 def test_arguments_that_cannot_be_read(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
     assert "usage: rockmate" in capsys.readouterr().err
+
+
+# --- sweep and plan -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A function of a module in the working directory, as a user has it."""
+    name = f"nets_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Wrong(nn.Linear):\n"
+        "    def forward(self, x):\n        return super().forward(x) * (1.0 if torch.compiler.is_compiling() else 2.0)\n"
+        "def net():\n"
+        "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)]\n"
+        "    return nn.Sequential(*layers), torch.randn(32, 16)\n"
+        "def wrong():\n    return Wrong(16, 16), torch.randn(32, 16)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return f"{name}:net"
+
+
+def test_sweep_prints_a_table_and_writes_its_files(
+    network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    arguments = ["sweep", network, "--budgets", "1KiB,0.8,1.0", "--measure", "--steps", "1", "--out", "out", "--threads", "1", "--quiet"]
+    assert main(arguments) == 0
+    printed, noise = capfd.readouterr()
+    assert noise == ""
+    assert printed.startswith(f"{network}: ")
+    table = printed.split("\n\n")[1].splitlines()
+    assert len(table) == 5
+    assert max(map(len, table)) <= 72
+    assert "needs" in table[2]
+    assert re.search(r" \d\.\d{3}x .*bitwise", table[3])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"plans", "sweep.json", "sweep.jsonl", "sweep.csv", "sweep.html"}
+    assert main(arguments) == 0
+    again = capfd.readouterr().out.split("\n\n")[1].splitlines()
+    assert again == table, "measured rows are kept"
+
+
+def test_sweep_of_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0}))
+    assert main(["sweep", str(tmp_path), "--machine", "h100", "--budgets", "0.9", "--batch", "3", "--tokens", "16"]) == 0
+    printed, progress = capfd.readouterr()
+    assert "GPT2LMHeadModel" in printed
+    assert "input_ids 3 x 16" in printed
+    assert "1/1" in progress
+
+
+def test_sweep_without_a_feasible_budget(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", network, "--budgets", "1KiB", "--quiet"]) == 1
+    assert "needs" in capsys.readouterr().out
+
+
+def test_sweep_of_a_model_whose_plan_is_wrong(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = network.replace(":net", ":wrong")
+    assert main(["sweep", wrong, "--budgets", "1.0", "--measure", "--steps", "1", "--quiet"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_interrupted_sweep(network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rockmate.measurement.SideBySide.measure", interrupt)
+    assert main(["sweep", network, "--budgets", "1.0", "--measure", "--quiet", "--out", "out"]) == 130
+    assert "goes on from there" in capsys.readouterr().err
+    assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
+
+
+def test_plan_is_printed_explained_and_saved(network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", network, "--budget", "0.8", "--quiet", "--out", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "activation budget" in printed
+    assert "<- peak" in printed
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.summary() in printed
+    assert main(["plan", network, "--budget", "0.8", "--quiet", "--explain", "0.1"]) == 0
+    assert "gelu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["sweep", "NET", "--budgets", "0.5:2GiB:3"], "fraction to a size"),
+        (["sweep", "NET", "--strategies", "best"], "'best' is not known"),
+        (["sweep", "NET", "--out", "file/folder"], "Give another --out"),
+        (["sweep", "NET", "--machine", "abacus"], "'abacus' is not known"),
+        (["sweep", "NET", "--machine", "l4", "--measure"], "not measured from here"),
+        (["sweep", "NET", "--tokens", "8"], "--tokens"),
+        (["sweep", "nowhere:net"], "no module 'nowhere'"),
+        (["sweep", "./nowhere"], "no file or folder"),
+        (["plan", "NET", "--budget", "0.5,0.6"], "2 budgets"),
+        (["plan", "NET", "--budget", "1KiB"], "below the smallest feasible peak"),
+        (["plan", "NET", "--budget", "1.0", "--explain", "nothing"], "'nothing' is neither"),
+        (["plan", "NET", "--budget", "1.0", "--out", "nowhere/plan.json"], "no folder nowhere"),
+        (["plan", "NET", "--budget", "1.0", "--strategy", "best"], "'best' is not known"),
+    ],
+)
+def test_sweeps_and_plans_that_are_refused(
+    arguments: list[str], text: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([network if word == "NET" else word for word in [*arguments, "--quiet"]]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert said.startswith(f"rockmate {arguments[0]}: error: ")
+    assert text in said
+
+
+def test_missing_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("transformers", monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["sweep", str(tmp_path), "--quiet"]) == 2
+    assert "pip install 'rockmate-planner[hf]'" in capsys.readouterr().err
 
 
 # --- a promise that does not hold -----------------------------------------------------------------------

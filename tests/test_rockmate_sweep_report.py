@@ -1,0 +1,223 @@
+"""What a person reads of a sweep: knees, the terminal's table, the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+from html.parser import HTMLParser
+
+import models
+import pytest
+import torch
+
+from rockmate import SweepRow
+from rockmate.budget_sweep import Sweep, SweepOptions, run_sweep
+from rockmate.knees import knees, lower_hull
+from rockmate.svg_chart import ticks
+from rockmate.sweep_report import memory_points, report_html, times_ms
+from rockmate.sweep_row import compared
+from rockmate.sweep_table import recommendation_text, table_text
+
+# --- knees ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], []),
+        ([(1, 2)], []),
+        ([(1, 2), (2, 1)], []),
+        ([(0, 4), (1, 3), (2, 2), (4, 0)], []),  # a straight line
+        ([(0, 10), (1, 1), (10, 0)], [1]),
+        ([(10, 0), (1, 1), (0, 10)], [1]),  # in another order
+        ([(0, 100), (1, 40), (5, 10), (20, 2), (100, 0)], [1, 2, 3]),
+        ([(0, 10), (1, 1), (5, 9), (10, 0)], [1]),  # one that others beat is none
+        ([(0, 10), (1, 10), (2, 1), (10, 1)], []),  # nothing is lost by going to (2, 1), which is an end
+        ([(0, 1.0), (1, 1.0)], []),
+    ],
+)
+def test_knees(points: list[tuple[float, float]], expected: list[int]) -> None:
+    assert knees(points) == expected
+    scaled = [(3e9 * x + 7, y / 50 + 1) for x, y in points]
+    assert knees(scaled) == expected, "units do not matter"
+
+
+def test_the_first_knee_is_farthest_below_the_line_between_the_ends() -> None:
+    generator = random.Random(3)
+    for _ in range(50):
+        xs = sorted(generator.uniform(0, 10) for _ in range(9))
+        points = [(x, generator.uniform(1, 2) / (x + 0.2)) for x in xs]
+        hull = lower_hull(points)
+        (left, top), (right, bottom) = points[hull[0]], points[hull[-1]]
+        if len(hull) < 3:
+            continue
+        depths = {i: 1 - (points[i][0] - left) / (right - left) - (points[i][1] - bottom) / (top - bottom) for i in hull}
+        deepest = max(depths, key=lambda i: depths[i])
+        assert knees(points, max_num=1) == ([deepest] if depths[deepest] >= 0.05 else [])
+
+
+def test_no_point_lies_below_the_hull() -> None:
+    generator = random.Random(5)
+    for _ in range(50):
+        points = [(generator.uniform(0, 5), generator.uniform(0, 5)) for _ in range(12)]
+        corners = [points[i] for i in lower_hull(points)]
+        assert min(points) in corners
+        assert min(y for _, y in points) == corners[-1][1]
+        for (x1, y1), (x2, y2) in itertools.pairwise(corners):
+            assert x1 < x2
+            assert y1 > y2
+            assert all(y >= y1 + (x - x1) / (x2 - x1) * (y2 - y1) - 1e-9 for x, y in points if x1 <= x <= x2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [((0, 10), [0, 2, 4, 6, 8, 10]), ((0.97, 1.31), [1.0, 1.1, 1.2, 1.3]), ((0, 25.3), [0, 5, 10, 15, 20, 25])],
+)
+def test_ticks_are_round(ends: tuple[float, float], expected: list[float]) -> None:
+    assert ticks(*ends) == pytest.approx(expected)
+
+
+# --- table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> Sweep:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = models.Stack(2).train()
+        options = SweepOptions(budgets=["1KiB", 0.55, 0.75, 1.0], strategies=("rockmate", "none"), measure=True, num_steps=1)
+        return run_sweep(model, torch.randn(64, 16), options, title="two layers <&> \"one\"")
+
+
+@pytest.mark.parametrize("width", [45, 60, 80, 100, 200])
+def test_table_fits_the_terminal(found: Sweep, width: int) -> None:
+    lines = table_text(found, width=width).splitlines()
+    assert len(lines) == 2 + len(found.rows)
+    assert max(map(len, lines)) <= width
+    assert {"strategy", "budget", "time"} <= set(lines[0].split())
+
+
+def test_a_wide_table_has_every_column(found: Sweep) -> None:
+    text = table_text(found, width=300)
+    for title in ("share", "peak", "ms", "ms/100 MiB", "measured peak", "measured ms", "gradients"):
+        assert re.search(rf"  {title}(  |$)", text.splitlines()[0]), title
+    assert "bitwise" in text
+    assert text.count("needs") == sum(not row.is_feasible for row in found.rows)
+
+
+def test_a_broken_promise_is_in_the_table(found: Sweep) -> None:
+    row = next(row for row in found.rows if row.is_measured)
+    broken = dataclasses.replace(row, measured_peak_bytes=row.budget_bytes + 1)
+    sweep = dataclasses.replace(found, rows=[broken])
+    assert "FAILED" in table_text(sweep, width=100)
+    assert "1 bytes above the budget" in sweep.broken_promises[0]
+    assert "FAILED" in report_html(sweep)
+
+
+def curve(*points: tuple[int, float]) -> list[SweepRow]:
+    return compared([
+        SweepRow(
+            strategy="rockmate", budget_bytes=num_bytes, budget_share=num_bytes / 10, is_feasible=True, predicted_peak_bytes=num_bytes,
+            predicted_ratio=ratio, predicted_ms=100 * ratio,
+        )
+        for num_bytes, ratio in points
+    ])  # fmt: skip
+
+
+def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
+    mib = 2**20
+    rows = curve((100 * mib, 1.5), (200 * mib, 1.1), (1000 * mib, 1.0))
+    assert [row.is_recommended for row in rows] == [False, True, False]
+    assert [row.extra_ms_per_100_mib for row in rows] == [pytest.approx(40.0), pytest.approx(10 / 8), None]
+    text = recommendation_text(dataclasses.replace(found, rows=rows))
+    assert "200.0 MiB" in text
+    assert "below it, 100 MiB less cost 40.0 ms a step" in text
+
+
+def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
+    rows = curve((1, 2.0), (2, 1.2), (5, 1.1), (10, 1.0))
+    slow = [dataclasses.replace(row, predicted_ms=300 * (row.predicted_ratio or 0)) if row.budget_bytes == 2 else row for row in rows]
+    assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
+
+
+# --- page ----------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Collects elements, and checks that they close in order."""
+
+    VOID = frozenset({"meta", "link", "input", "br", "img", "line", "circle", "polyline", "polygon", "path"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag and kind in ("", *attributes.get("class", "").split())]
+
+
+def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
+    html = report_html(found)
+    page = Page(html)
+    assert page.open == []
+    assert "$" not in html
+    assert "two layers <&>" in "".join(page.texts)
+    assert "<&>" not in html
+    for _, attributes in page.elements:
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    assert "http" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+
+
+def test_page_has_a_panel_a_choice_and_a_mark_for_each_feasible_budget(found: Sweep) -> None:
+    page = Page(report_html(found))
+    keys = {f"{row.strategy}-{row.budget_bytes}" for row in found.rows if row.is_feasible}
+    assert {panel["id"] for panel in page.all("section", "panel")} == {f"budget-{key}" for key in keys}
+    assert len(page.all("section", "shown")) == 1
+    assert {option["value"] for option in page.all("option")} == keys
+    assert {dot["data-key"] for dot in page.all("circle") if "data-key" in dot} == keys
+    assert {mark["data-key"] for mark in page.all("polygon", "measured")} == keys
+    assert {row["data-key"] for row in page.all("tr", "row")} == keys
+    assert len(page.all("tr", "infeasible")) == sum(not row.is_feasible for row in found.rows)
+
+
+def test_page_without_a_feasible_budget() -> None:
+    options = SweepOptions(budgets=["1KiB"])
+    sweep = run_sweep(models.Stack(1).train(), torch.randn(8, 16), options, title="nothing")
+    assert "No budget of this sweep is feasible" in report_html(sweep)
+
+
+def test_memory_over_the_step_is_the_plans(found: Sweep) -> None:
+    for plan in found.plans.values():
+        points = memory_points(plan, plan.costs)
+        assert [mib * 2**20 for _, mib in points] == list(plan.simulation.live_bytes)
+        assert max(mib for _, mib in points) * 2**20 == plan.predicted_peak_bytes
+        assert times_ms(plan.schedule, plan.costs)[-1] == pytest.approx(plan.predicted_ms)
+
+
+def test_long_schedules_keep_their_peak_in_the_drawing(found: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rockmate.sweep_report._MAX_POINTS", 7)
+    plan = next(iter(found.plans.values()))
+    points = memory_points(plan, plan.costs)
+    assert len(points) <= 7
+    assert max(mib for _, mib in points) * 2**20 == plan.predicted_peak_bytes

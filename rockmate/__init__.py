@@ -3,10 +3,12 @@
 >>> module = RockmateModule(model, sample_input, "6GiB")          # doctest: +SKIP
 >>> module(**batch).loss.backward()                                # doctest: +SKIP
 
-Same loss, same gradients; the activations fit. See `RockmateModule`, and `Planner` for several budgets of one model.
+Same loss, same gradients; the activations fit. See `RockmateModule`, `Planner` for several budgets of one model, and `sweep` for the
+whole curve of time against memory.
 The planner, and the solvers with it, are loaded when they are first asked for: a saved plan runs without them.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rockmate._torch_version import check_torch_version
@@ -16,6 +18,7 @@ check_torch_version()
 from rockmate.errors import (  # noqa: E402
     BackwardError,
     InfeasibleBudgetError,
+    InfeasibleMemoryLimitError,
     InvalidBudgetError,
     InvalidSampleError,
     MachineError,
@@ -32,14 +35,17 @@ from rockmate.module import RockmateModule  # noqa: E402
 from rockmate.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
+    from rockmate.budget_sweep import sweep
     from rockmate.planner import FrontierPoint, Planner
     from rockmate.strategies import STRATEGIES
+    from rockmate.sweep_row import SweepRow
 
 __all__ = [
     "STRATEGIES",
     "BackwardError",
     "FrontierPoint",
     "InfeasibleBudgetError",
+    "InfeasibleMemoryLimitError",
     "InvalidBudgetError",
     "InvalidSampleError",
     "Machine",
@@ -52,19 +58,24 @@ __all__ = [
     "RockmateModule",
     "SignatureMismatchError",
     "SolverLimitError",
+    "SweepRow",
     "UnknownNameError",
     "UnsupportedModelError",
+    "sweep",
 ]
 
 
+_LOADED_LATE = {
+    "STRATEGIES": "rockmate.strategies",
+    "FrontierPoint": "rockmate.planner",
+    "Planner": "rockmate.planner",
+    "SweepRow": "rockmate.sweep_row",
+    "sweep": "rockmate.budget_sweep",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "STRATEGIES":
-        from rockmate.strategies import STRATEGIES
-
-        return STRATEGIES
-    if name in {"FrontierPoint", "Planner"}:
-        from rockmate import planner
-
-        return getattr(planner, name)
+    if name in _LOADED_LATE:
+        return getattr(import_module(_LOADED_LATE[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

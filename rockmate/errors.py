@@ -35,6 +35,21 @@ class InfeasibleBudgetError(RockmateError, ValueError):
         self.minimum_bytes = minimum_bytes
 
 
+class InfeasibleMemoryLimitError(RockmateError, ValueError):
+    """A memory limit that parameters, gradients and the optimizer's state alone reach.
+
+    Attributes:
+        limit_bytes: the limit that was asked for.
+        held_bytes: what they take.
+    """
+
+    def __init__(self, text: str, *, limit_bytes: int, held_bytes: int) -> None:
+        """Takes the text, and the numbers that are in it."""
+        super().__init__(text)
+        self.limit_bytes = limit_bytes
+        self.held_bytes = held_bytes
+
+
 class InvalidBudgetError(RockmateError, ValueError):
     """A budget that cannot be read as bytes or as a fraction."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+import logging
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +14,28 @@ import torch
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget, size_text
+from rockmate.data_parallel import finds_unused_parameters
 from rockmate.emit import Program
-from rockmate.errors import InvalidBudgetError, SignatureMismatchError
+from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError
+from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan import Plan
+from rockmate.request import PlanRequest
 from rockmate.runtime import Runner
-from rockmate.signature import CallSignature, ModelSignature, check_call, flatten_call, optional_keywords
+from rockmate.signature import (
+    CallSignature,
+    ModelSignature,
+    ModelWatch,
+    SampleCall,
+    check_call,
+    differs_in_keywords,
+    flatten_call,
+    optional_keywords,
+)
 from rockmate.structure import Structure
+
+logger = logging.getLogger("rockmate")
+
+_MAX_PLANS = 8  # of one module; a change that comes back finds its plan again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,109 +57,216 @@ class PlannedCall:
     output_structure: Structure
 
 
+class _Runnable:
+    """A planned call, ready to run on its model, and the watch over what it was planned for."""
+
+    def __init__(self, planned: PlannedCall, model: nn.Module) -> None:
+        self.planned = planned
+        self.runner = Runner(planned.program, model)
+        self.watch = ModelWatch(model)
+
+    def difference(self, model: nn.Module) -> str:
+        """What has changed in the model since it was planned, in words; empty if nothing has."""
+        return self.planned.state.difference(ModelSignature.of(model)) if self.watch.has_changed() else ""
+
+
+class _Forward:
+    """`forward` as a method whose signature is that of the wrapped module's; assigning to `module.forward` replaces it, as usual."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: RockmateModule | None, owner: type | None = None) -> Any:
+        return self.function if module is None else types.MethodType(module.__dict__["_forward_of_model"], module)
+
+
+def _of_original(name: str) -> Callable[..., Any]:
+    """A method that calls the wrapped module's own version and returns this module in place of that."""
+
+    def method(self: RockmateModule, *args: Any, **kwargs: Any) -> RockmateModule:
+        getattr(self.original, name)(*args, **kwargs)
+        self.training = self.original.training
+        return self
+
+    method.__name__, method.__doc__ = name, f"The wrapped module's `{name}`."
+    return method
+
+
 class RockmateModule(nn.Module):
-    """A module that trains within an activation budget and is otherwise the module that it wraps.
+    """A module that trains within a memory budget and is otherwise the module that it wraps.
 
     Parameters, buffers and submodules are the wrapped module's own objects under the same names, so `state_dict`, optimizers, `.to`,
-    `.train` and attributes (`config`, `generate`, ...) behave as before. In training mode with gradients enabled a call runs the
+    `.train` and attributes (`config`, `generate`, `save_pretrained`, ...) behave as before; `isinstance` and `__class__` tell the wrapped
+    module's class, and `inspect.signature(module.forward)` its arguments. In training mode with gradients enabled a call runs the
     plan; in eval mode or under `no_grad` it runs the wrapped module.
-
-    Attributes:
-        plan: what was promised.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sample_input: Any,
+        sample_input: Any = None,
         budget: Budget | None = None,
         *,
+        memory_limit: int | str | None = None,
+        optimizer: Optimizer = "adamw",
+        steps_in_backward: bool = False,
         plan: Plan | None = None,
         strategy: str | None = None,
+        replan: bool = True,
         **planner_options: Any,
     ) -> None:
         """Plans for one sample and one budget, or takes a plan that was made before.
 
         Args:
             model: a module in training mode, on the device that it will train on.
-            sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+            sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. None plans when the
+                first training call comes, for that call.
             budget: the activation budget: bytes, "6GiB", or a fraction in (0, 1] of the peak with nothing recomputed.
+            memory_limit: instead of a budget, a bound on the whole device in bytes or as a size: parameters, gradients and the
+                optimizer's state included; see `rockmate.memory_limit`.
+            optimizer: with `memory_limit`, what will step: an optimizer, or the name or class of one that is not made yet.
+            steps_in_backward: with `memory_limit`, that each parameter is stepped, and its gradient freed, within the backward.
             plan: instead of a budget, a plan for the same model and sample (`Plan.load`): nothing is measured or solved.
             strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
+            replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
+                frozen, autocast, modes) or a call has other keywords; False raises `SignatureMismatchError` instead, as is always
+                done with a `plan`.
             **planner_options: as for `Planner`; a plan brings those that it was made with.
 
         Raises:
             InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`; the
                 first also where neither budget nor plan is given.
             PlanMismatchError: the plan was made for another model or sample.
-            TypeError: both budget and plan are given, or a plan with options.
+            TypeError: more than one of budget, memory limit and plan is given, or a plan with options or without a sample.
         """
-        if budget is None and plan is None:
-            msg = "budget None: give RockmateModule a budget (bytes, \"6GiB\", or a fraction in (0, 1]) or a plan."
-            raise InvalidBudgetError(msg)
-        if budget is not None and plan is not None:
-            msg = "give RockmateModule a budget or a plan, and not both: a plan has its budget, plan.budget_bytes."
-            raise TypeError(msg)
+        _check_arguments(budget, memory_limit, plan)
+        self._wrap(model)
         if plan is not None:
             from rockmate.step import capture_step
 
-            if planner_options or strategy:
-                given = [*planner_options, *(["strategy"] if strategy else [])]
-                msg = f"{', '.join(given)} cannot be given with a plan, which has been made with {dict(plan.options)}."
+            given = [*planner_options, *(["strategy"] if strategy else [])]
+            if given or sample_input is None:
+                what = f"{', '.join(given)} cannot be given" if given else "a sample must be given, too,"
+                msg = f"{what} with a plan, which has been made with {dict(plan.options)}."
                 raise TypeError(msg)
             options: dict[str, Any] = dict(plan.options)
-            self._wrap(model, capture_step(model, sample_input, **options).planned_call(plan))
-        elif budget is not None:
-            from rockmate.planner import Planner
-
-            parse_budget(budget, 1 << 62)  # a budget that cannot be read is told before the work, not after it
-            self._wrap(model, Planner(model, sample_input, **planner_options).planned_call(budget, strategy=strategy or "rockmate"))
+            self._use(capture_step(model, sample_input, **options).planned_call(plan))
+            return
+        limit = None
+        if memory_limit is not None:
+            limit = MemoryLimit(limit=memory_limit, optimizer=optimizer, steps_in_backward=steps_in_backward)
+        request = PlanRequest(budget=budget, memory_limit=limit, strategy=strategy or "rockmate", options=planner_options)
+        self._request = request if replan or sample_input is None else None
+        self._replan = replan
+        if sample_input is not None:
+            self._use(request.planned_call(model, sample_input))
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
         """A module for a call that has been planned; see `Planner.module`."""
         module = cls.__new__(cls)
-        module._wrap(model, call)
+        module._wrap(model)
+        module._use(call)
         return module
 
-    def _wrap(self, model: nn.Module, call: PlannedCall) -> None:
+    def _wrap(self, model: nn.Module) -> None:
         super().__init__()
         # The very dictionaries of the wrapped module: whatever is registered, moved or replaced in one is so in the other.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
         self.__dict__["_wrapped"] = model
+        self.__dict__["_forward_of_model"] = _with_signature_of(model)
         self.training = model.training
-        self.plan = call.plan
-        self._planned = call
         self._optional = optional_keywords(model)
-        self._runner = Runner(call.program, model)
+        self._request: PlanRequest | None = None
+        self._replan = False
+        self._runnables: list[_Runnable] = []  # the one in use first
+
+    def _use(self, call: PlannedCall) -> None:
+        self._runnables = [_Runnable(call, self.original), *self._runnables][:_MAX_PLANS]
+
+    @property
+    def __class__(self) -> type:
+        # Libraries ask a model for its class: Trainer for label names and whether it can be saved, PEFT whether it has adapters.
+        wrapped = self.__dict__.get("_wrapped")
+        return type(self) if wrapped is None else wrapped.__class__
 
     @property
     def original(self) -> nn.Module:
         """The module that was wrapped."""
         return self.__dict__["_wrapped"]
 
+    @property
+    def plan(self) -> Plan:
+        """What was promised, by the plan in use.
+
+        Raises:
+            RockmateError: there was no sample, and no training call yet.
+        """
+        if not self._runnables:
+            msg = "nothing is planned yet: the module was made without a sample, so it plans when it is first called in training mode."
+            raise RockmateError(msg)
+        return self._runnables[0].planned.plan
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan; one without a sample is made at the first training call."""
+        return bool(self._runnables)
+
+    @_Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward: planned in training, as it is otherwise.
 
         Raises:
-            SignatureMismatchError: in training, the call or the module's state differs from what was planned for.
+            SignatureMismatchError: in training, the call differs from what was planned for in more than its keywords; or the call or
+                the module's state differs in any way, and the module was made with a plan or with `replan=False`.
+            InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: what is planned now cannot be.
         """
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
-        check_call(self._planned.call, call)
-        changed = self._planned.state.difference(ModelSignature.of(self.original))
-        if changed:
+        runnable = self._runnable_for(call, args, kwargs)
+        outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self))
+        return runnable.planned.output_structure.rebuild(list(outputs))
+
+    def _runnable_for(self, call: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+        """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
+        if not self._runnables:
+            return self._planned_now("this is the first training call", args, kwargs)
+        first = self._runnables[0]
+        changed = first.difference(self.original)
+        if not changed and call == first.planned.call:
+            return first
+        if not self._replan:
+            check_call(first.planned.call, call)
             msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
             raise SignatureMismatchError(msg)
-        return self._planned.output_structure.rebuild(list(self._runner.run(tensors)))
+        for place, runnable in enumerate(self._runnables):
+            if call == runnable.planned.call and not runnable.difference(self.original):
+                self._runnables.insert(0, self._runnables.pop(place))
+                return runnable
+        if not changed:
+            if not differs_in_keywords(first.planned.call, call):
+                check_call(first.planned.call, call)
+            changed = "the call has other keywords than the sample"
+        return self._planned_now(changed, args, kwargs)
 
-    def train(self, mode: bool = True) -> RockmateModule:
-        """Sets the mode of the wrapped module and of this one."""
-        self.original.train(mode)
-        self.training = mode
-        return self
+    def _planned_now(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+        assert self._request is not None
+        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs)))
+        plan = self.plan
+        logger.warning(
+            "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
+            reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
+        )  # fmt: skip
+        return self._runnables[0]
+
+    train, eval, to, cuda, cpu = map(_of_original, ("train", "eval", "to", "cuda", "cpu"))
+    half, bfloat16, float, double = map(_of_original, ("half", "bfloat16", "float", "double"))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's."""
@@ -153,8 +279,12 @@ class RockmateModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> RockmateModule:
         """A copy of the wrapped module under the same plan."""
         model = copy.deepcopy(self.original, memo)
-        call = replace(self._planned, state=ModelSignature.of(model))
-        return memo.setdefault(id(self), type(self).of(model, call))
+        module = type(self).__new__(type(self))
+        module._wrap(model)
+        module._request, module._replan = self._request, self._replan
+        if self._runnables:
+            module._use(replace(self._runnables[0].planned, state=ModelSignature.of(model)))
+        return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
         """Refuses to be pickled."""
@@ -169,10 +299,57 @@ class RockmateModule(nn.Module):
                 raise
             return getattr(self.original, name)
 
-    def extra_repr(self) -> str:
-        """One line on the plan."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the wrapped module, if it is a plain attribute of that: its code reads it there."""
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is not None and name in wrapped.__dict__ and name not in self.__dict__:
+            setattr(wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Names of both modules."""
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self.original)})
+
+    def __repr__(self) -> str:
+        """The wrapped module, with one line on the plan."""
+        return f"RockmateModule(\n  {self._plan_text()}\n  {repr(self.original).replace(chr(10), chr(10) + '  ')}\n)"
+
+    def _plan_text(self) -> str:
+        if not self._runnables:
+            return "(not planned yet)"
         plan = self.plan
         return (
-            f"budget {size_text(plan.budget_bytes)}, predicted peak {size_text(plan.predicted_peak_bytes)} at "
-            f"{plan.predicted_ratio:.3f}x of the time without recomputation"
+            f"(budget {size_text(plan.budget_bytes)}, predicted peak {size_text(plan.predicted_peak_bytes)} at "
+            f"{plan.predicted_ratio:.3f}x of the time without recomputation)"
         )
+
+
+def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan: Plan | None) -> None:
+    names = [
+        name for name, value in (("budget", budget), ("memory_limit", memory_limit), ("plan", plan)) if value is not None
+    ]
+    if not names:
+        msg = (
+            "budget None: give RockmateModule a budget (bytes, \"6GiB\", or a fraction in (0, 1]), a memory_limit for the whole device, "
+            "or a plan."
+        )
+        raise InvalidBudgetError(msg)
+    if len(names) > 1:
+        msg = f"RockmateModule was given {' and '.join(names)}; give one of them. A plan has its budget, plan.budget_bytes."
+        raise TypeError(msg)
+    if budget is not None:
+        parse_budget(budget, 1 << 62)  # one that cannot be read is told before the work, not after it
+
+
+def _with_signature_of(model: nn.Module) -> Callable[..., Any]:
+    """`RockmateModule.forward` as a function that states the arguments of the model's: Trainer drops columns that are not among them."""
+
+    def forward(self: RockmateModule, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    forward.__doc__ = model.forward.__doc__
+    bound = inspect.signature(model.forward)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = bound.replace(parameters=[this, *bound.parameters.values()])  # pyright: ignore[reportFunctionMemberAccess]
+    return forward

@@ -143,6 +143,10 @@ class Planner:
         self._step.check_present()
         return self._step.planned_call(self.plan(budget, strategy=strategy))
 
+    def planned_call_of(self, plan: Plan) -> PlannedCall:
+        """A plan that another planner made for the same step, with the code that runs it; `PlanMismatchError` if it was another."""
+        return self._step.planned_call(plan)
+
     def frontier(self, *, strategy: str = "rockmate") -> tuple[FrontierPoint, ...]:
         """Budgets from the smallest peak to that of no recomputation, and the least time known for each.
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from rockmate.capture import Role, RoleKind
+from rockmate.data_parallel import LastHooksSink
 from rockmate.delivery import Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
@@ -45,11 +46,12 @@ class Runner:
         self.statics = [a for a in program.backward_arguments if a.kind is ArgumentKind.STATIC]
         self._anchors: dict[torch.device, torch.Tensor] = {}
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
 
         Args:
             inputs: the tensors of the call.
+            hooks_last: hooks of parameters fire when the step is done; see `data_parallel`.
         """
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.setdefault(device, torch.empty(0, device=device, requires_grad=True))
@@ -57,6 +59,8 @@ class Runner:
         inputs = [_laid_out(t, layouts[Role(RoleKind.INPUT, index=i)]) for i, t in enumerate(given)]
         self._refuse_shared(given)
         parameters = [self.binding[name] for name in self.parameter_names]
+        if hooks_last and not parameters:
+            parameters = list({id(owner): owner for owner in self.gradient_owners().values()}.values())
         outputs = PlannedStep.apply(self, anchor, len(inputs), *inputs, *parameters)
         for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
@@ -122,6 +126,7 @@ class PlannedStep(torch.autograd.Function):
         ctx.save_for_backward(*[runner.static(argument, inputs) for argument in runner.statics], *held)  # pyright: ignore
         ctx.kept = [tensor if alias is None else None for tensor, alias in zip(kept, held, strict=True)]  # pyright: ignore
         ctx.owners = runner.gradient_owners()  # pyright: ignore
+        ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
         ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
         ctx.set_materialize_grads(False)  # outputs without a gradient would each get zeros of their size
         ctx.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]  # pyright: ignore
@@ -139,13 +144,16 @@ class PlannedStep(torch.autograd.Function):
             kept = [tensor.clone() for tensor in kept]  # the planned backward works in place on what it is given
         else:
             ctx.kept = None
-        arguments = _backward_arguments(ctx, iter(statics), kept, tangents)
+        sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
+        arguments = _backward_arguments(ctx, iter(statics), kept, tangents, sink)
         del saved, statics, held, kept
         with _as_captured("rockmate::backward"):
             values = program.backward(arguments)
         by_role = dict(zip(program.gradients, values, strict=True))
         inputs = [by_role.get(Role(RoleKind.INPUT_GRADIENT, index=index)) for index in range(ctx.num_inputs)]
         parameters = [by_role[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in runner.parameter_names]
+        if isinstance(sink, LastHooksSink):
+            parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
         return None, None, None, *inputs, *parameters
 
 
@@ -164,7 +172,9 @@ def _is_held(argument: Argument, tensor: torch.Tensor, shared: set[int]) -> bool
     return isinstance(argument.what, Storage) and tensor.untyped_storage()._cdata in shared
 
 
-def _backward_arguments(ctx: Any, statics: Any, kept: list[Any], tangents: Sequence[torch.Tensor | None]) -> list[Any]:
+def _backward_arguments(
+    ctx: Any, statics: Any, kept: list[Any], tangents: Sequence[torch.Tensor | None], sink: GradientSink
+) -> list[Any]:
     """The argument list, in order; it becomes the only holder of what was kept."""
     runner: Runner = ctx.runner
     kept.reverse()
@@ -177,7 +187,7 @@ def _backward_arguments(ctx: Any, statics: Any, kept: list[Any], tangents: Seque
                 assert isinstance(argument.what, Role)
                 arguments.append(_tangent(ctx, tangents, argument.what.index))
             case ArgumentKind.SINK:
-                arguments.append(GradientSink(ctx.owners))
+                arguments.append(sink)
             case _:
                 arguments.append(kept.pop())
     return arguments

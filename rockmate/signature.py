@@ -13,6 +13,8 @@ from torch import nn
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 from rockmate.structure import Structure, flatten
 
+_RECORDERS = "transformers.utils.output_capturing"  # whose hooks a Hugging Face model adds to itself when it is first called
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
@@ -51,17 +53,27 @@ class CallSignature:
         return f"{self.structure.rebuild([str(tensor) for tensor in self.tensors])}"
 
 
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """A sample input of positional and keyword arguments together."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A sample input as positional and keyword arguments.
 
     Args:
-        sample_input: a tensor (the one positional argument), a tuple or list (positional), or a mapping (keyword).
+        sample_input: a tensor (the one positional argument), a tuple or list (positional), a mapping (keyword), or a `SampleCall`.
 
     Raises:
         InvalidSampleError: it is none of these.
     """
     if isinstance(sample_input, torch.Tensor):
         return (sample_input,), {}
+    if isinstance(sample_input, SampleCall):
+        return sample_input.args, dict(sample_input.kwargs)
     if isinstance(sample_input, Mapping):
         return (), {str(name): value for name, value in sample_input.items()}
     if isinstance(sample_input, tuple | list):
@@ -110,17 +122,29 @@ def check_call(planned: CallSignature, actual: CallSignature) -> None:
         raise SignatureMismatchError(msg)
 
 
+def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
+    """Whether the calls have different keywords and are alike in everything that both have."""
+    (args, named), (other_args, other_named) = (call.structure.rebuild(list(call.tensors)) for call in (planned, actual))
+    common = named.keys() & other_named.keys()
+    alike, other_alike = (
+        flatten((positional, {name: keywords[name] for name in sorted(common)}), what="the call")[1]
+        for positional, keywords in ((args, named), (other_args, other_named))
+    )
+    return named.keys() != other_named.keys() and alike == other_alike
+
+
 def hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Keys of the hooks that run around the module's forward or change its backward."""
-    return (*module._forward_pre_hooks, *module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+    """Keys of the hooks that run around the module's forward or change its backward, those aside that only record hidden states."""
+    acting = [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) != _RECORDERS]
+    return (*module._forward_pre_hooks, *acting, *module._backward_hooks, *module._backward_pre_hooks)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
     """State of the module that the graph depends on.
 
-    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers, who is in training
-    mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
+    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers and which names share
+    one, who is in training mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
     """
 
     modules: tuple[nn.Module, ...]
@@ -128,7 +152,8 @@ class ModelSignature:
     training: tuple[bool, ...]
     numbers: tuple[dict[str, float], ...]
     hooks: tuple[tuple[int, ...], ...]
-    autocast: tuple[bool, torch.dtype, bool, torch.dtype]
+    autocast: tuple[torch.dtype | None, torch.dtype | None]
+    sharing: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSignature:
@@ -140,11 +165,9 @@ class ModelSignature:
             tuple(module.training for module in model.modules()),
             tuple({name: value for name, value in vars(module).items() if type(value) is float} for module in model.modules()),
             tuple(hook_keys(module) for module in model.modules()),
-            (
-                torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-                torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
-            ),
-        )  # fmt: skip
+            _autocast_state(),
+            _first_places([tensor for _, tensor in named]),
+        )
 
     def difference(self, now: ModelSignature) -> str:
         """What has changed, in words; empty if nothing has."""
@@ -154,6 +177,8 @@ class ModelSignature:
         for name in planned.keys() | present.keys():
             if planned.get(name) != present.get(name):
                 return f"{name} was {planned.get(name, 'absent')} and is {present.get(name, 'absent')}"
+        if self.sharing != now.sharing:
+            return "names that stood for one tied tensor stand for several, or the other way"
         if self.training != now.training:
             return "a submodule has changed between train and eval mode"
         for module, before, after in zip(self.modules, self.numbers, now.numbers, strict=True):
@@ -163,5 +188,52 @@ class ModelSignature:
         if self.hooks != now.hooks:
             return "a hook of a submodule has been added or removed"
         if self.autocast != now.autocast:
-            return f"autocast was {self.autocast} and is {now.autocast} (cpu, dtype, cuda, dtype)"
+            return f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None is off)"
         return ""
+
+
+class ModelWatch:
+    """Notices that a module is no longer as it was, in a fraction of the time that comparing `ModelSignature`s takes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Takes the present state of `model`."""
+        self._modules = tuple(model.modules())
+        self._numbers = [
+            (vars(module), name, value)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if type(value) is float and value == value
+        ]
+        self._seen = self._present()
+
+    def has_changed(self) -> bool:
+        """Whether the module's signature may be another than it was; False is certain."""
+        return self._present() != self._seen or any(attributes.get(name) != value for attributes, name, value in self._numbers)
+
+    def _present(self) -> list[Any]:
+        seen: list[Any] = [_autocast_state()]
+        identities = []
+        for module in self._modules:
+            attributes = module.__dict__
+            seen += (module.training, *map(id, attributes["_modules"].values()))
+            if module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+                seen.append(hook_keys(module))
+            for tensors in (attributes["_parameters"], attributes["_buffers"]):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        identities.append(id(tensor))
+                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        seen.append(len(set(identities)))
+        return seen
+
+
+def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the place where it stands first."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
+
+
+def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype of autocast on CPU and on CUDA, None where it is off."""
+    on_cpu, on_cuda = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
+    return on_cpu, on_cuda

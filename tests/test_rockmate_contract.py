@@ -190,7 +190,7 @@ def test_parameter_or_submodule_put_in_later_is_the_one_that_trains_or_is_refuse
 def test_casting_the_module_is_noticed_in_training_and_works_in_eval() -> None:
     model = models.Stack()
     x = torch.randn(64, 16)
-    module = RockmateModule(model, x, 0.8)
+    module = RockmateModule(model, x, 0.8, replan=False)
     module.to(torch.float64)
     assert model.layers[0][0].weight.dtype is torch.float64
     with pytest.raises(SignatureMismatchError, match="float64"):

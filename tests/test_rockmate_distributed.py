@@ -1,10 +1,12 @@
-"""Data-parallel training, in a group of one: the reducer's hooks fire once a parameter and gradients are eager's."""
+"""Data-parallel training: a group of one, and two processes that must do what plain DistributedDataParallel does."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -12,6 +14,14 @@ import torch
 from helpers import assert_same, modules_of, train
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rockmate import Plan, Planner, RockmateModule
+from rockmate.agreement import agreed_plan
+
+pytestmark = pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo")
+
+NUM_RANKS = 2
+SMALL_BUCKETS_MB = 0.005
 
 
 @pytest.fixture
@@ -21,7 +31,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo")
 def test_data_parallel(group: None) -> None:
     x = torch.randn(64, 16)
     model = models.Stack()
@@ -39,3 +48,132 @@ def test_data_parallel(group: None) -> None:
             parallel = DistributedDataParallel(module)
             for ours, theirs in zip(train(parallel, model, loss_of), reference, strict=True):
                 assert_same(ours, theirs)
+
+
+def test_without_a_group_a_plan_is_its_own() -> None:
+    plan = Planner(models.Stack(1), torch.randn(8, 16)).plan(1.0)
+    assert agreed_plan(plan, asked_for=None) is plan
+
+
+# --- two processes -------------------------------------------------------------------------------------
+
+
+class Spare(models.Stack):
+    """A stack with a layer that a call may leave out, so that its parameters are unused in some runs."""
+
+    def __init__(self, uses_last: bool = True) -> None:
+        super().__init__(num_layers=3, dropout=0.2)
+        self.spare = nn.Linear(16, 16)
+        self.uses_last = uses_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return self.spare(y) if self.uses_last else y
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(64, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained_ddp(rank: int, *, is_planned: bool, uses_last: bool = True, skips_sync: bool = False, **options: Any) -> dict[str, Any]:
+    """Three steps on this rank's data; losses, weights and gradients after them, and the plan's text."""
+    torch.manual_seed(0)
+    model = Spare(uses_last)
+    module = RockmateModule(model, budget=0.6) if is_planned else model
+    parallel = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        if skips_sync:
+            with parallel.no_sync():
+                parallel(batch_of(step + 50, rank)).square().mean().backward()
+        loss = parallel(batch_of(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return {"losses": losses, "weights": list(model.state_dict().values()), "gradients": gradients, "module": module}
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["losses"] == b["losses"]
+    for name in ("weights", "gradients"):
+        for ours, theirs in zip(a[name], b[name], strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs), name
+
+
+def check_equal_to_plain(rank: int) -> None:
+    variants: list[dict[str, Any]] = [
+        {"skips_sync": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "uses_last": False, "skips_sync": True, "gradient_as_bucket_view": True},
+    ]
+    for variant in variants:
+        ours = trained_ddp(rank, is_planned=True, **variant)
+        assert ours["module"].plan.schedule.num_recomputations() > 0
+        equal(ours, trained_ddp(rank, is_planned=False, **variant))
+
+
+def check_plans_agree(rank: int) -> None:
+    module = trained_ddp(rank, is_planned=True)["module"]
+    own = Planner(models.Stack(2), torch.randn(8, 16)).plan(1.0)
+    # Op times of the two processes differ, so equal texts mean that one has taken the other's.
+    for plan in (module.plan, agreed_plan(own, asked_for="test")):
+        texts: list[Any] = [None] * NUM_RANKS
+        distributed.all_gather_object(texts, plan.to_text())
+        assert texts[0] == texts[1]
+        assert isinstance(plan, Plan)
+    alone: list[Any] = [None] * NUM_RANKS
+    distributed.all_gather_object(alone, own.to_text())
+    assert alone[0] != alone[1]
+    if rank == 1:  # a rank that plans alone waits for nobody
+        agreed_plan(Planner(models.Stack(1), torch.randn(4, 16)).plan(1.0), asked_for="alone")
+
+
+def check_buckets_become_ready_one_by_one(rank: int) -> None:
+    model = models.Stack(num_layers=6, dropout=0.0)
+    x = batch_of(1, rank)
+    module = RockmateModule(model, x, 1.0)
+    parallel = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS_MB)
+    events: list[str] = []
+
+    def reduce(state: None, bucket: Any) -> Any:
+        events.append("bucket")
+        work = distributed.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    reduce.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # DDP checks them
+    parallel.register_comm_hook(None, reduce)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    for _ in range(2):  # buckets are arranged after the first
+        events.clear()
+        parallel(x).square().mean().backward()
+    buckets = [place for place, event in enumerate(events) if event == "bucket"]
+    names = [place for place, event in enumerate(events) if event != "bucket"]
+    assert len(buckets) >= 4
+    assert len(names) == len(list(model.parameters()))
+    before_the_last = sum(place < names[-1] for place in buckets)
+    assert before_the_last >= len(buckets) - 2, events
+    first_layer = next(place for place, event in enumerate(events) if event.startswith("layers.0."))
+    assert any(place < first_layer for place in buckets), events
+
+
+def enter(rank: int, store: str, checks: list[Callable[[int], None]]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    try:
+        for check in checks:
+            check(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_two_processes() -> None:
+    checks = [check_buckets_become_ready_one_by_one, check_plans_agree, check_equal_to_plain]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(enter, (f"{folder}/store", checks), nprocs=NUM_RANKS)

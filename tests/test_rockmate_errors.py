@@ -338,14 +338,14 @@ def change_parameters(model: nn.Module) -> None:
 )
 def test_model_changed_after_planning(change: Any, text: str) -> None:
     model = models.Stack()
-    module = RockmateModule(model, X, 1.0)
+    module = RockmateModule(model, X, 1.0, replan=False)
     change(model)
     with pytest.raises(SignatureMismatchError, match=text):
         module(X)
 
 
 def test_autocast_switched_on_after_planning() -> None:
-    module = RockmateModule(models.Stack(), X, 1.0)
+    module = RockmateModule(models.Stack(), X, 1.0, replan=False)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(SignatureMismatchError, match="autocast"):
         module(X)
     module(X).sum().backward()
@@ -487,7 +487,7 @@ def _small_net() -> nn.Sequential:
 
 def test_a_dropout_that_changes_after_planning_is_refused() -> None:
     model, x = _small_net(), torch.randn(8, 16)
-    module = RockmateModule(model, x, 1.0)
+    module = RockmateModule(model, x, 1.0, replan=False)
     model[1].p = 0.9
     with pytest.raises(SignatureMismatchError, match=r"p of a Dropout was 0\.1 and is 0\.9"):
         module(x)
@@ -495,7 +495,7 @@ def test_a_dropout_that_changes_after_planning_is_refused() -> None:
 
 def test_a_hook_that_is_added_after_planning_is_refused() -> None:
     model, x = _small_net(), torch.randn(8, 16)
-    module = RockmateModule(model, x, 1.0)
+    module = RockmateModule(model, x, 1.0, replan=False)
     handle = model[0].register_forward_hook(lambda module, inputs, output: output * 0)
     with pytest.raises(SignatureMismatchError, match="hook"):
         module(x)

@@ -1,0 +1,56 @@
+"""What DistributedDataParallel around a planned module asks of its backward.
+
+Its reducer learns that a parameter's gradient is ready from a hook on the parameter's accumulation node. A planned backward fires that
+hook as soon as the gradient is final, so buckets are reduced while it still runs. With `find_unused_parameters=True` the reducer
+moreover walks the autograd graph from the outputs and takes every parameter that it does not meet for unused. A planned step
+therefore has its parameters as inputs in that mode; their nodes then run, and their hooks fire, when the whole step is done. Gradients
+are in `.grad` as early as otherwise, but nothing is reduced before the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed, nn
+
+from rockmate.delivery import GradientSink, Product
+
+
+def finds_unused_parameters(module: nn.Module) -> bool:
+    """Whether `module` is being called by a DistributedDataParallel that will look for unused parameters."""
+    if not distributed.is_available():
+        return False
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    return active is not None and active.find_unused_parameters and not active.static_graph
+
+
+class LastHooksSink(GradientSink):
+    """Adds gradients to `.grad` and fires no hooks: the engine does that when the step is done."""
+
+    def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
+        """As in `GradientSink`, without hooks."""
+        super().accept(name, gradient, is_final=False)
+
+    def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
+        """As in `GradientSink`, without hooks."""
+        super().accept_product(name, left, right, product, is_final=False)
+
+    def accept_embedding(  # noqa: D102
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        num_weights: int,
+        padding_idx: int,
+        *,
+        is_final: bool,
+    ) -> None:
+        super().accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=False)
+
+    def finish(self, name: str) -> None:
+        """Nothing: the gradient is in `.grad`, and its hooks come last."""
+
+    def rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What the engine has to accumulate: a gradient that a tensor hook must see whole, or nothing at all."""
+        if parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting:  # they fire with a gradient only
+            return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+        return self._waiting.pop(id(parameter), None)

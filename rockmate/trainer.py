@@ -1,0 +1,50 @@
+"""Hugging Face Trainer: one call that puts a trainer's model inside a memory budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rockmate.budget import Budget
+from rockmate.memory_limit import Optimizer
+from rockmate.module import RockmateModule
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def wrap_trainer(
+    trainer: Trainer,
+    budget: Budget | None = None,
+    *,
+    memory_limit: int | str | None = None,
+    optimizer: Optimizer | None = None,
+    **options: Any,
+) -> RockmateModule:
+    """Wraps the model of a trainer that has not started; the plan is made for the first batch that it trains on.
+
+    `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for `memory_limit`: here the optimizer is taken
+    from the trainer's arguments.
+
+    Args:
+        trainer: a `transformers.Trainer`, or a subclass's.
+        budget: as for `RockmateModule`.
+        memory_limit: as for `RockmateModule`.
+        optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that its arguments name.
+        **options: as for `RockmateModule`.
+
+    Returns:
+        The module, which now is `trainer.model`.
+
+    Raises:
+        ValueError: the trainer has no model.
+        InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for its state.
+    """
+    if memory_limit is not None:
+        options["optimizer"] = optimizer or trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    model = trainer.model
+    if model is None:
+        msg = "the trainer has no model yet: give it one, not a model_init."
+        raise ValueError(msg)
+    module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
+    trainer.model = trainer.model_wrapped = module
+    return module

@@ -1,0 +1,64 @@
+"""Every example runs as its page says, on a small configuration, and learns."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of PEFT
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"(?:loss |'loss': ')([0-9.]+)", printed)]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("causal_lm.py", [], r"saved and loaded: [\d,]+ parameters"),
+        ("causal_lm.py", ["--memory-limit", "64GiB", "--steps", "4"], r"recomputed +0 of"),
+        ("lora.py", ["--steps", "24"], r"saved: adapters of [\d,]+ bytes"),
+        ("sequence_classification.py", ["--steps", "40"], r"accuracy (0\.[89]\d|1\.00)"),
+        ("image_classification.py", ["--steps", "40"], r"accuracy (0\.[3-9]\d|1\.00)"),
+    ],
+)
+def test_example(
+    script: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    torch.manual_seed(0)
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(expected, printed), printed
+    assert re.search(r"predicted peak +[\d.]+ [KM]iB", printed)
+    losses = losses_of(printed)
+    assert len(losses) >= 4
+    assert losses[-1] < losses[0]
+
+
+def test_data_parallel_by_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "data_parallel.py")]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([*command, "--steps", "4"], capture_output=True, text=True, env=environment, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    losses = losses_of(finished.stdout)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert finished.stdout.count("predicted peak") == 1
+
+
+def test_the_page_names_every_example() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert len(SCRIPTS) == 5
+    assert all(f"`{name}`" in page for name in SCRIPTS)

@@ -1,0 +1,298 @@
+"""What users of recomputation trip over elsewhere, one test each, with a planned module under plain PyTorch and Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fine_tuning import LENGTH, VOCABULARY, batch, gpt2, llama
+from helpers import differing, gradients_of, same_bits
+from torch import nn
+
+from rockmate import InfeasibleBudgetError, Planner, RockmateModule
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+def rockmate_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "rockmate"]
+
+
+def step_of(module: nn.Module, owner: nn.Module, call: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    owner.zero_grad()
+    torch.manual_seed(7)
+    output = module(**call) if call else module(X)
+    loss = output.loss if call else output.square().mean()
+    loss.backward()
+    return loss.detach(), gradients_of(owner)
+
+
+def assert_same_step(module: nn.Module, owner: nn.Module, reference: nn.Module, call: dict[str, torch.Tensor]) -> None:
+    ours, theirs = step_of(module, owner, call), step_of(reference, reference, call)
+    assert same_bits(ours[0], theirs[0])
+    assert theirs[1]
+    assert not differing(ours[1], theirs[1])
+
+
+# --- numbers -------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_statistics_are_updated_once_a_step() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 16), nn.BatchNorm1d(16)).train()
+    reference = copy.deepcopy(model)
+    planner = Planner(model, X)
+    module = planner.module(planner.minimum_peak_bytes)
+    assert module.plan.schedule.num_recomputations() > 0
+    for _ in range(2):
+        module(X).sum().backward()
+        reference(X).sum().backward()
+    assert model[1].num_batches_tracked == 2
+    assert not differing(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_dropout_is_replayed_when_recomputed_and_moves_the_generator_as_eager_does() -> None:
+    model = models.Stack(dropout=0.5)
+    planner = Planner(model, X)
+    module = planner.module(planner.minimum_peak_bytes)
+    assert module.plan.schedule.num_recomputations() > 0
+    assert_same_step(module, model, copy.deepcopy(model), {})
+    torch.manual_seed(3)
+    module(X).sum().backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    model(X).sum().backward()
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_a_frozen_embedding_before_trained_layers() -> None:
+    model = gpt2(tie_word_embeddings=False)
+    model.transformer.wte.weight.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    assert_same_step(RockmateModule(model, batch(), 0.6), model, reference, batch())
+
+
+def test_a_larger_vocabulary_after_planning(caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt2()
+    module = RockmateModule(model, batch(), 0.6)
+    module.resize_token_embeddings(VOCABULARY + 8)
+    reference = copy.deepcopy(model)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="rockmate"):
+        assert_same_step(module, model, reference, batch())
+        module(**batch(2)).loss.backward()
+    assert len(rockmate_lines(caplog)) == 1
+    assert "planned for this call" in rockmate_lines(caplog)[0]
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "double"])
+def test_another_dtype_after_planning(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt2(attn_pdrop=0.0)  # with it, eager's products of fp64 attention add up in the order of another layout
+    module = RockmateModule(model, batch(), 0.6)
+    assert getattr(module, change)() is module
+    with caplog.at_level(logging.WARNING, logger="rockmate"):
+        assert_same_step(module, model, copy.deepcopy(model), batch())
+    assert len(rockmate_lines(caplog)) == 1
+
+
+def test_moving_the_module_returns_the_module_itself() -> None:
+    model = gpt2()
+    module = RockmateModule(model, batch(), 0.6)
+    for moved in (module.to("cpu"), module.to(torch.float32), module.cpu(), module.float(), module.eval(), module.train()):
+        assert moved is module
+    assert module.training is model.training is True
+    assert module.eval().training is model.training is False
+
+
+def test_a_copy_trains_on_its_own() -> None:
+    model = gpt2()
+    module = RockmateModule(model, batch(), 0.6)
+    twin = copy.deepcopy(module)
+    reference = copy.deepcopy(model)
+    model.zero_grad()
+    assert_same_step(twin, twin.original, reference, batch())
+    assert not gradients_of(model)
+    assert type(twin.original) is type(model)
+
+
+def test_untying_weights_after_planning_is_noticed() -> None:
+    model = gpt2()
+    module = RockmateModule(model, batch(), 0.6)
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    assert_same_step(module, model, copy.deepcopy(model), batch())
+
+
+# --- gradient checkpointing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_gradient_checkpointing_is_off_in_the_plan_and_stays_on_in_the_model(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    plain = Planner(build(), batch())
+    model.activation_checkpointing_enable()
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        planner = Planner(model, batch())
+    assert sum("gradient checkpointing is off in the planned forward" in line for line in rockmate_lines(caplog)) == 1
+    assert len(planner.plan(1.0).graph.ops) == len(plain.plan(1.0).graph.ops)
+    assert model.is_activation_checkpointing
+    reference = build()
+    reference.load_state_dict(model.state_dict())
+    assert_same_step(planner.module(0.6), model, reference, batch())
+
+
+# --- exceptions ----------------------------------------------------------------------------------------
+
+
+class Interrupt(Exception):
+    """Stands for an interrupt or an allocation that fails."""
+
+
+def test_an_exception_in_the_forward_leaves_the_module_usable() -> None:
+    model = gpt2()
+    module, reference = RockmateModule(model, batch(), 0.6), copy.deepcopy(model)
+    with pytest.raises(IndexError):
+        module(input_ids=torch.full_like(batch()["input_ids"], VOCABULARY + 5), labels=batch()["labels"])
+    assert not gradients_of(model)
+    assert_same_step(module, model, reference, batch())
+
+
+@pytest.mark.parametrize("regime", ["all", "minimum"])
+def test_an_exception_in_the_backward_leaves_the_module_usable(regime: str) -> None:
+    model = models.Stack(dropout=0.3)
+    planner = Planner(model, X)
+    module, reference = planner.module(1.0 if regime == "all" else planner.minimum_peak_bytes), copy.deepcopy(model)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise Interrupt
+
+    handle = model.layers[1][0].weight.register_hook(fail)
+    state = torch.get_rng_state()
+    with pytest.raises(Interrupt):
+        module(X).square().mean().backward()
+    handle.remove()
+    assert torch.is_grad_enabled()
+    torch.set_rng_state(state)
+    for _ in range(2):
+        assert_same_step(module, model, reference, {})
+
+
+def test_nothing_stays_in_memory_after_an_exception_in_the_backward() -> None:
+    from helpers import left_allocated
+
+    model = models.Stack(dropout=0.3)
+    module = RockmateModule(model, X, 1.0)
+    module(X).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise Interrupt
+
+    def broken_step() -> None:
+        handle = model.layers[1][0].weight.register_hook(fail)
+        try:
+            module(X).square().mean().backward()
+        except Interrupt:
+            handle.remove()
+
+    broken_step()
+    assert left_allocated(broken_step) == 0
+
+
+# --- as the original -----------------------------------------------------------------------------------
+
+
+def test_generate_and_saving_between_steps(tmp_path: Path) -> None:
+    model = gpt2()
+    module, reference = RockmateModule(model, batch(), 0.6), copy.deepcopy(model)
+    words = batch()["input_ids"][:, :4]
+    module(**batch()).loss.backward()
+    module.eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(words), "pad_token_id": 0}
+    reference.eval()
+    assert torch.equal(module.generate(words, **options), reference.generate(words, **options))
+    with torch.no_grad():
+        assert same_bits(module(**batch()).logits, reference(**batch()).logits)
+        shorter = {name: value[:2, :5] for name, value in batch().items()}
+        assert same_bits(module(**shorter).loss, reference(**shorter).loss)
+    module.train()
+    reference.train()
+    assert_same_step(module, model, reference, batch())
+    module.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert not differing(again.state_dict(), model.state_dict())
+    assert again.config.architectures == ["GPT2LMHeadModel"]
+    assert callable(module.push_to_hub)
+    assert module.push_to_hub.__self__ is model
+
+
+def test_attributes_reach_the_model() -> None:
+    model = gpt2()
+    module = RockmateModule(model, batch(), 0.6)
+    assert isinstance(module, RockmateModule)
+    assert isinstance(module, type(model))
+    assert module.__class__ is type(model)
+    module.loss_type = "ForCausalLMLoss"
+    assert model.loss_type == "ForCausalLMLoss"
+    assert module.main_input_name == "input_ids"
+    assert "generate" in dir(module)
+    assert "RockmateModule" in repr(module)
+    assert "lm_head" in repr(module)
+
+
+# --- budgets -------------------------------------------------------------------------------------------
+
+
+def test_an_impossible_budget_says_what_is_possible_at_the_first_call_too() -> None:
+    model = gpt2()
+    module = RockmateModule(model, budget=1000)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        module(**batch())
+    minimum = caught.value.minimum_bytes
+    module = RockmateModule(model, budget=minimum)
+    module(**batch()).loss.backward()
+    assert module.plan.predicted_peak_bytes <= minimum
+
+
+def test_sample_of_a_first_call_with_positional_and_keyword_arguments() -> None:
+    model = gpt2()
+    module, reference = RockmateModule(model, budget=0.6), copy.deepcopy(model)
+    words, labels = batch()["input_ids"], batch()["labels"]
+    assert words.shape[1] == LENGTH
+    torch.manual_seed(1)
+    ours = module(words, labels=labels).loss
+    torch.manual_seed(1)
+    assert same_bits(ours.detach(), reference(words, labels=labels).loss.detach())
+
+
+def test_evaluation_before_the_first_training_call_plans_nothing() -> None:
+    module = RockmateModule(gpt2(), budget=0.6)
+    with torch.no_grad():
+        module(**batch())
+    module.eval()(**batch())
+    assert not module.is_planned
+
+
+def test_replanning_can_be_refused() -> None:
+    from rockmate import SignatureMismatchError
+
+    model = models.Stack()
+    for module in (RockmateModule(model, X, 1.0, replan=False), Planner(model, X).module(1.0)):
+        model.layers[0].eval()
+        with pytest.raises(SignatureMismatchError, match="eval mode"):
+            module(X)
+        model.train()
+        module(X).sum().backward()
+
+
+def test_at_most_eight_plans_are_held() -> None:
+    model = models.Stack(num_layers=1)
+    module = RockmateModule(model, X, 1.0)
+    for index in range(1, 10):
+        next(inner for inner in model.modules() if isinstance(inner, nn.Dropout)).p = 0.05 * index
+        module(X)
+    assert len(module._runnables) == 8

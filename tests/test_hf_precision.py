@@ -1,0 +1,85 @@
+"""Lower precision with a planned module: bf16 weights, autocast around the call, and a gradient scaler, all bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from fine_tuning import batch, llama
+from helpers import differing, gradients_of
+from torch import nn
+
+from rockmate import RockmateModule
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def run(module: nn.Module, owner: nn.Module, around: Callable[[], AbstractContextManager[object]], num_steps: int = 2) -> list[object]:
+    optimizer = torch.optim.AdamW(owner.parameters(), lr=1e-2)
+    found = []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        with around():
+            loss = module(**batch(step)).loss
+        loss.backward()
+        found.append((loss.item(), loss.dtype, gradients_of(owner)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_alike(ours: list, reference: list) -> None:
+    assert [step[:2] for step in ours] == [step[:2] for step in reference]
+    assert not any(differing(a[2], b[2]) for a, b in zip(ours, reference, strict=True))
+
+
+def test_weights_in_bf16() -> None:
+    models = [llama().to(torch.bfloat16) for _ in range(2)]
+    module = RockmateModule(models[0], batch(), 0.6)
+    ours = run(module, models[0], nullcontext)
+    assert models[0].lm_head.weight.dtype is torch.bfloat16
+    assert_alike(ours, run(models[1], models[1], nullcontext))
+
+
+def test_autocast_around_the_call_though_the_sample_was_planned_without(caplog: pytest.LogCaptureFixture) -> None:
+    models = [llama() for _ in range(2)]
+    module = RockmateModule(models[0], batch(), 0.6)
+    with caplog.at_level(logging.WARNING, logger="rockmate"):
+        ours = run(module, models[0], autocast)
+        assert_alike(ours, run(models[1], models[1], autocast))
+        lines = [record.message for record in caplog.records if record.name == "rockmate"]
+        assert len(lines) == 1
+        assert "autocast" in lines[0]
+        run(module, models[0], nullcontext)  # the first plan is still there
+    assert len([record for record in caplog.records if record.name == "rockmate"]) == 1
+
+
+def test_a_gradient_scaler() -> None:
+    found = []
+    for wrap in (False, True):
+        model = llama()
+        module = RockmateModule(model, budget=0.6) if wrap else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = module(**batch(step)).loss
+            if step == 1:
+                loss = loss * float("inf")  # an overflow: the step is left out and the scale is halved
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            losses.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((repr(losses), scaler.get_scale(), model.state_dict()))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][1] == 2.0**9
+    assert not differing(found[1][2], found[0][2])

@@ -1,0 +1,182 @@
+"""Hugging Face Trainer and accelerate with a planned module: the plain model's run, number for number."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
+from helpers import differing, relative_error
+from torch import Tensor, nn
+
+from rockmate import RockmateError, RockmateModule, SignatureMismatchError
+from rockmate.trainer import wrap_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def planned(model: nn.Module) -> nn.Module:
+    return RockmateModule(model, budget=0.6)
+
+
+def sum_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / (num_items_in_batch if num_items_in_batch is not None else labels.numel())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05, "eval_strategy": "epoch", "label_names": ["labels"]},
+        {"label_smoothing_factor": 0.1},
+        {"compute_loss_func": sum_of_tokens, "gradient_accumulation_steps": 2, "optim": "adafactor"},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_trains_as_the_plain_model(arguments: dict[str, Any], tmp_path: Path) -> None:
+    logs, reference = trained(llama, plain, tmp_path, **dict(arguments))
+    our_logs, model = trained(llama, planned, tmp_path, **dict(arguments))
+    assert len(logs) >= 2
+    assert our_logs == logs
+    assert not differing(model.state_dict(), reference.state_dict())
+
+
+def test_a_tied_model_with_dropout(tmp_path: Path) -> None:
+    logs, reference = trained(gpt2, plain, tmp_path)
+    our_logs, model = trained(gpt2, planned, tmp_path)
+    assert our_logs == logs
+    assert not differing(model.state_dict(), reference.state_dict())
+    options = {"gradient_accumulation_steps": 2, "optim": "sgd"}  # Adam divides by the gradient, and so enlarges its rounding
+    logs, reference = trained(gpt2, plain, tmp_path, **options)
+    our_logs, model = trained(gpt2, planned, tmp_path, **options)
+    for name, value in model.state_dict().items():  # a tied weight's gradients are summed in another order
+        assert relative_error(value, reference.state_dict()[name]) <= 1e-5
+
+
+def test_a_sample_without_the_keyword_that_trainer_adds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs, _ = trained(llama, plain, tmp_path)
+    with caplog.at_level(logging.WARNING, logger="rockmate"):
+        our_logs, _ = trained(llama, lambda model: RockmateModule(model, batch(), 0.6), tmp_path)
+    assert our_logs == logs
+    assert [record.message.split(":")[0] for record in caplog.records if record.name == "rockmate"] == [
+        "planned for this call, since the call has other keywords than the sample"
+    ]
+
+
+def test_saves_resumes_and_loads_into_the_plain_model(tmp_path: Path) -> None:
+    logs, reference = trained(llama, plain, tmp_path / "reference", num_train_epochs=2)
+    model = llama()
+    first, _ = trainer(planned(model), tmp_path, num_train_epochs=2, save_strategy="epoch")
+    first.train()
+    assert not differing(model.state_dict(), reference.state_dict())
+    second, record = trainer(planned(llama()), tmp_path, num_train_epochs=2)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert record.logs[:-1] == logs[4:-1]
+    assert not differing(second.model.state_dict(), reference.state_dict())
+    second.save_model(str(tmp_path / "final"))
+    again = type(model).from_pretrained(tmp_path / "final")
+    assert not differing(again.state_dict(), reference.state_dict())
+    assert again.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_loads_the_best_model(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 2, "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    options |= {"learning_rate": 0.5}  # so large that the first epoch is the better one
+    states = []
+    for wrap in (plain, planned):
+        model = llama()
+        worker, record = trainer(wrap(model), tmp_path / wrap.__name__, **options)
+        worker.train()
+        states.append((worker.state.best_metric, worker.state.best_model_checkpoint.split("-")[-1], record.logs))
+        states[-1] += (model.state_dict(),)
+    assert states[0][:3] == states[1][:3]
+    assert not differing(states[1][3], states[0][3])
+
+
+def test_evaluation_and_prediction(tmp_path: Path) -> None:
+    found = []
+    for wrap in (plain, planned):
+        worker, _ = trainer(wrap(llama()), tmp_path)
+        found.append((worker.evaluate()["eval_loss"], torch.as_tensor(worker.predict(Sentences(8)).predictions)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_columns_and_labels_are_those_of_the_model(tmp_path: Path) -> None:
+    ours, reference = trainer(planned(llama()), tmp_path)[0], trainer(llama(), tmp_path)[0]
+    for worker in (ours, reference):
+        worker._set_signature_columns_if_needed()
+    assert ours._signature_columns == reference._signature_columns
+    assert ours.label_names == reference.label_names == ["labels"]
+    assert ours.model_accepts_loss_kwargs is reference.model_accepts_loss_kwargs is True
+
+
+def test_wrap_trainer(tmp_path: Path) -> None:
+    logs, reference = trained(llama, plain, tmp_path)
+    model = llama()
+    worker, record = trainer(model, tmp_path)
+    module = wrap_trainer(worker, 0.6)
+    with pytest.raises(RockmateError, match="nothing is planned yet"):
+        module.plan  # noqa: B018
+    worker.train()
+    assert worker.model is module
+    assert module.plan.schedule.num_recomputations() > 0
+    assert record.logs == logs
+    assert not differing(model.state_dict(), reference.state_dict())
+
+
+def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(tmp_path: Path) -> None:
+    worker, _ = trainer(llama(), tmp_path, optim="adafactor")
+    module = wrap_trainer(worker, memory_limit="64GiB")
+    assert module._request.memory_limit.optimizer == "adafactor"
+    worker.train()
+    assert module.plan.budget_bytes < 64 * 1024**3
+
+
+def test_a_smaller_last_batch_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    worker, _ = trainer(planned(llama()), tmp_path, train_dataset=Sentences(BATCH + 2))
+    with pytest.raises(SignatureMismatchError, match=r"int64\[2, 12\]"):
+        worker.train()
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_the_loop_of_accelerate(mixed_precision: str) -> None:
+    found = []
+    for wrap in (plain, planned):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first precision of a process
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(seed).items()} for seed in range(16)], batch_size=BATCH)
+        prepared, optimizer, loader = accelerator.prepare(wrap(model), optimizer, loader)
+        losses = []
+        torch.manual_seed(5)
+        for rows in loader:
+            with accelerator.accumulate(prepared):
+                loss = prepared(**rows).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        found.append((losses, {name: value.clone() for name, value in unwrapped.state_dict().items()}))
+        with torch.no_grad():
+            assert unwrapped(**batch()).loss.dtype is torch.float32
+    assert found[0][0] == found[1][0]
+    assert not differing(found[1][1], found[0][1])
+
+
+def test_trainer_in_bf16(tmp_path: Path) -> None:
+    logs, reference = trained(llama, plain, tmp_path, bf16=True)
+    our_logs, model = trained(llama, planned, tmp_path, bf16=True)
+    assert our_logs == logs
+    assert not differing(model.state_dict(), reference.state_dict())

@@ -146,7 +146,7 @@ def sections() -> Iterator[Section]:
     certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=_TIME_LIMIT_S)
     yield Section(name="certificate", language="text", text=_certificate_text(certificate, search, baseline), is_exact=False)
     yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
-    yield Section(name="simulation", language="text", text=_simulation_text(graph, chosen, budget_bytes), is_exact=False)
+    yield Section(name="simulation", language="text", text=_simulation_text(graph, costs, chosen, budget_bytes), is_exact=False)
 
     program = emit(graph, chosen.schedule, owner_names(model))
     yield Section(name="forward", language="python", text=_code_text(program.forward_code), is_exact=False)
@@ -331,7 +331,7 @@ def _schedule_text(graph: Graph, schedule: Schedule) -> str:
     return "\n".join([head, f"... runs {start} to {start + len(shown) - 1}:", *shown])
 
 
-def _simulation_text(graph: Graph, chosen: Candidate, budget_bytes: int) -> str:
+def _simulation_text(graph: Graph, costs: Costs, chosen: Candidate, budget_bytes: int) -> str:
     found, schedule = chosen.simulation, chosen.schedule
     op = graph.ops[schedule.steps[found.peak_position]]
     half = "forward" if found.peak_position < len(schedule.forward) else "backward"
@@ -342,12 +342,12 @@ def _simulation_text(graph: Graph, chosen: Candidate, budget_bytes: int) -> str:
         f"predicted time   {found.time_ms:>10.3f} ms",
         "live at the peak:",
     ]
-    lines += [f"  {size:>10,} bytes  {name}" for name, size in live_at(graph, schedule, found.peak_position)]
+    lines += [f"  {size:>10,} bytes  {name}" for name, size in live_at(graph, costs, schedule, found.peak_position)]
     return "\n".join(lines)
 
 
-def live_at(graph: Graph, schedule: Schedule, position: int) -> list[tuple[str, int]]:
-    """Names and bytes of all that is in memory while the run at `position` runs, its own overhead left out, largest first."""
+def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> list[tuple[str, int]]:
+    """Names and bytes of all that is in memory while the run at `position` runs, largest first."""
     ends = last_reads(graph, schedule.forward, schedule.backward)
     live: dict[Storage, None] = {}
     for step, index in enumerate(schedule.steps[: position + 1]):
@@ -361,6 +361,10 @@ def live_at(graph: Graph, schedule: Schedule, position: int) -> list[tuple[str, 
     if position in schedule.in_place:
         op = graph.ops[schedule.steps[position]]
         rows.append((f"less {op.writes[0].name}, which takes over an operand's memory", -op.writes[0].num_bytes))
+    index = schedule.steps[position]
+    cost = (costs.again if index in schedule.steps[:position] else costs.first)[index]
+    if cost.overhead_bytes:
+        rows.append((f"overhead of {graph.ops[index].name}", cost.overhead_bytes))
     rows += [(f"random state of {op.name}", state_bytes(op)) for op in _states_held(graph, schedule, position)]
     return sorted(rows, key=lambda row: -row[1])
 

@@ -202,6 +202,17 @@ class Graph:
         return tuple(storage for storage in made if not storage.is_static)
 
     @cached_property
+    def released(self) -> tuple[list[tuple[Storage, ...]], list[tuple[Storage, ...]]]:
+        """For each op what it reads, and what it makes, of the storages that a last read releases."""
+        reads = [tuple(storage for storage in op.reads if storage not in self.held) for op in self.ops]
+        return reads, [tuple(storage for storage in op.writes if storage not in self.held) for op in self.ops]
+
+    @cached_property
+    def written_bytes(self) -> tuple[int, ...]:
+        """For each op the bytes of all storages that it makes."""
+        return tuple(op.written_bytes for op in self.ops)
+
+    @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         """Ops of the forward, in order."""
         return tuple(op for op in self.ops if op.phase is Phase.FORWARD)

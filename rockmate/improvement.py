@@ -18,7 +18,7 @@ from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 
 _MAX_ROUNDS = 500
-_ROUND = 0.25  # of the excess, after which prices are taken anew: an evicted value may have been an input
+_ROUND = 0.5  # of the excess, after which prices are taken anew: an evicted value may have been an input
 _MAX_RUNS = 60  # made again together for one evicted value
 
 
@@ -99,11 +99,11 @@ def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[O
     pending = [storage]
     while pending:
         producer = pending.pop().producer
-        if producer is None or not can_run_again(producer) or len(runs) >= _MAX_RUNS:
+        if not can_run_again(producer) or len(runs) >= _MAX_RUNS:
             return None
         if producer not in runs:
             runs[producer] = None
-            pending += [s for s in producer.reads if s is not storage and not ranges.is_live(s, position)]
+            pending += [s for s in producer.reads if s is not storage and not s.is_static and not ranges.is_live(s, position)]
     return sorted(runs, key=lambda op: op.index)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -84,13 +85,25 @@ class LiveRanges:
 
     def is_live(self, storage: Storage, position: int) -> bool:
         """Whether the value is in memory when a run inserted before `position` would read it."""
-        if storage not in self.of:
+        ranges = self.of.get(storage)
+        if ranges is None:
             return storage.is_static or storage.is_result or storage.is_tangent
-        return any(live.start < position <= live.end or self._is_inserted(live, position) for live in self.of[storage])
+        for live in ranges:  # asked more often than anything else: no generator, no property
+            if live.start < position:
+                if live.reads and position <= live.reads[-1]:
+                    return True
+            elif live.start == position and self._is_inserted(live, position):
+                return True
+        return False
 
     def over(self, position: int) -> list[LiveRange]:
         """Ranges that start before `position` and end after it, of values that take memory."""
-        return [live for stays in self.of.values() for live in stays if live.start < position < live.end and live.storage.num_bytes]
+        return [
+            live
+            for stays in self.of.values()
+            for live in stays
+            if live.start < position and live.reads and position < live.reads[-1] and live.storage.num_bytes
+        ]
 
     def gap_around(self, live: LiveRange, position: int) -> tuple[int, int] | None:
         """The last event of the range before `position` and the next read after, None where it is read or made there."""
@@ -197,6 +210,6 @@ class LiveRanges:
         return finish(self.graph, forward, backward)
 
 
-def can_run_again(op: Op | None) -> bool:
+def can_run_again(op: Op | None) -> TypeGuard[Op]:
     """Whether the op may run a second time."""
     return op is not None and op.phase is not Phase.BACKWARD and op.recompute_target is not None

@@ -146,19 +146,19 @@ def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) ->
     """
     steps = [*forward, *backward]
     ends: list[list[Storage]] = [[] for _ in steps]
-    unavailable = set(graph.held)  # read later, or never to be released
-    held, last_of_forward = graph.held, len(forward) - 1
+    needed: set[Storage] = set()  # by a later run
+    reads, writes = graph.released
+    last_of_forward = len(forward) - 1
+    updates = [storage for storage in graph.updates if storage not in graph.held]
     for position in range(len(steps) - 1, -1, -1):
-        op = graph.ops[steps[position]]
-        for storage in op.reads if position != last_of_forward else (*graph.updates, *op.reads):
-            if storage not in unavailable:
-                unavailable.add(storage)
+        index = steps[position]
+        for storage in reads[index] if position != last_of_forward else (*updates, *reads[index]):
+            if storage not in needed:
+                needed.add(storage)
                 ends[position].append(storage)
-        for storage in op.writes:
-            if storage in held:
-                continue
-            if storage in unavailable:
-                unavailable.discard(storage)
+        for storage in writes[index]:
+            if storage in needed:
+                needed.discard(storage)
             else:
                 ends[position].append(storage)
     return ends

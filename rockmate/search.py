@@ -10,7 +10,8 @@ planner names has to work in the next. So it comes from proposals that count ops
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +25,8 @@ from rockmate.simulate import Simulation, simulate
 _GRID_POINTS = 12  # of each family, evaluated for every graph
 _TIGHTEST_POINTS = 4  # at the tight end, where simulated peaks do not follow the solver's budget closely
 _BEYOND = 4  # members tried above the largest that fits
-_FITTING_STARTS = 2  # improved for a budget: the fastest that fit
-_EXCEEDING_STARTS = 3  # of each family, that do not fit until they are improved
+_MAX_STARTS = 3  # tried in turn until one can be made to fit
+_TIGHT = 1.5  # times the minimum, below which it matters more where improvement starts
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -81,11 +82,9 @@ def _spread(length: int, num_points: int) -> list[int]:
     return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]
 
 
-def _spread_above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """Members that exceed the budget, from hardly to half as much again."""
-    above = {c.simulation.peak_bytes: c for c in members if budget_bytes < c.simulation.peak_bytes <= _MAX_EXCESS * budget_bytes}
-    peaks = sorted(above)
-    return [above[peaks[index]] for index in _spread(len(peaks), _EXCEEDING_STARTS)]
+def _above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+    """Members that exceed the budget, by half of it at most, in order."""
+    return sorted((c for c in members if budget_bytes < c.simulation.peak_bytes <= _MAX_EXCESS * budget_bytes), key=_by_peak)
 
 
 class _Family:
@@ -189,10 +188,12 @@ class Search:
         fitting = sorted((c for c in known if c.simulation.peak_bytes <= budget_bytes), key=_by_time)
         found = fitting[:1]
         if self._improves and fitting[0].simulation.time_ms > self.baseline.simulation.time_ms:
-            starts = fitting[:_FITTING_STARTS]
+            found += self._improved(fitting[:1], budget_bytes)
             for family, members in zip(self._families, around, strict=True):
-                starts += _spread_above([*family.grid(), *members], budget_bytes)
-            found += [better for start in starts if (better := self._improve(start, budget_bytes))]
+                above = _above([*family.grid(), *members], budget_bytes)
+                found += self._improved(above[:_MAX_STARTS], budget_bytes)
+                if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
+                    found += self._improved(above[_MAX_STARTS:][::-1][:_MAX_STARTS], budget_bytes)
         return min(found, key=_by_time)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
@@ -219,6 +220,11 @@ class Search:
             else:
                 candidate = smaller
         return candidate
+
+    def _improved(self, starts: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
+        """What comes of the first of `starts` that can be made to fit; nothing if none can."""
+        made = (self._improve(start, budget_bytes) for start in starts)
+        return list(itertools.islice((better for better in made if better), 1))
 
     def _improve(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """What comes of `candidate` when it is made to fit and then to use all the room; None if it cannot be made to fit."""

@@ -49,29 +49,28 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     steps, num_forward = schedule.steps, len(schedule.forward)
     ends = last_reads(graph, schedule.forward, schedule.backward)
     num_runs = Counter(steps)
-    runs: Counter[int] = Counter()
-    tangent_bytes = sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
-    written_bytes = [op.written_bytes for op in graph.ops]
+    ran = [0] * len(graph.ops)
+    written_bytes = graph.written_bytes
     live = saved = 0
     time_ms = 0.0
     live_bytes = []
     for position, index in enumerate(steps):
         if position == num_forward:
             saved = live
-            live += tangent_bytes
-        op = graph.ops[index]
-        cost = (costs.again if runs[index] else costs.first)[index]
-        runs[index] += 1
+            live += sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
+        cost = (costs.again if ran[index] else costs.first)[index]
+        ran[index] += 1
         time_ms += cost.time_ms
-        if runs[index] == 1 < num_runs[index]:
-            live += state_bytes(op)
-        taken = op.writes[0].num_bytes if position in schedule.in_place else 0
+        is_repeated = num_runs[index] > 1
+        if is_repeated and ran[index] == 1:
+            live += state_bytes(graph.ops[index])
         live += written_bytes[index]
+        taken = graph.ops[index].writes[0].num_bytes if position in schedule.in_place else 0
         live_bytes.append(live - taken + cost.overhead_bytes)
         for storage in ends[position]:
             live -= storage.num_bytes
-        if runs[index] == num_runs[index] > 1:
-            live -= state_bytes(op)
+        if is_repeated and ran[index] == num_runs[index]:
+            live -= state_bytes(graph.ops[index])
     peak = max(live_bytes, default=0)
     return Simulation(
         peak_bytes=peak,

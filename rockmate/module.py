@@ -8,7 +8,7 @@ import logging
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,14 +28,16 @@ from rockmate.signature import (
     SampleCall,
     check_call,
     differs_in_keywords,
+    differs_in_shapes,
     flatten_call,
+    is_no_larger,
     optional_keywords,
 )
 from rockmate.structure import Structure
 
 logger = logging.getLogger("rockmate")
 
-_MAX_PLANS = 8  # of one module; a change that comes back finds its plan again
+_MAX_PLANS = 64  # of one module; a shape or a state that comes back finds its plan again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +116,7 @@ class RockmateModule(nn.Module):
         plan: Plan | None = None,
         strategy: str | None = None,
         replan: bool = True,
+        larger: Literal["plan", "refuse"] = "plan",
         **planner_options: Any,
     ) -> None:
         """Plans for one sample and one budget, or takes a plan that was made before.
@@ -130,8 +133,10 @@ class RockmateModule(nn.Module):
             plan: instead of a budget, a plan for the same model and sample (`Plan.load`): nothing is measured or solved.
             strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
             replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
-                frozen, autocast, modes) or a call has other keywords; False raises `SignatureMismatchError` instead, as is always
-                done with a `plan`.
+                frozen, autocast, modes) or a call has other keywords or shapes; False raises `SignatureMismatchError` instead, as is
+                always done with a `plan`. Shapes no larger than the sample's are captured and take over its schedule.
+            larger: "refuse" raises `SignatureMismatchError` for a call with a tensor larger than the sample's; "plan" plans for it,
+                within the same bytes.
             **planner_options: as for `Planner`; a plan brings those that it was made with.
 
         Raises:
@@ -141,6 +146,9 @@ class RockmateModule(nn.Module):
             TypeError: more than one of budget, memory limit and plan is given, or a plan with options or without a sample.
         """
         _check_arguments(budget, memory_limit, plan)
+        if larger not in ("plan", "refuse"):
+            msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
+            raise ValueError(msg)
         self._wrap(model)
         if plan is not None:
             from rockmate.step import capture_step
@@ -159,6 +167,7 @@ class RockmateModule(nn.Module):
         request = PlanRequest(budget=budget, memory_limit=limit, strategy=strategy or "rockmate", options=planner_options)
         self._request = request if replan or sample_input is None else None
         self._replan = replan
+        self._refuses_larger = larger == "refuse"
         if sample_input is not None:
             self._use(request.planned_call(model, sample_input))
 
@@ -180,7 +189,7 @@ class RockmateModule(nn.Module):
         self.training = model.training
         self._optional = optional_keywords(model)
         self._request: PlanRequest | None = None
-        self._replan = False
+        self._replan = self._refuses_larger = False
         self._runnables: list[_Runnable] = []  # the one in use first
 
     def _use(self, call: PlannedCall) -> None:
@@ -219,8 +228,9 @@ class RockmateModule(nn.Module):
         """The wrapped module's forward: planned in training, as it is otherwise.
 
         Raises:
-            SignatureMismatchError: in training, the call differs from what was planned for in more than its keywords; or the call or
-                the module's state differs in any way, and the module was made with a plan or with `replan=False`.
+            SignatureMismatchError: in training, the call differs from what was planned for in more than keywords and shapes; a tensor is
+                larger than planned for and `larger` is "refuse"; or the call or the module's state differs in any way, and the module
+                was made with a plan or with `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: what is planned now cannot be.
         """
         return self._run(args, kwargs)
@@ -249,15 +259,35 @@ class RockmateModule(nn.Module):
             if call == runnable.planned.call and not runnable.difference(self.original):
                 self._runnables.insert(0, self._runnables.pop(place))
                 return runnable
+        if not changed and differs_in_shapes(first.planned.call, call):
+            return self._planned_for_shapes(call, args, kwargs)
         if not changed:
             if not differs_in_keywords(first.planned.call, call):
                 check_call(first.planned.call, call)
             changed = "the call has other keywords than the sample"
         return self._planned_now(changed, args, kwargs)
 
-    def _planned_now(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+    def _planned_for_shapes(self, call: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+        """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
+        alike = [runnable for runnable in self._runnables if differs_in_shapes(runnable.planned.call, call)]
+        larger = [runnable for runnable in alike if is_no_larger(call, runnable.planned.call)]
         assert self._request is not None
-        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs)))
+        for runnable in larger[-1:]:  # the oldest, which was planned for itself
+            adapted = self._request.call_for_smaller(self.original, SampleCall(args, kwargs), runnable.planned)
+            if adapted is not None:
+                self._use(adapted)
+                logger.info("captured for smaller tensors, under the schedule of the sample: %s", call)
+                return self._runnables[0]
+        if self._refuses_larger and not larger:
+            check_call(alike[-1].planned.call, call)
+        budget_bytes = alike[-1].planned.plan.budget_bytes
+        return self._planned_now("its tensors have other shapes than the sample's", args, kwargs, budget_bytes)
+
+    def _planned_now(
+        self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_bytes: int | None = None
+    ) -> _Runnable:
+        assert self._request is not None
+        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs), budget_bytes=budget_bytes))
         plan = self.plan
         logger.warning(
             "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
@@ -281,7 +311,7 @@ class RockmateModule(nn.Module):
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
-        module._request, module._replan = self._request, self._replan
+        module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
         if self._runnables:
             module._use(replace(self._runnables[0].planned, state=ModelSignature.of(model)))
         return memo.setdefault(id(self), module)

@@ -184,6 +184,17 @@ class Outline:
             found += f" (the plan was made with PyTorch {self.torch_version}, and this is {other.torch_version})"
         return found
 
+    def serves_smaller(self, other: Outline) -> bool:
+        """Whether `other` has the same ops in the same wiring, on tensors that nowhere take more bytes.
+
+        A schedule for this step then is one for `other`.
+        """
+        if len(self.ops) != len(other.ops) or len(self.storages) != len(other.storages) or self.outputs != other.outputs:
+            return False
+        same_ops = all(_wiring(mine) == _wiring(theirs) for mine, theirs in zip(self.ops, other.ops, strict=True))
+        pairs = zip(self.storages, other.storages, strict=True)
+        return same_ops and all(mine.kind == theirs.kind and mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs)
+
     def _different_inputs(self, other: Outline) -> str:
         mine, theirs = dict(self.inputs), dict(other.inputs)
         for what in {**mine, **theirs}:
@@ -217,6 +228,11 @@ def digest(value: Any) -> str:
 
 def _compared(value: OutlineStorage | OutlineOp) -> dict[str, Any]:
     return {name: item for name, item in asdict(value).items() if name not in _NOT_COMPARED}
+
+
+def _wiring(op: OutlineOp) -> tuple[Any, ...]:
+    """An op without the sizes of its tensors."""
+    return op.short_call, op.phase, op.reads, op.writes, op.can_run_again, op.is_random, op.delivers
 
 
 # --- from a captured graph -----------------------------------------------------------------------------

@@ -32,15 +32,30 @@ class PlanRequest:
     strategy: str = "rockmate"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def planned_call(self, model: nn.Module, sample_input: Any) -> PlannedCall:
-        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`."""
+    def planned_call(self, model: nn.Module, sample_input: Any, *, budget_bytes: int | None = None) -> PlannedCall:
+        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`.
+
+        Args:
+            model: the model.
+            sample_input: as for `Planner`.
+            budget_bytes: in place of the budget, a share of which would be another number of bytes for another sample.
+        """
         from rockmate.planner import Planner
 
         planner = Planner(model, sample_input, **self.options)
-        budget = self.budget
+        budget = self.budget if budget_bytes is None else budget_bytes
         if budget is None:
             assert self.memory_limit is not None
             budget = self.memory_limit.activation_budget_bytes(model)
         call = planner.planned_call(budget, strategy=self.strategy)
-        plan = agreed_plan(call.plan, asked_for=(self.budget, self.strategy))
+        plan = agreed_plan(call.plan, asked_for=(budget if self.memory_limit is None else None, self.strategy))
         return call if plan is call.plan else planner.planned_call_of(plan)
+
+    def call_for_smaller(self, model: nn.Module, sample_input: Any, planned: PlannedCall) -> PlannedCall | None:
+        """Captures `model` for a smaller sample and takes over the schedule of `planned`; None if it does not fit."""
+        from rockmate.step import capture_step
+
+        options: dict[str, Any] = dict(planned.plan.options)
+        step = capture_step(model, sample_input, **options)
+        plan = step.adapted(planned.plan)
+        return None if plan is None else step.planned_call(plan)

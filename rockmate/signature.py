@@ -133,6 +133,20 @@ def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
     return named.keys() != other_named.keys() and alike == other_alike
 
 
+def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
+    """Whether the calls have tensors of other sizes and are alike in everything else, numbers of dimensions included."""
+    if planned == actual or planned.structure != actual.structure:
+        return False
+    pairs = zip(planned.tensors, actual.tensors, strict=True)
+    return all(replace(mine, shape=theirs.shape) == theirs and len(mine.shape) == len(theirs.shape) for mine, theirs in pairs)
+
+
+def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:
+    """Whether no tensor of a call that differs in shapes is larger than planned, in any dimension."""
+    pairs = zip(actual.tensors, planned.tensors, strict=True)
+    return all(size <= limit for mine, theirs in pairs for size, limit in zip(mine.shape, theirs.shape, strict=True))
+
+
 def hook_keys(module: nn.Module) -> tuple[int, ...]:
     """Keys of the hooks that run around the module's forward or change its backward, those aside that only record hidden states."""
     acting = [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) != _RECORDERS]

@@ -22,7 +22,7 @@ from rockmate.module import PlannedCall
 from rockmate.outline import outline_of
 from rockmate.plan import Plan
 from rockmate.rewrite import rewrite
-from rockmate.schedule import find_in_place
+from rockmate.schedule import find_in_place, finish, no_recomputation
 from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
 from rockmate.simulate import simulate
 from rockmate.source_lines import source_lines
@@ -68,6 +68,35 @@ class CapturedStep:
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
+        )
+
+    def adapted(self, plan: Plan) -> Plan | None:
+        """A plan for a larger sample of the same model as one for this step, without measuring or solving; None if it does not fit.
+
+        The schedule is the plan's, replayed on this step's sizes. Times and overheads are those of the larger sample, so what is
+        predicted is an upper estimate.
+        """
+        outline = outline_of(self.graph, self.call)
+        if dict(plan.options) != dict(self.options) or not plan.outline.serves_smaller(outline):
+            return None
+        schedule = finish(self.graph, plan.schedule.forward, plan.schedule.backward)
+        schedule.verify(self.graph)
+        simulation = simulate(self.graph, schedule, plan.costs)
+        if simulation.peak_bytes > plan.budget_bytes:
+            return None
+        baseline = simulate(self.graph, no_recomputation(self.graph), plan.costs)
+        return replace(
+            plan,
+            predicted_peak_bytes=simulation.peak_bytes,
+            predicted_ms=simulation.time_ms,
+            baseline_peak_bytes=baseline.peak_bytes,
+            baseline_ms=baseline.time_ms,
+            minimum_peak_bytes=min(plan.minimum_peak_bytes, simulation.peak_bytes),
+            lower_bound_ms=0.0,
+            schedule=schedule,
+            simulation=simulation,
+            outline=outline,
+            captured=self.graph,
         )
 
     def check_present(self) -> None:

@@ -1,0 +1,139 @@
+"""Batches of other shapes than the sample's: smaller ones take over its schedule, larger ones are planned for or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import assert_same, one_step, tensors_of
+from torch import Tensor, nn
+
+from bench import measure
+from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
+from rockmate import planner as planner_file
+
+LARGEST = (4, 48)
+SMALLER = [(4, 31), (2, 48), (3, 7)]
+
+
+def language_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=3, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0, use_cache=False
+        )
+        return transformers.GPT2LMHeadModel(config).train()
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, vocab_size=512,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def words(shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
+    tokens = torch.randint(3, 512, shape, generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def step(module: nn.Module, owner: nn.Module, shape: tuple[int, int]) -> Any:
+    def loss_of(callee: nn.Module, seed: int) -> tuple[list[Tensor], Tensor]:
+        output = callee(**words(shape, seed))
+        return tensors_of(dict(output)), output.loss
+
+    owner.zero_grad(set_to_none=True)
+    return one_step(module, owner, loss_of, seed=5)
+
+
+@pytest.fixture
+def no_more_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a smaller shape was measured and solved for")
+
+    monkeypatch.setattr(planner_file, "measure_costs", refuse)
+    monkeypatch.setattr(planner_file, "make_search", refuse)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_smaller_shapes_take_over_the_schedule_and_equal_eager(name: str, request: pytest.FixtureRequest) -> None:
+    model = language_model(name)
+    eager = copy.deepcopy(model)
+    planner = Planner(model, words(LARGEST))
+    module = RockmateModule(model, words(LARGEST), budget=(planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
+    budget_bytes, schedule = module.plan.budget_bytes, module.plan.schedule
+    assert schedule.num_recomputations() > 0
+    request.getfixturevalue("no_more_planning")
+    for shape in [LARGEST, *SMALLER, LARGEST, SMALLER[0]]:
+        assert_same(step(module, model, shape), step(eager, eager, shape))
+        assert (module.plan.schedule.forward, module.plan.schedule.backward) == (schedule.forward, schedule.backward)
+        assert module.plan.budget_bytes == budget_bytes
+        peak_bytes = measure.allocator_peak(lambda shape=shape: module(**words(shape)).loss.backward())
+        assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
+
+
+def test_a_shape_that_comes_back_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rockmate import step as step_file
+
+    model = language_model("llama")
+    module = RockmateModule(model, words(LARGEST), 0.6)
+    captures = []
+    capture = step_file.capture_joint
+    monkeypatch.setattr(step_file, "capture_joint", lambda *args, **kwargs: captures.append(1) or capture(*args, **kwargs))
+    for shape in [SMALLER[0], SMALLER[1], LARGEST, SMALLER[0], SMALLER[1]]:
+        module(**words(shape)).loss.backward()
+    assert len(captures) == 2
+
+
+def test_a_smaller_shape_with_other_ops_is_planned_for() -> None:
+    """A batch of one needs no copies of transposed heads, so its step is another."""
+    model = language_model("gpt2")
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, words(LARGEST), budget=0.7)
+    budget_bytes = module.plan.budget_bytes
+    assert_same(step(module, model, (1, 48)), step(eager, eager, (1, 48)))
+    assert module.plan.predicted_peak_bytes <= module.plan.budget_bytes == budget_bytes
+
+
+def test_larger_inputs_are_planned_for_within_the_same_bytes() -> None:
+    model = language_model("gpt2")
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, words((2, 40)), budget=0.8)
+    budget_bytes, baseline_bytes = module.plan.budget_bytes, module.plan.baseline_peak_bytes
+    assert_same(step(module, model, (2, 48)), step(eager, eager, (2, 48)))
+    assert module.plan.baseline_peak_bytes > baseline_bytes
+    assert module.plan.predicted_peak_bytes <= module.plan.budget_bytes == budget_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        module(**words((16, 64)))
+    assert_same(step(module, model, (2, 40)), step(eager, eager, (2, 40)))
+
+
+def test_larger_inputs_are_refused_where_asked() -> None:
+    module = RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, larger="refuse")
+    module(**words((2, 20))).loss.backward()
+    with pytest.raises(SignatureMismatchError, match=r"int64\[2, 40\][\s\S]*int64\[2, 41\]"):
+        module(**words((2, 41)))
+    with pytest.raises(ValueError, match="larger is 'maybe'"):
+        RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, larger="maybe")  # pyright: ignore[reportArgumentType]
+
+
+def test_any_other_shape_is_refused_without_replanning() -> None:
+    module = RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, replan=False)
+    with pytest.raises(SignatureMismatchError, match=r"int64\[2, 39\]"):
+        module(**words((2, 39)))
+
+
+def test_padding_masks_of_smaller_batches_are_obeyed() -> None:
+    model = language_model("llama")
+    eager = copy.deepcopy(model)
+
+    def masked(shape: tuple[int, int], num_padded: int) -> dict[str, Tensor]:
+        mask = torch.ones(shape, dtype=torch.long)
+        mask[0, :num_padded] = 0
+        return {**words(shape), "attention_mask": mask}
+
+    module = RockmateModule(model, masked(LARGEST, 5), budget=0.7)
+    for shape, num_padded in [(LARGEST, 9), ((4, 30), 3), ((2, 17), 11)]:
+        losses = [callee(**masked(shape, num_padded)).loss for callee in (module, eager)]
+        assert torch.equal(*losses)

@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n logical --dist loadfile $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

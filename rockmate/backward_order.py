@@ -48,13 +48,22 @@ def _serving_one_parameter(graph: Graph) -> set[Op]:
 
 
 def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
-    """The ops in order, each of `moving` right behind the last of the ops that make what it reads."""
+    """The ops in order, each of `moving` right behind the last op of the backward that makes what it reads, or at its beginning."""
     order: dict[Op, None] = {}
+    first = next((op for op in graph.ops if op.phase is Phase.BACKWARD), None)
     for op in graph.ops:
-        pending = [op] if op not in order and (op not in moving or _is_ready(op, order)) else []
+        if op in order:
+            continue
+        pending = [op]
+        if op is first:
+            pending = [other for other in graph.ops if other in moving and other is not op and _is_ready(other, order)] + pending
+        elif op in moving and not _is_ready(op, order):
+            continue
         while pending:
             placed = pending.pop(0)
             order[placed] = None
+            if placed.phase is Phase.FORWARD:  # nothing of the backward begins before its time
+                continue
             readers = {reader: None for storage in placed.writes for reader in graph.readers.get(storage, ())}
             pending += [reader for reader in readers if reader in moving and reader not in pending and _is_ready(reader, order)]
     assert len(order) == len(graph.ops), "an op was left behind"

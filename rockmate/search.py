@@ -24,9 +24,10 @@ from rockmate.simulate import Simulation, simulate
 
 _GRID_POINTS = 12  # of each family, evaluated for every graph
 _TIGHTEST_POINTS = 4  # at the tight end, where simulated peaks do not follow the solver's budget closely
-_BEYOND = 4  # members tried above the largest that fits
+_BEYOND = 1  # members tried above the largest that fits
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
-_TIGHT = 1.5  # times the minimum, below which it matters more where improvement starts
+_TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
+_TIGHT_STARTS = 6  # improved then
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -173,7 +174,8 @@ class Search:
         self._minimum = min(grid, key=_by_peak)
         if smallest is not None:
             made = [self.baseline, *map(self._made, smallest)]
-            self._minimum = self._shrunk(min(made, key=_by_peak_and_length))
+            grid += [*made, *self._shrunk(min(made, key=_by_peak_and_length))]
+            self._minimum = grid[-1]
         self.grid = [c for c in [self._minimum, *grid] if c.simulation.peak_bytes >= self._minimum.simulation.peak_bytes]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
@@ -193,7 +195,8 @@ class Search:
                 above = _above([*family.grid(), *members], budget_bytes)
                 found += self._improved(above[:_MAX_STARTS], budget_bytes)
                 if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
-                    found += self._improved(above[_MAX_STARTS:][::-1][:_MAX_STARTS], budget_bytes)
+                    for index in _spread(len(above), _TIGHT_STARTS)[1:]:
+                        found += self._improved([above[index]], budget_bytes)
         return min(found, key=_by_time)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
@@ -209,17 +212,18 @@ class Search:
         """The schedule of the smallest peak."""
         return self._minimum
 
-    def _shrunk(self, candidate: Candidate) -> Candidate:
-        """`candidate` with values evicted for as long as that lowers its peak, by a price that counts ops instead of timing them."""
+    def _shrunk(self, candidate: Candidate) -> list[Candidate]:
+        """`candidate` and what becomes of it as values are evicted for as long as that lowers its peak; counts ops instead of time."""
         counted = unit_times(self.costs)
+        found = [candidate]
         share = _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._made_to_fit(candidate, int(candidate.simulation.peak_bytes * (1 - share)), counted)
+            smaller = self._made_to_fit(found[-1], int(found[-1].simulation.peak_bytes * (1 - share)), counted)
             if smaller is None:
                 share /= 2
             else:
-                candidate = smaller
-        return candidate
+                found.append(smaller)
+        return found
 
     def _improved(self, starts: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
         """What comes of the first of `starts` that can be made to fit; nothing if none can."""

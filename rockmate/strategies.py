@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rockmate.costs import Costs, unit_times
 from rockmate.graph import Graph
 from rockmate.partition import BlockChain
@@ -12,7 +14,7 @@ from rockmate.simulate import simulate
 from rockmate.whole_graph import WholeGraphSearch
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
-_FEW_SLOTS = 50  # of that table: only its tight end matters
+_FEW_SLOTS = 50  # of such a table: only its tight end matters
 STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
 
 
@@ -42,12 +44,16 @@ def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *,
     if strategy == "checkmate":
         return WholeGraphSearch(graph, costs, time_limit_s=time_limit_s)
     max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+    def several_levels(costs: Costs, **options: Any) -> SeveralLevels:
+        return SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s, **options)
+
     if strategy == "rotor":
-        rotor = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s, is_all_or_nothing=True)
+        rotor = several_levels(costs, is_all_or_nothing=True)
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
-    timed = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s)
-    counted = SeveralLevels(graph, chain, unit_times(costs), max_bytes=max_bytes, time_limit_s=time_limit_s, max_slots=_FEW_SLOTS)
+    timed = several_levels(costs)
+    counted = several_levels(unit_times(costs), max_slots=_FEW_SLOTS)
+    whole_blocks = several_levels(unit_times(costs), is_all_or_nothing=True)
     families = [one_level(graph, chain, timed.solver), timed.makers()]
-    smallest = counted.makers()[:_SMALLEST]
+    smallest = [*counted.makers()[:_SMALLEST], *whole_blocks.makers()[:1]]
     num_unproved = timed.solver.num_unproved + counted.solver.num_unproved
     return Search(graph, costs, families, smallest=smallest, improves=True, num_unproved=num_unproved)

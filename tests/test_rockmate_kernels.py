@@ -170,9 +170,12 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
 
 
 CASES = [(target, position) for target, form in _FORMS.items() for position in form.operands]
+CASE_NAMES = [  # the same in every process: a function's text has its address
+    f"{target if isinstance(target, torch._ops.OpOverload) else target.__name__}-{position}" for target, position in CASES
+]
 
 
-@pytest.mark.parametrize(("target", "position"), CASES, ids=[f"{target}-{position}" for target, position in CASES])
+@pytest.mark.parametrize(("target", "position"), CASES, ids=CASE_NAMES)
 def test_in_place_form_is_the_functional_form(target: Any, position: int) -> None:
     form = _FORMS[target]
     given = arguments_of(target)

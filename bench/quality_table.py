@@ -176,7 +176,9 @@ def _series_row(what: str, target: float, record: Record | None) -> Row:
         return Row(what=what, reach=reach)
     if not record["is_feasible"]:
         return Row(what=what, reach=reach, figure="infeasible", is_hit=False)
-    return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", is_hit=record["ratio"] <= target)
+    bound = record["ratio"] * record["lower_bound_ms"] / record["ms"]
+    where = f"no schedule is below {bound:.3f}" + (", so the target is out of reach" if bound > target else "")
+    return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", where=where, is_hit=record["ratio"] <= target)
 
 
 def _yardstick_row(lines: _Lines) -> Row:
@@ -221,7 +223,12 @@ def _smallest_peak_row(lines: _Lines) -> Row:
         for model, record in lines.models.items()
         if "minimum_peak_bytes" in record and not _has_two_layers(model)
     ]
-    what = "smallest feasible peak, of Rotor's with all-or-nothing blocks"
+    unreachable = sum(
+        record["proved_minimum_bytes"] > SMALLEST_PEAK_OF_ROTOR * record["minimum_peak_bytes"]["rotor"]
+        for model, record in lines.models.items()
+        if "minimum_peak_bytes" in record and not _has_two_layers(model)
+    )
+    what = f"smallest feasible peak, of Rotor's with all-or-nothing blocks ({unreachable} models proved out of reach)"
     return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, lambda share: f"{share:.3f}")
 
 
@@ -304,9 +311,24 @@ def _notes(lines: _Lines) -> list[str]:
         for model, r in lines.models.items()
         if "minimum_places" in r
     ]
+    loose = [_loose_note(lines, r) for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP]
     skipped = [f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}" for r in lines.skipped]
     unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]
-    return ["## Where the smallest peaks are, and what solvers have no answer for", "", *minima, *skipped, *unsolved]
+    return [
+        f"## Where the gap is above {LARGEST_GAP:.0%}", "",
+        "Close to the smallest peak the plan is short of room at many moments, and the bound sees one of them.", "", *loose, "",
+        "## Where the smallest peaks are, and what solvers have no answer for", "", *minima, *skipped, *unsolved,
+    ]  # fmt: skip
+
+
+def _loose_note(lines: _Lines, record: Record) -> str:
+    """Where a plan with a large gap stands between the peaks that limit it."""
+    model = lines.models[record["model"]]
+    known, proved = model["minimum_peak_bytes"]["rockmate"], model["proved_minimum_bytes"]
+    return (
+        f"- {record['model']} at {record['budget']:g}: {_percent(record['gap'])}; the budget is {record['budget_bytes'] / known:.2f} times "
+        f"the smallest peak known, {record['budget_bytes'] / proved:.2f} times what is proved to be needed."
+    )
 
 
 def _percent(share: float) -> str:

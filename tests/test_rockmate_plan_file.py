@@ -370,7 +370,7 @@ def test_in_place_where_nothing_ends_is_refused() -> None:
 def test_budget_and_plan_exclude_each_other() -> None:
     model, x = models.Stack(), torch.randn(64, 16)
     plan = Planner(model, x).plan(1.0)
-    with pytest.raises(TypeError, match="a budget or a plan, and not both"):
+    with pytest.raises(TypeError, match="budget and plan; give one of them"):
         RockmateModule(model, x, budget=0.5, plan=plan)
     with pytest.raises(InvalidBudgetError, match=r"a budget .* or a plan"):
         RockmateModule(model, x)

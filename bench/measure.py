@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
+from rockmate.collector import collection_put_off
 from rockmate.measurement import TensorDifference, tensor_difference
 
 Step = Callable[[], object]
@@ -272,16 +273,14 @@ def _summarize(own: list[float], reference: list[float]) -> StepTimes:
 @contextmanager
 def quiet(num_threads: int = 1) -> Iterator[None]:
     """So many intra-op threads and no collection of cycles inside; both are put back."""
-    threads_before, collecting = torch.get_num_threads(), gc.isenabled()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     gc.collect()
-    gc.disable()
     try:
-        yield
+        with collection_put_off():
+            yield
     finally:
         torch.set_num_threads(threads_before)
-        if collecting:
-            gc.enable()
 
 
 # --- equality ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import distributed, nn
 
-from rockmate.delivery import GradientSink, Product
+from rockmate.delivery import GradientSink
 
 
 def finds_unused_parameters(module: nn.Module) -> bool:
@@ -26,28 +26,7 @@ def finds_unused_parameters(module: nn.Module) -> bool:
 class LastHooksSink(GradientSink):
     """Adds gradients to `.grad` and fires no hooks: the engine does that when the step is done."""
 
-    def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
-        """As in `GradientSink`, without hooks."""
-        super().accept(name, gradient, is_final=False)
-
-    def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
-        """As in `GradientSink`, without hooks."""
-        super().accept_product(name, left, right, product, is_final=False)
-
-    def accept_embedding(  # noqa: D102
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        indices: torch.Tensor,
-        num_weights: int,
-        padding_idx: int,
-        *,
-        is_final: bool,
-    ) -> None:
-        super().accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=False)
-
-    def finish(self, name: str) -> None:
-        """Nothing: the gradient is in `.grad`, and its hooks come last."""
+    fires_hooks = False
 
     def rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What the engine has to accumulate: a gradient that a tensor hook must see whole, or nothing at all."""

@@ -119,6 +119,8 @@ def owner_names(model: nn.Module) -> dict[str, str]:
 class GradientSink:
     """Takes parameter gradients as they become final."""
 
+    fires_hooks = True  # otherwise someone else does, when the step is done
+
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Takes the parameters that the forward ran with, by name."""
         self._parameters = parameters
@@ -129,7 +131,7 @@ class GradientSink:
         parameter = self._parameters[name]
         if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
             return
-        if is_final:
+        if is_final and self.fires_hooks:
             waiting = self._waiting.pop(id(parameter), None)
             if waiting is not None:
                 gradient = waiting + gradient
@@ -145,7 +147,7 @@ class GradientSink:
     def finish(self, name: str) -> None:
         """Fires the hooks of parameter `name`, whose gradient has been accepted as not final."""
         parameter = self._parameters[name]
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad and self.fires_hooks):
             return
         waiting = self._waiting.pop(id(parameter), None)
         if waiting is None:
@@ -169,7 +171,7 @@ class GradientSink:
             rows = left.narrow(0, start, length) if product.dim == 0 else left
             columns = right.narrow(1, start, length) if product.dim == 1 else right
             total.narrow(product.dim, start, length).add_(torch.mm(rows, columns))
-        if is_final:
+        if is_final and self.fires_hooks:
             _fire_hooks(parameter)
 
     def accept_embedding(
@@ -198,7 +200,7 @@ class GradientSink:
         if padding_idx >= 0:
             rows[touched == padding_idx] = 0.0
         _gradient_at_rest(parameter).index_add_(0, touched, rows)
-        if is_final:
+        if is_final and self.fires_hooks:
             _fire_hooks(parameter)
 
     def _must_see_whole(self, parameter: torch.Tensor) -> bool:

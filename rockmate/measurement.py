@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate.allocations import timeline
+from rockmate.collector import collection_put_off
 from rockmate.errors import UnsupportedModelError
 from rockmate.module import RockmateModule
 from rockmate.signature import sample_call
@@ -180,7 +181,7 @@ class SideBySide:
 
     def measure(self, module: RockmateModule) -> Measurement:
         """Steps of `module`, each right after the same step of eager."""
-        with _kept(self._model), _no_automatic_collection():
+        with _kept(self._model), collection_put_off():
             peak_bytes = self._peak(module)
             eager_ms, planned_ms, differences = self._train(module)
         alone = Measurement(peak_bytes=peak_bytes, median_ms=statistics.median(planned_ms), num_steps=self._num_steps)
@@ -251,17 +252,6 @@ def _descend(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.add_(parameter.grad, alpha=-_LEARNING_RATE / (1.0 + _largest(parameter.grad)))
-
-
-@contextmanager
-def _no_automatic_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

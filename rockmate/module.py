@@ -272,13 +272,13 @@ class RockmateModule(nn.Module):
         alike = [runnable for runnable in self._runnables if differs_in_shapes(runnable.planned.call, call)]
         larger = [runnable for runnable in alike if is_no_larger(call, runnable.planned.call)]
         assert self._request is not None
-        for runnable in larger[-1:]:  # the oldest, which was planned for itself
-            adapted = self._request.call_for_smaller(self.original, SampleCall(args, kwargs), runnable.planned)
+        if larger:  # whichever of them: its schedule serves
+            adapted = self._request.call_for_smaller(self.original, SampleCall(args, kwargs), larger[-1].planned)
             if adapted is not None:
                 self._use(adapted)
                 logger.info("captured for smaller tensors, under the schedule of the sample: %s", call)
                 return self._runnables[0]
-        if self._refuses_larger and not larger:
+        elif self._refuses_larger:
             check_call(alike[-1].planned.call, call)
         budget_bytes = alike[-1].planned.plan.budget_bytes
         return self._planned_now("its tensors have other shapes than the sample's", args, kwargs, budget_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch import nn
 
 from rockmate.budget import Budget, parse_budget
 from rockmate.certificate import Certificate
+from rockmate.collector import collection_put_off
 from rockmate.costs import measure_costs
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.estimate import estimate_costs
@@ -127,7 +127,7 @@ class Planner:
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         if (budget_bytes, strategy) not in self._plans:
-            with _without_garbage_collection():
+            with collection_put_off():
                 best = self._search(strategy).best_within(budget_bytes)
             if best is None:
                 raise self._infeasible(budget_bytes, strategy)
@@ -152,7 +152,7 @@ class Planner:
 
         `plan` gives the same time at each point's budget. Budgets grow and times fall from point to point.
         """
-        with _without_garbage_collection():
+        with collection_put_off():
             points = self._search(strategy).frontier()
         return tuple(
             FrontierPoint(
@@ -209,19 +209,7 @@ class Planner:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
-        with _without_garbage_collection():
+        with collection_put_off():
             yield
         self.timings[stage] = time.perf_counter() - begin
         logger.debug("%s took %.2f s", stage, self.timings[stage])
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Puts off the collector of cycles: planning makes many small objects, and each collection walks the whole graph."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -92,7 +92,7 @@ class Comparison:
         """Builds the model and takes eager's gradients."""
         self.options = options
         self.lines = Lines(options.lines, options.model)
-        self.workload = models.build(options.model, tiny=options.tiny, device=options.device)
+        self.workload = models.build(options.model, tiny=options.tiny, device=options.device).with_loss_inside()
         self._batch = self.workload.make_batch(1)
         self._step(self.workload.model)  # makes library buffers and `.grad`
         self._zero()

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = comparison.parser("bench.comparison_plans").parse_args(arguments)
     torch.set_num_threads(1)
     options.plans.mkdir(parents=True, exist_ok=True)
-    workload = models.build(options.model, tiny=options.tiny, device=options.device)
+    workload = models.build(options.model, tiny=options.tiny, device=options.device).with_loss_inside()
     planner = Planner(workload.model, workload.sample)
     points = [record for record in comparison.Lines(options.lines, options.model).of("point") if record["owner"] == "peer"]
     earlier = [record for record in comparison.read(options.plans / "plans.jsonl") if record["kind"] != "planner"]

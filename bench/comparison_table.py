@@ -182,7 +182,8 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
-        "the C heap's slack. Times are taken in turn in one process; a ratio is the median over rounds of the time over eager's in the "
+        "the C heap's slack. Every model computes its loss itself. Times are taken in turn in one process; a ratio is the median over "
+        "rounds of the time over eager's in the "
         "same round, ± largest less smallest. Peers are described in `bench/peers.py`. Compiled ones run PyTorch's own kernels (AOT "
         "eager), as we do: compared is what is saved and what is recomputed, and not the fusion that `torch.compile` can do beside it. "
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -56,6 +56,18 @@ class Workload:
         """The keyword arguments of one call of the model (a target for an outside loss is not among them)."""
         return _model_inputs(self.make_batch(0))
 
+    def with_loss_inside(self) -> Workload:
+        """The same step with the loss computed by the module, where every method sees it; itself if it is so already."""
+        if self.loss is _own_loss:
+            return self
+        return replace(
+            self,
+            model=LossInside(self.model, self.loss).train(),
+            layers=lambda model: self.layers(model.model),  # pyright: ignore
+            loss=_first_loss,
+            make_batch=lambda seed: _labelled(self.make_batch(seed)),
+        )
+
 
 def build(name: str, *, tiny: bool = False, device: str | torch.device = "cpu", seed: int = 0) -> Workload:
     """The workload of that name, its weights drawn from `seed`; the global random state is left alone."""
@@ -90,6 +102,30 @@ def _outside_cross_entropy(model: Callable[..., Any], batch: Batch) -> tuple[Any
 def _outside_squared_error(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
     outputs = model(**_model_inputs(batch))
     return outputs, functional.mse_loss(outputs, batch[TARGET])
+
+
+class LossInside(nn.Module):
+    """A model whose loss is the caller's, with that loss computed inside."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        """`loss` as in `Workload`."""
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, labels: Tensor, **inputs: Tensor) -> tuple[Tensor, Any]:
+        """The loss, then the model's outputs."""
+        outputs, loss = self.loss(self.model, {**inputs, TARGET: labels})
+        return loss, outputs
+
+
+def _labelled(batch: Batch) -> Batch:
+    return {"labels" if name == TARGET else name: value for name, value in batch.items()}
+
+
+def _first_loss(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    loss, outputs = model(**batch)
+    return outputs, loss
 
 
 # --- batches ------------------------------------------------------------------------------------------

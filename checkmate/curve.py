@@ -10,7 +10,7 @@ from time import monotonic
 
 import numpy as np
 
-from checkmate.frontier import Front, OutOfTimeError, TooManyLabelsError, best_within, hull_of_sum, part_fronts
+from checkmate.frontier import Front, Hulls, OutOfTimeError, TooManyLabelsError, best_within, part_fronts
 from checkmate.hull import convex_hull
 from checkmate.problem import Knapsack
 from checkmate.reduction import ms_of_ticks, reduce
@@ -29,9 +29,11 @@ class Curve:
         self._problem = problem
         self._time_limit_s = time_limit_s
         self._fronts: tuple[Front, ...] | None = None
+        self._hulls: Hulls | None = None
         try:
             self._fronts = part_fronts(reduce(problem), deadline=monotonic() + time_limit_s)
-            self._hull_bytes, ticks = hull_of_sum(self._fronts)
+            self._hulls = Hulls.of(self._fronts)
+            self._hull_bytes, ticks = self._hulls.whole
             self._hull_ms = [ms_of_ticks(problem, int(sum_of_ticks)) for sum_of_ticks in ticks]
         except (TooManyLabelsError, OutOfTimeError):
             plans = convex_hull(problem)[::-1]
@@ -44,7 +46,9 @@ class Curve:
             return inf
         if self._fronts is not None:
             try:
-                total = best_within(self._fronts, max_saved_bytes, deadline=monotonic() + self._time_limit_s)
+                total = best_within(
+                    self._fronts, max_saved_bytes, deadline=monotonic() + self._time_limit_s, hulls=self._hulls
+                )
                 return ms_of_ticks(self._problem, int(total.ticks[-1]))
             except (TooManyLabelsError, OutOfTimeError):
                 pass

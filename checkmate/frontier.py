@@ -99,20 +99,23 @@ def sum_fronts(fronts: Sequence[Front], *, deadline: float) -> Total:
     return _sum(fronts, None, deadline)
 
 
-def best_within(fronts: Sequence[Front], max_saved_bytes: int, *, deadline: float) -> Total:
+def best_within(
+    fronts: Sequence[Front], max_saved_bytes: int, *, deadline: float, hulls: "Hulls | None" = None
+) -> Total:
     """Labels of which the last is the fastest within a limit, of the fewest bytes; none if there is no plan.
+
+    Args:
+        fronts: The parts' Pareto sets.
+        max_saved_bytes: The limit.
+        deadline: When to give up, in seconds of `time.monotonic`.
+        hulls: Of these fronts, where many limits are asked for.
 
     Raises:
         TooManyLabelsError: The bound leaves too many labels.
         OutOfTimeError: The deadline passed.
     """
-    return _sum(fronts, min(max_saved_bytes, _MAX_BYTES), deadline)
-
-
-def hull_of_sum(fronts: Sequence[Front]) -> tuple[Ints, Ints]:
-    """The lower convex hull of the Pareto set of the whole: rising saved bytes, falling ticks."""
-    hulls = [_lower_hull(front) for front in fronts]
-    return _walked(hulls, descend(hulls), 0)
+    bound = _Bound(hulls or Hulls.of(fronts), min(max_saved_bytes, _MAX_BYTES))
+    return _sum(fronts, bound, deadline)
 
 
 def recomputed_ops(reduced: Reduced, fronts: Sequence[Front], total: Total, label: int) -> set[int]:
@@ -185,11 +188,10 @@ def _undominated(state: Ints, saved: Ints, ticks: Ints) -> Ints:
     return order[keep]
 
 
-def _sum(fronts: Sequence[Front], limit: int | None, deadline: float) -> Total:
+def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> Total:
     if sum(int(front.saved_bytes[-1]) for front in fronts) >= _MAX_BYTES:
         raise TooManyLabelsError
     saved, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    bound = None if limit is None else _Bound.of(fronts, limit)
     history: list[tuple[Ints, Ints]] = []
     for which, front in enumerate(fronts):
         num_points = len(front.saved_bytes)
@@ -210,42 +212,49 @@ def _sum(fronts: Sequence[Front], limit: int | None, deadline: float) -> Total:
             raise TooManyLabelsError
         if monotonic() > deadline:
             raise OutOfTimeError
-    if limit is not None and not fronts and limit < 0:
+    if bound is not None and not fronts and bound.limit < 0:
         saved, ticks = saved[:0], ticks[:0]
     return Total(saved_bytes=saved, ticks=ticks, history=tuple(history))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Bound:
-    """What the parts still to come can do at best, and what a known plan does.
+class Hulls:
+    """Lower convex hulls of sums of parts: what the parts from each one on can do at best.
 
     Attributes:
-        limit: The limit on saved bytes.
-        incumbent: Ticks of the best plan met on the hull within the limit.
-        rest: For each part, the hull of the sum of the parts after it: rising bytes, falling ticks.
+        whole: The hull of the Pareto set of the whole: rising saved bytes, falling ticks.
+        rest: For each part, the hull of the sum of the parts after it.
     """
 
-    limit: int
-    incumbent: int
+    whole: tuple[Ints, Ints]
     rest: tuple[tuple[Ints, Ints], ...]
 
     @staticmethod
-    def of(fronts: Sequence[Front], limit: int) -> "_Bound":
+    def of(fronts: Sequence[Front]) -> "Hulls":
+        """The hulls of these parts."""
         hulls = [_lower_hull(front) for front in fronts]
         walk = descend(hulls)
-        rest = [_walked(hulls, walk, which + 1) for which in range(len(fronts))]
-        all_saved, all_ticks = _walked(hulls, walk, 0)
-        within = all_ticks[all_saved <= limit]
-        incumbent = int(within.min()) if len(within) else -1
-        return _Bound(limit=limit, incumbent=incumbent, rest=tuple(rest))
+        whole, *rest = (_walked(hulls, walk, first) for first in range(len(fronts) + 1))
+        return Hulls(whole=whole, rest=tuple(rest))
+
+
+class _Bound:
+    """What the parts still to come can do at best, against a plan that is known."""
+
+    def __init__(self, hulls: Hulls, limit: int) -> None:
+        self.limit = limit
+        self._rest = hulls.rest
+        saved, ticks = hulls.whole
+        within = int(np.searchsorted(saved, limit, side="right"))
+        self._incumbent = int(ticks[within - 1]) if within else -1
 
     def may_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
         """Which labels, part `which` included, may still end as the best plan."""
-        rest_saved, rest_ticks = self.rest[which]
+        rest_saved, rest_ticks = self._rest[which]
         room = self.limit - saved
         # Half a tick is far above the rounding of the interpolation, and below what tells two plans apart.
         at_best = ticks + np.interp(room, rest_saved, rest_ticks)
-        return (room >= rest_saved[0]) & (at_best <= self.incumbent + 0.5)
+        return (room >= rest_saved[0]) & (at_best <= self._incumbent + 0.5)
 
 
 def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]], first: int) -> tuple[Ints, Ints]:

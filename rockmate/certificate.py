@@ -61,13 +61,14 @@ class Certificate:
         self._costs = costs
         self._least_ms = least_ms
         self._time_limit_s = time_limit_s
+        self._known_ms: dict[int, float] = {}
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
-        again_ms = 0.0
-        for moment, curve in self._curves:
-            again_ms = max(again_ms, curve.bound_ms(budget_bytes - moment.num_bytes))
-        return self._least_ms + again_ms
+        if budget_bytes not in self._known_ms:
+            again_ms = [curve.bound_ms(budget_bytes - moment.num_bytes) for moment, curve in self._curves]
+            self._known_ms[budget_bytes] = self._least_ms + max(again_ms, default=0.0)
+        return self._known_ms[budget_bytes]
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:

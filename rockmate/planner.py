@@ -102,12 +102,12 @@ class Planner:
         self._time_limit_s = time_limit_s
         self._blocks = partition(graph)
         self._searches: dict[str, Searcher] = {}
-        with self._timed("solve"):
-            baseline = simulate(graph, no_recomputation(graph), costs)
-            self.minimum_peak_bytes = self.minimum_peak()
+        baseline = simulate(graph, no_recomputation(graph), costs)
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
         self._certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=time_limit_s)
+        with self._timed("solve"):
+            self.minimum_peak_bytes = self.minimum_peak()
         self._plans: dict[tuple[int, str], Plan] = {}
         self._outline = outline_of(graph, self._step.call)
         self._chain = outline_chain(self._blocks)
@@ -174,7 +174,12 @@ class Planner:
     def _search(self, strategy: str) -> Searcher:
         if strategy not in self._searches:
             self._searches[strategy] = make_search(
-                strategy, self._step.graph, self._blocks, self._costs, time_limit_s=self._time_limit_s
+                strategy,
+                self._step.graph,
+                self._blocks,
+                self._costs,
+                time_limit_s=self._time_limit_s,
+                bound_ms=self._certificate.bound_ms,
             )
         return self._searches[strategy]
 

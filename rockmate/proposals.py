@@ -27,7 +27,7 @@ from rotor import Sequence as RotorSequence
 
 SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
 _MAX_OPTIONS = 16  # of a span
-_MAX_SAVED_SETS = 64  # of the whole graph
+_MAX_SAVED_SETS = 32  # of the whole graph
 _MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
 _TABLE_CELLS = 5_200_000  # stages x stages x slots: bounds the table's time
 

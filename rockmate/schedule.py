@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rockmate.graph import Graph, Phase, Storage
 from rockmate.in_place import dying_operand
@@ -25,11 +25,13 @@ class Schedule:
         forward: runs before the loss is returned.
         backward: runs of the backward: backward and late ops once each, forward ops as often as they are recomputed.
         in_place: positions in forward + backward whose result takes over the memory of its first read that dies there.
+        ends: `last_reads` of the two, None where nobody has looked for them.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     in_place: frozenset[int] = frozenset()
+    ends: tuple[list[Storage], ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -112,7 +114,9 @@ def no_recomputation(graph: Graph) -> Schedule:
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
     """Drops runs whose results nobody reads, then finds the runs that can work in place."""
     forward, backward = prune(graph, forward, backward)
-    return Schedule(tuple(forward), tuple(backward), find_in_place(graph, forward, backward))
+    ends = last_reads(graph, forward, backward)
+    in_place = _in_place(graph, forward, backward, ends)
+    return Schedule(tuple(forward), tuple(backward), in_place, tuple(ends))
 
 
 def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -166,9 +170,20 @@ def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) ->
 
 def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
     """Positions at which the op has an in-place form and one operand's memory dies there, unseen by anyone else."""
-    ends = last_reads(graph, forward, backward)
-    for storage in graph.updates:  # still to be copied when the forward has ended
-        if forward and storage in ends[len(forward) - 1]:
-            ends[len(forward) - 1].remove(storage)
-    steps = enumerate([*forward, *backward])
-    return frozenset(position for position, index in steps if dying_operand(graph, graph.ops[index], ends[position]))
+    return _in_place(graph, forward, backward, last_reads(graph, forward, backward))
+
+
+def _in_place(
+    graph: Graph, forward: Sequence[int], backward: Sequence[int], ends: Sequence[Sequence[Storage]]
+) -> frozenset[int]:
+    found = {
+        position
+        for position, index in enumerate([*forward, *backward])
+        if ends[position] and dying_operand(graph, graph.ops[index], ends[position])
+    }
+    last = len(forward) - 1
+    if last in found:  # updates of buffers are still to be copied when the forward has ended
+        dying = [storage for storage in ends[last] if storage not in graph.updates]
+        if not dying_operand(graph, graph.ops[forward[last]], dying):
+            found.remove(last)
+    return frozenset(found)

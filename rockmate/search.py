@@ -10,8 +10,7 @@ planner names has to work in the next. So it comes from proposals that count ops
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +27,7 @@ _BEYOND = 1  # members tried above the largest that fits
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
 _TIGHT_STARTS = 6  # improved then
+_NEAR, _RATHER_NEAR = 5e-4, 5e-3  # to the bound, of the time of no recomputation: ends the search; ends it with the grid
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -81,6 +81,11 @@ def _spread(length: int, num_points: int) -> list[int]:
     if length <= num_points:
         return list(range(length))
     return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]
+
+
+def _fitting(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+    """Members within the budget, the fastest first."""
+    return sorted((c for c in members if c.simulation.peak_bytes <= budget_bytes), key=_by_time)
 
 
 def _above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
@@ -152,6 +157,7 @@ class Search:
         *,
         smallest: Sequence[ScheduleMaker] | None = None,
         improves: bool = False,
+        bound_ms: Callable[[int], float] | None = None,
         num_unproved: int = 0,
     ) -> None:
         """Judges a grid of every family.
@@ -162,6 +168,7 @@ class Search:
             families: schedules in order of growing solver budget.
             smallest: where given, the smallest peak is sought among these alone.
             improves: whether schedules are changed run by run to suit the budget.
+            bound_ms: a time that no schedule of so many bytes beats; where given, a schedule that is near enough ends the search.
             num_unproved: how many solves behind the families stopped early.
         """
         self.graph = graph
@@ -169,6 +176,7 @@ class Search:
         self.num_unproved = num_unproved
         self.baseline = self._evaluate(no_recomputation(graph))
         self._improves = improves
+        self._bound_ms = bound_ms
         self._families = [_Family(makers, self._evaluate) for makers in families]
         grid = [self.baseline, *(candidate for family in self._families for candidate in family.grid())]
         self._minimum = min(grid, key=_by_peak)
@@ -185,19 +193,38 @@ class Search:
         """
         if budget_bytes < self._minimum.simulation.peak_bytes:
             return None
+        best = _fitting(self.grid, budget_bytes)[0]
+        for near, starts in self._starts(budget_bytes):
+            if self._is_near_bound(best, budget_bytes, near):
+                break
+            improved = self._first_improved(starts, budget_bytes, best.simulation.time_ms)
+            best = best if improved is None else min(best, improved, key=_by_time)
+        return best
+
+    def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
+        least_ms = self.baseline.simulation.time_ms
+        if self._bound_ms is None or candidate.simulation.time_ms <= least_ms:
+            return candidate.simulation.time_ms <= least_ms
+        return candidate.simulation.time_ms <= self._bound_ms(budget_bytes) + near * least_ms
+
+    def _starts(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
+        """Groups of schedules to improve, each with how near to the bound makes it not worth it.
+
+        Of a group, the first that can be made to fit counts.
+
+        Members of the grid come first: making others takes as long as improving them, and seldom gains as much.
+        """
+        for family in self._families:
+            yield _NEAR, _above(family.grid(), budget_bytes)[:1]
+        yield _NEAR, _fitting(self.grid, budget_bytes)[:1]
+        yield _RATHER_NEAR, []
         around = [family.around(budget_bytes) for family in self._families]
-        known = [*self.grid, *(candidate for members in around for candidate in members)]
-        fitting = sorted((c for c in known if c.simulation.peak_bytes <= budget_bytes), key=_by_time)
-        found = fitting[:1]
-        if self._improves and fitting[0].simulation.time_ms > self.baseline.simulation.time_ms:
-            found += self._improved(fitting[:1], budget_bytes)
-            for family, members in zip(self._families, around, strict=True):
-                above = _above([*family.grid(), *members], budget_bytes)
-                found += self._improved(above[:_MAX_STARTS], budget_bytes)
-                if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
-                    for index in _spread(len(above), _TIGHT_STARTS)[1:]:
-                        found += self._improved([above[index]], budget_bytes)
-        return min(found, key=_by_time)
+        yield _RATHER_NEAR, _fitting([candidate for members in around for candidate in members], budget_bytes)[:1]
+        for family, members in zip(self._families, around, strict=True):
+            above = _above([*family.grid(), *members], budget_bytes)
+            yield _RATHER_NEAR, above[:_MAX_STARTS]
+            if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
+                yield from ((_RATHER_NEAR, [above[index]]) for index in _spread(len(above), _TIGHT_STARTS)[1:])
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
@@ -225,13 +252,22 @@ class Search:
                 found.append(smaller)
         return found
 
-    def _improved(self, starts: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
-        """What comes of the first of `starts` that can be made to fit; nothing if none can."""
-        made = (self._improve(start, budget_bytes) for start in starts)
-        return list(itertools.islice((better for better in made if better), 1))
+    def _first_improved(self, starts: Sequence[Candidate], budget_bytes: int, known_ms: float) -> Candidate | None:
+        """What comes of the first of `starts` that can be made to fit, None if none can.
+
+        Making room takes time, so a start that does not fit and takes no less than `known_ms` is left out.
+        """
+        for start in starts:
+            if start.simulation.peak_bytes <= budget_bytes or start.simulation.time_ms < known_ms:
+                improved = self._improve(start, budget_bytes)
+                if improved is not None:
+                    return improved
+        return None
 
     def _improve(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """What comes of `candidate` when it is made to fit and then to use all the room; None if it cannot be made to fit."""
+        if not self._improves:
+            return candidate if candidate.simulation.peak_bytes <= budget_bytes else None
         fitting = self._made_to_fit(candidate, budget_bytes, self.costs)
         if fitting is None:
             return None

@@ -47,7 +47,7 @@ class PartSimulation:
 def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     """Replays `schedule`; see `Simulation`."""
     steps, num_forward = schedule.steps, len(schedule.forward)
-    ends = last_reads(graph, schedule.forward, schedule.backward)
+    ends = schedule.ends or last_reads(graph, schedule.forward, schedule.backward)
     num_runs = Counter(steps)
     ran = [0] * len(graph.ops)
     written_bytes = graph.written_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rockmate.costs import Costs, unit_times
@@ -18,7 +19,15 @@ _FEW_SLOTS = 50  # of such a table: only its tight end matters
 STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
 
 
-def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *, time_limit_s: float) -> Searcher:
+def make_search(
+    strategy: str,
+    graph: Graph,
+    chain: BlockChain,
+    costs: Costs,
+    *,
+    time_limit_s: float,
+    bound_ms: Callable[[int], float] | None = None,
+) -> Searcher:
     """Solves what `strategy` needs once for all budgets.
 
     Args:
@@ -30,6 +39,7 @@ def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *,
         chain: its blocks.
         costs: of its ops.
         time_limit_s: cap on each call of a solver.
+        bound_ms: a time that no schedule of so many bytes beats; where given, "rockmate" stops searching near it.
 
     Raises:
         ValueError: there is no such strategy.
@@ -56,4 +66,4 @@ def make_search(strategy: str, graph: Graph, chain: BlockChain, costs: Costs, *,
     families = [one_level(graph, chain, timed.solver), timed.makers()]
     smallest = [*counted.makers()[:_SMALLEST], *whole_blocks.makers()[:1]]
     num_unproved = timed.solver.num_unproved + counted.solver.num_unproved
-    return Search(graph, costs, families, smallest=smallest, improves=True, num_unproved=num_unproved)
+    return Search(graph, costs, families, smallest=smallest, improves=True, bound_ms=bound_ms, num_unproved=num_unproved)

@@ -21,7 +21,7 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from torch import fx, nn
 
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.structure import Structure, flatten
+from rockmate.untraced import install, record_calls, traced_as_ops
 
 logger = logging.getLogger("rockmate")
 
@@ -104,6 +105,7 @@ def capture_joint(
     *,
     differentiable: Literal["loss", "all"] = "loss",
     outputs: Literal["all", "loss"] = "all",
+    untraced: Sequence[str] = (),
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -113,6 +115,7 @@ def capture_joint(
         structure: rebuilds `(args, kwargs)` from the tensors.
         differentiable: "loss" cuts every output but the loss from the backward where the output has a loss; "all" keeps them all.
         outputs: "loss" returns `None` for every output tensor but the loss.
+        untraced: paths of submodules that run as they are; recurrent layers do so in any case. See `rockmate.untraced`.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on anything that requires a gradient.
@@ -124,6 +127,7 @@ def capture_joint(
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
     args, kwargs = structure.rebuild(tensors)
+    calls = record_calls(model, tensors, structure, untraced)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
@@ -134,6 +138,7 @@ def capture_joint(
         stack.enter_context(_training_only_features_off(model))
         stack.enter_context(_random_state_kept(tensors))
         stack.enter_context(_attributes_kept(model))
+        stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(_module_trail(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
@@ -142,6 +147,7 @@ def capture_joint(
         except Exception as error:
             raise _explain(error, model, modules.innermost) from error
         captured = joint.graph_module
+        install(captured.graph, calls)
     if forward.notice:
         logger.warning('%s; pass differentiable="all" if they are part of your loss', forward.notice)
     return _with_roles(captured, forward, modules.spans)
@@ -435,13 +441,13 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose shape depends on values{where}, in "
             f"forward or backward ({text}). Such shapes have no single schedule; replace it by a tensor operation of fixed shape "
-            "(`torch.where` for `x[mask]` and `x[mask] = y`), or keep that part outside."
+            "(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(path)}."
         )
         return UnsupportedModelError(msg)
     if any(_reads_values(cause) for cause in causes):
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value of a tensor{where}. Control flow or "
-            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or keep that part outside. ({text})"
+            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or{_leave(path)}. ({text})"
         )
         return UnsupportedModelError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
@@ -454,6 +460,11 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = f"{type(model).__name__} raised on the sample input{where}: {type(error).__name__}: {text}"
         return InvalidSampleError(msg)
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}")
+
+
+def _leave(path: str) -> str:
+    """What a user can do about a submodule that cannot be captured."""
+    return f' run that submodule as it is: untraced=("{path}",), or one that contains it' if path else " keep that part outside"
 
 
 def _causes(error: BaseException) -> list[BaseException]:

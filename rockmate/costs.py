@@ -133,10 +133,10 @@ class _Call:
         return Cost(time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes)
 
     def measure_overhead(self) -> None:
-        args, kwargs = self._make_inputs()
+        target, args, kwargs = self._make_call()
         begin = time.perf_counter()
         try:
-            self.overhead_bytes = peak_beyond_result(lambda: self.target(*args, **kwargs), self.device)
+            self.overhead_bytes = peak_beyond_result(lambda: target(*args, **kwargs), self.device)
         except Exception as error:
             msg = (
                 f"{self.target} in {self.op.module or 'the model'} fails on inputs like the sample's: {type(error).__name__}: {error}. "
@@ -150,21 +150,23 @@ class _Call:
             self.times_ms.append(self.first_ms)
 
     def measure_time(self) -> None:
-        args, kwargs = self._make_inputs()
+        target, args, kwargs = self._make_call()
         if self.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            self.target(*args, **kwargs)
+            target(*args, **kwargs)
             end.record()
             end.synchronize()
             self.times_ms.append(start.elapsed_time(end))
             return
         begin = time.perf_counter()
-        result = self.target(*args, **kwargs)
+        result = target(*args, **kwargs)
         self.times_ms.append((time.perf_counter() - begin) * 1e3)
         del result
 
-    def _make_inputs(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values
+            return *self.target.on_sample(), {}
         made: dict[fx.Node, torch.Tensor] = {}
 
         def make(node: fx.Node) -> torch.Tensor:
@@ -172,7 +174,7 @@ class _Call:
                 made[node] = _made_up(node.meta["val"])
             return made[node]
 
-        return fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
+        return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
 
 
 def _made_up(fake: torch.Tensor) -> torch.Tensor:

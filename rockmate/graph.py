@@ -24,7 +24,6 @@ from rockmate.random_state import is_random
 
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _CUDA_BLOCK_BYTES = 512
-_OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")  # run on made-up workspaces they crash the process
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
@@ -310,12 +309,6 @@ class _Builder:
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             msg = f"{target} changes its arguments in place inside the captured graph ({node.name}), which is not supported"
             raise UnsupportedModelError(msg)
-        if any(name in _target_name(node) for name in _OPAQUE):
-            msg = (
-                f"{_target_name(node)} ({node.name}) keeps a workspace of its own between forward and backward, which cannot be planned "
-                "yet. Leave recurrent layers out of the module that is wrapped, or write them as a loop over cells."
-            )
-            raise UnsupportedModelError(msg)
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             msg = (
                 f"{_target_name(node)} ({node.name}) makes a tensor of layout {value.layout}, which cannot be planned. Use dense ones "
@@ -429,7 +422,7 @@ class _Builder:
                 continue
             if op.node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
                 op.recompute_target = batch_norm_again
-            elif not any(storage.is_updated for storage in op.reads):
+            elif not any(storage.is_updated for storage in op.reads) and not getattr(op.node.target, "runs_once", False):
                 op.recompute_target = op.node.target
 
     def _refuse_overwritten_reads(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,7 @@ class Planner:
         time_limit_s: float = 30.0,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
+        untraced: Sequence[str] = (),
     ) -> None:
         """Captures the joint graph, measures its ops and solves for all budgets.
 
@@ -83,6 +84,8 @@ class Planner:
             progress: shows a progress bar while ops are measured.
             machine: estimates costs for it instead of measuring them here: a name as "h100", or the path of a description of your own
                 (see `rockmate.machine`). If the model is not on such a device, there is a plan and a frontier but no module.
+            untraced: paths of submodules that cannot be captured (control flow that depends on values): each runs as it is, its memory
+                and time measured, and the rest is planned around it. Recurrent layers run so without being named.
 
         Raises:
             InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
@@ -93,7 +96,13 @@ class Planner:
         self._machine = target = None if machine is None else load_machine(machine)
         with self._timed("capture"):
             self._step = capture_step(
-                model, sample_input, differentiable=differentiable, outputs=outputs, gradients=gradients, machine=target
+                model,
+                sample_input,
+                differentiable=differentiable,
+                outputs=outputs,
+                gradients=gradients,
+                machine=target,
+                untraced=untraced,
             )
         graph = self._step.graph
         with self._timed("costs"):

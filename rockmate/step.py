@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from rockmate.signature import CallSignature, ModelSignature, check_devices, fla
 from rockmate.simulate import simulate
 from rockmate.source_lines import source_lines
 from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
+from rockmate.untraced import untraced_modules
 
 logger = logging.getLogger("rockmate")
 
@@ -140,11 +141,15 @@ def capture_step(
     differentiable: Literal["loss", "all"] = "loss",
     outputs: Literal["all", "loss"] = "all",
     gradients: Literal["accumulated", "returned"] = "accumulated",
+    untraced: str | Sequence[str] = (),
     machine: Machine | None = None,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`."""
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options)
+    names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
+    if names:
+        options["untraced"] = ",".join(names)
     if hasattr(model, "_orig_mod"):
         msg = "the model has been through torch.compile, whose graphs cannot be captured again. Pass the model itself."
         raise UnsupportedModelError(msg)
@@ -154,12 +159,19 @@ def capture_step(
     args, kwargs = sample_call(sample_input)
     tensors, call = flatten_call(args, kwargs, optional_keywords(model))
     device = _device_of_another(machine, model, tensors)
+    apart = list(untraced_modules(model, names))
+    if machine is not None and apart:
+        msg = (
+            f"the submodule {apart[0]} is not traced, so that it has to run to be measured, and nothing runs when planning for a machine "
+            "by its description. Plan on the machine itself."
+        )
+        raise UnsupportedModelError(msg)
     state = ModelSignature.of(model)
     hooked = [path for path, module in model.named_modules() if path and hook_keys(module)]
     if hooked:
         logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(hooked))
     with source_lines(), nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced:
-        capture = capture_joint(model, traced, call.structure, differentiable=differentiable, outputs=outputs)
+        capture = capture_joint(model, traced, call.structure, differentiable=differentiable, outputs=outputs, untraced=names)
     if device is not None:
         move_to(capture.joint, device)
         call = call.on(device)

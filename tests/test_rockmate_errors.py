@@ -476,11 +476,6 @@ def test_planner_and_module_agree() -> None:
     assert not differing(module.state_dict(), model.state_dict())
 
 
-def test_a_recurrent_layer_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent"):
-        Planner(torch.nn.LSTM(16, 32, 2), torch.randn(7, 4, 16))
-
-
 def _small_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
 

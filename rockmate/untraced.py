@@ -1,0 +1,418 @@
+"""Submodules that run as they are: those that the user names, since they cannot be traced, and recurrent layers.
+
+Such a submodule is one op of the graph, and its backward another. The forward op runs the submodule with gradients on and returns its
+outputs and a *handle*, a small tensor that holds the autograd graph of this one run. In the plan the handle has the size of what that
+graph saves, so it is kept or made again like any other value: dropping it frees the submodule's memory, and making it again runs the
+submodule once more, from the same random state. The backward op differentiates the graph that the handle holds.
+
+What the tracer cannot know is read off one run of the whole model on the sample, without gradients, before the capture: the
+submodule's inputs and outputs, what it saves, whether it draws random numbers and whether it changes its buffers. Time and workspace are
+measured on those inputs, since a submodule whose control flow depends on values may not run on made-up ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
+
+from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
+from rockmate.random_state import keep_state
+from rockmate.structure import Structure, flatten
+
+_traced_calls: dict[str, UntracedCall] = {}  # of the capture that is going on, which a lock makes the only one
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides, type and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """That of a tensor; one whose elements share memory, or leave gaps, is laid out anew."""
+        like = torch.empty_like(tensor, device="meta")
+        return cls(tuple(tensor.shape), like.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """A tensor of this layout, its values not set."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The tensor if it has this layout, and its memory to itself; else a copy that has."""
+        has_gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        return tensor if tensor.stride() == self.stride and not has_gaps else self.empty().copy_(tensor)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class UntracedCall:
+    """One call of a submodule in the model's forward, as it was on the sample.
+
+    Attributes:
+        name: path of the submodule, with the number of the call where it is called more than once.
+        module: the submodule.
+        arguments: rebuilds its positional and keyword arguments from their tensors.
+        result: rebuilds its result from its tensors.
+        inputs: the tensors of the arguments, then the parameters.
+        parameter_names: of those parameters.
+        outputs: layouts of the tensors of the result.
+        gradients: layouts of the gradients of those inputs that require one.
+        differentiable: of the inputs, which require a gradient.
+        saved_bytes: what its autograd graph holds beside parameters and buffers.
+        draws: whether it draws random numbers.
+        changes_buffers: whether a run changes one of its buffers, so that it must not run again.
+        autocast: dtype for each kind of device on which autocast is on in the call.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: Structure
+    result: Structure
+    inputs: tuple[Tensor, ...]
+    parameter_names: tuple[str, ...]
+    outputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    differentiable: tuple[bool, ...]
+    autocast: Mapping[str, torch.dtype]
+    saved_bytes: int = 0
+    draws: bool = False
+    changes_buffers: bool = False
+
+    def observe(self) -> None:
+        """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
+        own = {tensor.untyped_storage()._cdata for tensor in (*self.module.parameters(), *self.module.buffers())}
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        device = self.outputs[0].device
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        before = {name: buffer._version for name, buffer in buffers.items()}
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            state = keep_state(device)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                leaves, outputs = self.run(self.inputs, buffers=buffers)  # held, so that no two storages have one address
+            self.draws = not torch.equal(state, keep_state(device))
+        for tensor in self.inputs:  # leaves of the graph, which holds on to them
+            note(tensor)
+        self.saved_bytes = sum(saved.values()) + 1  # of the handle itself
+        self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
+        del leaves, outputs
+
+    def run(self, inputs: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves that stand for `inputs`, and the outputs that come of them with their autograd graph.
+
+        Args:
+            inputs: in the order of `UntracedCall.inputs`.
+            buffers: in place of the submodule's own.
+        """
+        leaves = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.differentiable, strict=True)]
+        num_arguments = len(leaves) - len(self.parameter_names)
+        args, kwargs = self.arguments.rebuild(leaves[:num_arguments])
+        state = {**dict(zip(self.parameter_names, leaves[num_arguments:], strict=True)), **(buffers or {})}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for device_type, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            result = functional_call(self.module, state, args, kwargs)
+        outputs, structure = flatten(result, what=f"the result of {self.name}")
+        self._check(outputs, structure)
+        return leaves, outputs
+
+    def _check(self, outputs: Sequence[Tensor], structure: Structure) -> None:
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
+        planned = [(layout.shape, layout.dtype) for layout in self.outputs]
+        if structure != self.result or found != planned:
+            msg = (
+                f"the untraced submodule {self.name} returned {found}, and {planned} for the sample. What it returns must have the same "
+                "shapes in every step: pad it, or leave a larger part of the model untraced."
+            )
+            raise UnsupportedModelError(msg)
+
+
+class UntracedForward:
+    """The forward of an untraced submodule as an op: `(tensors) -> [*outputs, handle]`."""
+
+    def __init__(self, call: UntracedCall) -> None:
+        """Of this call."""
+        self.call = call
+        self.__name__ = self.__qualname__ = "untraced_forward"
+
+    def __str__(self) -> str:
+        return f"rockmate.untraced_forward[{self.call.name}]"
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.call.draws
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it must not be recomputed."""
+        return self.call.changes_buffers
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the submodule."""
+        return self._run(tensors)
+
+    def _run(self, tensors: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        leaves, outputs = self.call.run(tensors, buffers=buffers)
+        handle = torch.empty(1, dtype=torch.uint8)
+        handle.graph = _Graph.of(leaves, outputs)  # pyright: ignore[reportAttributeAccessIssue]
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
+        values = []
+        for tensor, layout in zip(outputs, self.call.outputs, strict=True):
+            shares = tensor.untyped_storage()._cdata in given
+            values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
+            given.add(tensor.untyped_storage()._cdata)
+        return [*values, handle]
+
+    def on_sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What to measure, and its arguments: the same on the sample's inputs, with copies of the buffers."""
+        buffers = {name: buffer.clone() for name, buffer in self.call.module.named_buffers()}
+        return partial(self._run, buffers=buffers), (list(self.call.inputs),)
+
+
+class UntracedBackward:
+    """The backward of an untraced submodule as an op: `(gradients of the outputs, handle) -> gradients of the inputs that need one`."""
+
+    def __init__(self, call: UntracedCall) -> None:
+        """Of this call."""
+        self.call = call
+        self.__name__ = self.__qualname__ = "untraced_backward"
+
+    def __str__(self) -> str:
+        return f"rockmate.untraced_backward[{self.call.name}]"
+
+    def __call__(self, gradients: Sequence[Tensor], handle: Tensor) -> list[Tensor]:
+        """Differentiates the run that made the handle, and frees what it saved."""
+        graph: _Graph | None = getattr(handle, "graph", None)
+        if graph is None:
+            msg = f"retain_graph=True is not possible with the untraced submodule {self.call.name}, which runs its backward once."
+            raise BackwardError(msg)
+        return graph.differentiate(gradients)
+
+    def on_sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What to measure, and its arguments: a run that is made for this, and kept, since what it releases would count as room."""
+        forward, arguments = UntracedForward(self.call).on_sample()
+        handle = forward(*arguments)[-1]
+        handle.graph.is_kept = True
+        return self, ([layout.empty().fill_(1) for layout in self.call.outputs], handle)
+
+
+@dataclass(slots=True, eq=False)
+class _Graph:
+    """The autograd graph of one run, and whether it can be gone through again."""
+
+    leaves: list[Tensor]
+    ends: list[GradientEdge | None]  # of the outputs, whose memory would be held with the tensors themselves
+    is_kept: bool = False
+
+    @classmethod
+    def of(cls, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Graph:
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return cls(wanted, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+
+    def differentiate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        pairs = [(end, gradient) for end, gradient in zip(self.ends, gradients, strict=True) if end is not None]
+        ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+        found = torch.autograd.grad(ends, self.leaves, given, retain_graph=self.is_kept, allow_unused=True)
+        values, seen = [], {gradient.untyped_storage()._cdata for gradient in gradients}
+        for gradient, leaf in zip(found, self.leaves, strict=True):  # each is memory of its own: the plan counts it so
+            made = torch.zeros_like(leaf) if gradient is None else gradient
+            values.append(Layout.of(leaf).laid_out(made.clone() if made.untyped_storage()._cdata in seen else made))
+            seen.add(made.untyped_storage()._cdata)
+        return values
+
+
+# --- finding and recording -----------------------------------------------------------------------------------------------------
+
+
+def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]) -> dict[str, UntracedCall]:
+    """The calls of the submodules `names`, and of recurrent layers, in one run of the model on its sample.
+
+    The run saves nothing for a backward and leaves buffers and random state as they were.
+
+    Raises:
+        InvalidSampleError: there is no submodule of such a name, or the forward does not call it.
+        UnsupportedModelError: what goes in or comes out is no nesting of tensors and constants.
+    """
+    modules = untraced_modules(model, names)
+    if not modules:
+        return {}
+    seen: list[tuple[str, nn.Module, Any, Any, dict[str, torch.dtype]]] = []
+    handles = []
+    for path, module in modules.items():
+
+        def note(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
+            seen.append((path, module, (args, kwargs), result, _autocast()))
+
+        handles.append(module.register_forward_hook(note, with_kwargs=True))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    args, kwargs = structure.rebuild(tensors)
+    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _nothing_saved():
+            functional_call(model, buffers, args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [path for path in modules if path in names and all(path != entry[0] for entry in seen)]
+    if missing:
+        msg = f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of `untraced`."
+        raise InvalidSampleError(msg)
+    numbers: dict[str, int] = {}
+    calls = {}
+    for path, module, arguments, result, autocast in seen:
+        numbers[path] = numbers.get(path, 0) + 1
+        name = path if numbers[path] == 1 else f"{path} ({numbers[path]})"
+        calls[name] = _recorded(name, module, arguments, result, autocast)
+    return calls
+
+
+def untraced_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Paths and submodules that are not traced: those named and recurrent layers, less what is part of another of them.
+
+    Raises:
+        InvalidSampleError: there is no submodule of such a name.
+    """
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if not name or name not in modules]
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], modules, n=3, cutoff=0.3)
+        hint = f" Near it: {', '.join(nearest)}." if nearest else ""
+        msg = f"untraced names {unknown[0]!r}, which is no submodule of {type(model).__name__}.{hint}"
+        raise InvalidSampleError(msg)
+    chosen = [path for path, module in modules.items() if path in names or isinstance(module, nn.RNNBase)]
+    return {path: modules[path] for path in chosen if not any(path.startswith(f"{other}.") for other in chosen)}
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Iterator[None]:
+    def refuse(_: Any) -> Tensor:
+        msg = "this run is never differentiated"
+        raise AssertionError(msg)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
+        yield
+
+
+def _autocast() -> dict[str, torch.dtype]:
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
+def _recorded(name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]) -> UntracedCall:
+    given, structure = flatten(arguments, what=f"the arguments of {name}")
+    returned, result_structure = flatten(result, what=f"the result of {name}")
+    parameters = dict(module.named_parameters())
+    inputs = (*(tensor.detach() for tensor in given), *(parameter.detach() for parameter in parameters.values()))
+    call = UntracedCall(
+        name=name,
+        module=module,
+        arguments=structure,
+        result=result_structure,
+        inputs=inputs,
+        parameter_names=tuple(parameters),
+        outputs=tuple(map(Layout.of, returned)),
+        gradients=tuple(Layout.of(tensor) for tensor in (*given, *parameters.values()) if tensor.requires_grad),
+        differentiable=tuple(tensor.requires_grad for tensor in (*given, *parameters.values())),
+        autocast=autocast,
+    )
+    call.observe()
+    return call
+
+
+# --- tracing -------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rockmate::untraced", mutates_args=())
+def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
+    raise NotImplementedError
+
+
+@torch.library.custom_op("rockmate::untraced_backward", mutates_args=())
+def _backward(gradients: list[Tensor], handle: Tensor, name: str) -> list[Tensor]:
+    raise NotImplementedError
+
+
+@_forward.register_fake
+def _(tensors: list[Tensor], name: str) -> list[Tensor]:
+    call = _traced_calls[name]
+    outputs = [layout.empty() for layout in call.outputs]
+    return [*outputs, torch.empty(call.saved_bytes, dtype=torch.uint8, device=outputs[0].device)]
+
+
+@_backward.register_fake
+def _(gradients: list[Tensor], handle: Tensor, name: str) -> list[Tensor]:
+    call = _traced_calls[name]
+    return [layout.empty() for layout in call.gradients]
+
+
+def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
+    ctx.name = inputs[1]
+    ctx.save_for_backward(output[-1])
+
+
+def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    call = _traced_calls[ctx.name]
+    outputs = zip(gradients[:-1], call.outputs, strict=True)
+    given = [layout.empty().zero_() if gradient is None else gradient for gradient, layout in outputs]
+    found = iter(torch.ops.rockmate.untraced_backward(given, ctx.saved_tensors[0], ctx.name))
+    return [next(found) if needs else None for needs in call.differentiable], None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep_handle)
+
+
+@contextlib.contextmanager
+def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
+    """Makes each of the submodules one op of the trace; only one trace may go on at a time."""
+    by_module: dict[nn.Module, list[UntracedCall]] = {}
+    for call in calls.values():
+        by_module.setdefault(call.module, []).append(call)
+    _traced_calls.update(calls)
+    try:
+        for module, own in by_module.items():
+            module.forward = partial(_call_op, module, itertools.cycle(own))  # the tracer runs the model more than once
+        yield
+    finally:
+        _traced_calls.clear()
+        for module in by_module:
+            vars(module).pop("forward", None)
+
+
+def _call_op(module: nn.Module, order: Iterator[UntracedCall], *args: Any, **kwargs: Any) -> Any:
+    call = next(order)
+    tensors, structure = flatten((args, kwargs), what=f"the arguments of {call.name}")
+    parameters = dict(module.named_parameters())
+    given = [*tensors, *(parameters[name] for name in call.parameter_names)]
+    if structure != call.arguments or tuple(tensor.requires_grad for tensor in given) != call.differentiable:
+        msg = f"the untraced submodule {call.name} is called in another way when the model is traced than on the sample."
+        raise UnsupportedModelError(msg)
+    return call.result.rebuild(torch.ops.rockmate.untraced(given, call.name)[:-1])
+
+
+def install(graph: fx.Graph, calls: Mapping[str, UntracedCall]) -> None:
+    """Puts what runs the submodules in the place of the ops that stood for them in the trace."""
+    for node in graph.nodes:
+        if node.target is torch.ops.rockmate.untraced.default:
+            node.target, node.args = UntracedForward(calls[node.args[1]]), node.args[:1]
+        elif node.target is torch.ops.rockmate.untraced_backward.default:
+            node.target, node.args = UntracedBackward(calls[node.args[2]]), node.args[:2]

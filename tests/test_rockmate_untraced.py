@@ -1,0 +1,201 @@
+"""Submodules that run as they are: recurrent layers, and those that the user names because they cannot be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import BackwardError, InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
+from rockmate.allocations import timeline
+
+TOKENS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(1))
+IMAGE = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+
+
+class Tagger(nn.Module):
+    """Embedding, a recurrent layer of two levels with dropout, and a wide head."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.recur = kind(16, 16, 2, batch_first=True, dropout=0.2, bidirectional=True)
+        wide = [layer for _ in range(4) for layer in (nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))]
+        self.head = nn.Sequential(nn.Dropout(0.1), *wide, nn.Linear(32, 50))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        states, _ = self.recur(self.embed(tokens))
+        return functional.cross_entropy(self.head(states).flatten(0, 1), labels.flatten())
+
+
+class Halting(nn.Module):
+    """Runs as many rounds as its input says, which no trace can follow."""
+
+    def __init__(self, width: int = 16, *, normalizes: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width) if normalizes else nn.Identity(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + int(x[0, 0].item() > 0)):
+            x = x + torch.tanh(self.inner(x))
+        return x
+
+
+class Tower(nn.Module):
+    """A layer, the halting part once or twice, and a wide head."""
+
+    def __init__(self, *, normalizes: bool = False, num_calls: int = 1) -> None:
+        super().__init__()
+        self.enter = nn.Linear(16, 16)
+        self.halting = Halting(normalizes=normalizes)
+        self.head = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
+        self.num_calls = num_calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(self.num_calls):
+            x = self.halting(x)
+        return self.head(x).square().mean()
+
+
+def _trained(model: nn.Module, call: Callable[[], Tensor], seed: int) -> list[Tensor]:
+    """Loss, gradients, buffers and random state after one step from the same weights."""
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    loss = call()
+    loss.backward()
+    gradients = [torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [loss.detach().clone(), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+
+
+def _agree(model: nn.Module, planned: nn.Module, *inputs: Tensor) -> None:
+    for seed in (1, 2, 3):
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        expected = _trained(model, lambda: model(*inputs), seed)
+        model.load_state_dict(start)
+        found = _trained(model, lambda: planned(*inputs), seed)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), f"step {seed}"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("share", ["all", "least"])
+def test_a_recurrent_layer_trains_as_in_eager_within_its_budget(kind: Callable[..., nn.RNNBase], share: str) -> None:
+    torch.manual_seed(0)
+    model = Tagger(kind)
+    planner = Planner(model, (TOKENS, TOKENS))
+    plan = planner.plan(1.0 if share == "all" else planner.minimum_peak_bytes)
+    planned = planner.module(plan.budget_bytes)
+    _agree(model, planned, TOKENS, TOKENS)
+
+    def step() -> None:
+        planned(TOKENS, TOKENS).backward()
+
+    step()
+    assert timeline(step).peak_bytes <= plan.budget_bytes
+
+
+def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
+    torch.manual_seed(0)
+    model = Tagger(nn.GRU)
+    planner = Planner(model, (TOKENS, TOKENS))
+    ops = planner.plan(1.0).outline.ops
+    forward = next(index for index, op in enumerate(ops) if op.short_call == "untraced_forward")
+    assert ops[forward].can_run_again
+    most, least = (planner.plan(budget).schedule.steps.count(forward) for budget in (1.0, planner.minimum_peak_bytes))
+    assert (most, least) == (1, 2)
+
+
+def test_without_a_name_the_error_says_which() -> None:
+    with pytest.raises(UnsupportedModelError, match=r'untraced=\("halting",\)'):
+        Planner(Tower(), IMAGE)
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_a_named_submodule_follows_its_values(normalizes: bool) -> None:
+    torch.manual_seed(0)
+    model = Tower(normalizes=normalizes)
+    before = [buffer.clone() for buffer in model.buffers()]
+    planner = Planner(model, IMAGE, untraced=("halting",))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)), "planning changed a buffer"
+    planned = planner.module(planner.minimum_peak_bytes)
+    for sign in (1.0, -1.0):
+        _agree(model, planned, sign * IMAGE)
+    calls = [op for op in planner.plan(1.0).outline.ops if op.short_call == "untraced_forward"]
+    assert [(op.can_run_again, op.is_random) for op in calls] == [(not normalizes, True)]
+
+
+def test_a_submodule_that_is_called_twice_adds_up_its_gradients() -> None:
+    torch.manual_seed(0)
+    model = Tower(num_calls=2)
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=["halting"])
+    for seed in (1, 2):
+        expected = _trained(model, lambda: model(IMAGE), seed)
+        found = _trained(model, lambda: planned(IMAGE), seed)
+        assert torch.equal(expected[0], found[0])
+        assert torch.equal(expected[-1], found[-1])
+        for a, b in zip(expected[1:-1], found[1:-1], strict=True):  # eager adds up both calls' contributions one by one
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_the_wrapper_takes_the_names_and_frozen_parts_stay_without_gradient() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    model.halting.requires_grad_(False)
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=["halting"])
+    _agree(model, planned, IMAGE)
+    assert model.halting.inner[0].weight.grad is None
+
+
+def test_autocast_reaches_the_submodule() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned = RockmateModule(model, IMAGE, 1.0, untraced=["halting"])
+        _agree(model, planned, IMAGE)
+
+
+def test_a_plan_travels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    plan = Planner(model, IMAGE, untraced=("halting",)).plan(1.0)
+    plan.save(tmp_path / "plan.json")
+    planned = RockmateModule(model, IMAGE, plan=Plan.load(tmp_path / "plan.json"))
+    _agree(model, planned, IMAGE)
+
+
+class Trimming(nn.Module):
+    """Returns as many rows as have a positive sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum(1) > 0]
+
+
+def test_another_shape_is_refused_in_words() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Trimming(), nn.Linear(16, 2))
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=["1"])
+    rows = len(planned(IMAGE))
+    assert 0 < rows < len(IMAGE)
+    with pytest.raises(UnsupportedModelError, match="same shapes in every step"):
+        planned(IMAGE.flip(1) * torch.tensor([[1.0], [-1.0]]).repeat(3, 1))
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(InvalidSampleError, match=r"'haltng', which is no submodule of Tower.*Near it: halting"):
+        Planner(Tower(), IMAGE, untraced=("haltng",))
+    with pytest.raises(InvalidSampleError, match="does not call the submodule halting"):
+        Planner(Tower(num_calls=0), IMAGE, untraced=("halting",))
+
+
+def test_it_cannot_be_planned_for_a_machine_that_is_elsewhere() -> None:
+    with pytest.raises(UnsupportedModelError, match="has to run"):
+        Planner(Tower(), IMAGE, untraced=("halting",), machine="h100")
+
+
+def test_a_second_backward_is_refused() -> None:
+    planned = RockmateModule(Tower(), IMAGE, 1.0, untraced=["halting"])
+    with pytest.raises(BackwardError, match="retain_graph=True is not possible with the untraced submodule halting"):
+        planned(IMAGE).backward(retain_graph=True)

@@ -192,6 +192,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
         or (target is _aten.pow.Tensor_Scalar and _is_number(second, 1))
         or (target in _PRODUCTS and _is_number(second, 1) and not value.dtype.is_complex)
         or (target in _SUMS and _is_number(second, 0) and value.dtype in _INTEGERS)
+        or (target is _aten.slice_backward.default and isinstance(first, fx.Node) and first.meta["val"].shape == value.shape)
     )
     source = second if target is _aten.copy.default else first if is_copy else None
     return source if isinstance(source, fx.Node) else None

@@ -163,12 +163,26 @@ def capture_step(
     if device is not None:
         move_to(capture.joint, device)
         call = call.on(device)
-    rewrite(capture.joint)
     allocation_bytes = machine.allocation_bytes if machine else None
-    graph = build_graph(capture, returned_gradients=gradients == "returned", allocation_bytes=allocation_bytes)
+    step = step_of(capture, model, call, state, options, allocation_bytes=allocation_bytes)
+    return replace(step, planned_device=device)
+
+
+def step_of(
+    capture: Capture,
+    model: nn.Module,
+    call: CallSignature,
+    state: ModelSignature,
+    options: Mapping[str, str],
+    *,
+    allocation_bytes: int | None = None,
+) -> CapturedStep:
+    """The step of a capture, which is rewritten in place; see `CapturedStep` and `build_graph`."""
+    rewrite(capture.joint)
+    graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
     graph = weight_gradients_first(graph)
     split_handovers(graph)
-    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options, planned_device=device)
+    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options)
 
 
 def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:

@@ -29,6 +29,7 @@ from rockmate.capture import Capture, capture_joint
 from rockmate.errors import UnsupportedModelError
 from rockmate.signature import CallSignature
 
+_LEAST_SIZE = 2  # that a symbol stands for
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -47,27 +48,28 @@ class SizeGroups:
     places: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, calls: Sequence[CallSignature]) -> SizeGroups:
-        """The dimensions that have had one size in each of `calls`, which are alike but for sizes."""
-        groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for tensor, signature in enumerate(calls[0].tensors):
-            for dim in range(len(signature.shape)):
-                groups.setdefault(tuple(call.tensors[tensor].shape[dim] for call in calls), []).append((tensor, dim))
-        return cls(tuple(map(tuple, groups.values())))
+    def of(cls, call: CallSignature) -> SizeGroups:
+        """The dimensions that have one size in `call`."""
+        everything = tuple((tensor, dim) for tensor, signature in enumerate(call.tensors) for dim in range(len(signature.shape)))
+        return cls((everything,)).refined(call)
+
+    def refined(self, call: CallSignature) -> SizeGroups:
+        """These groups, each split into those of one size in `call`."""
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, group in enumerate(self.places):
+            for tensor, dim in group:
+                parts.setdefault((index, call.tensors[tensor].shape[dim]), []).append((tensor, dim))
+        return SizeGroups(tuple(map(tuple, parts.values())))
 
     def sizes(self, call: CallSignature) -> tuple[int, ...]:
-        """The size of each group in `call`.
+        """The size of each group in `call`, which `refined` does not split."""
+        return tuple(call.tensors[group[0][0]].shape[group[0][1]] for group in self.places)
 
-        Raises:
-            SizesNotCoveredError: dimensions of one group have different sizes there.
-        """
-        sizes = []
-        for group in self.places:
-            found = {call.tensors[tensor].shape[dim] for tensor, dim in group}
-            if len(found) > 1:
-                raise SizesNotCoveredError(f"dimensions that were equal until now have sizes {sorted(found)}")
-            sizes.append(found.pop())
-        return tuple(sizes)
+    def check_symbolic(self, first: CallSignature, call: CallSignature) -> None:
+        """Raises `SizesNotCoveredError` if the calls differ in a size that no symbol can stand for."""
+        for known, size in zip(self.sizes(first), self.sizes(call), strict=True):
+            if known != size and min(known, size) < _LEAST_SIZE:
+                raise SizesNotCoveredError(f"sizes {known} and {size} make different graphs, as one of them broadcasts or is empty")
 
 
 class SymbolicCapture:
@@ -85,11 +87,11 @@ class SymbolicCapture:
         Raises:
             InvalidSampleError, UnsupportedModelError: as for `capture_joint`.
         """
-        self.groups = groups
+        self._call, self._groups = call, groups
         self._environment = ShapeEnv()
         mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
-        self._sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
-        self._capture = capture_joint(model, _symbolic_tensors(mode, call, groups, self._sizes), call.structure, **options)
+        sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
+        self._capture = capture_joint(model, _symbolic_tensors(mode, call, groups, sizes), call.structure, **options)
         self._template = _Template(self._capture.joint.graph, mode)
 
     def instance(self, call: CallSignature) -> Capture:
@@ -98,20 +100,15 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: the symbolic graph may not be the model's at these sizes.
         """
-        sizes = self.groups.sizes(call)
+        self._groups.check_symbolic(self._call, call)
+        sizes = self._groups.sizes(call)
         values = {symbol: sympy.Integer(size) for symbol, size in zip(self._symbols, sizes, strict=True) if symbol is not None}
-        self._check_fixed(sizes)
         self._check_guards(values)
         graph, copies = self._template.at(values)
         with _use_lazy_graph_module(True):  # its code is never run
             joint = _make_graph_module(self._capture.joint, graph)
         inputs = tuple((copies[node], role) for node, role in self._capture.inputs)
         return replace(self._capture, joint=joint, inputs=inputs)
-
-    def _check_fixed(self, sizes: Sequence[int]) -> None:
-        for planned, size in zip(self._sizes, sizes, strict=True):
-            if isinstance(planned, int) and planned != size:
-                raise SizesNotCoveredError(f"a dimension of size {planned}, which broadcasts, has size {size}")
 
     def _check_guards(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> None:
         environment = self._environment
@@ -134,7 +131,7 @@ def _symbolic_sizes(
     numbers: list[int | torch.SymInt] = []
     symbols: list[sympy.Symbol | None] = []
     for index, size in enumerate(sizes):
-        if size < 2:
+        if size < _LEAST_SIZE:
             numbers.append(size)
             symbols.append(None)
             continue

@@ -8,7 +8,8 @@ import logging
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -36,28 +37,36 @@ from rockmate.signature import (
 from rockmate.step_family import StepFamily
 from rockmate.structure import Structure
 
+if TYPE_CHECKING:
+    from rockmate.step import CapturedStep
+
 logger = logging.getLogger("rockmate")
 
 _MAX_PLANS = 64  # of one module; a shape or a state that comes back finds its plan again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCall:
     """A plan with what it takes to run it, apart from the module.
 
     Attributes:
-        plan: the plan.
+        plan_of: makes the plan when it is first asked for; running needs the program alone.
         program: its two functions.
         call: signature of the calls that it serves.
         state: of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
     """
 
-    plan: Plan
+    plan_of: Callable[[], Plan]
     program: Program
     call: CallSignature
     state: ModelSignature
     output_structure: Structure
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.plan_of()
 
 
 class _Runnable:
@@ -279,21 +288,26 @@ class RockmateModule(nn.Module):
         alike = [
             runnable
             for runnable in self._runnables
-            if differs_in_shapes(runnable.planned.call, call) and not runnable.difference(self.original)
+            if not runnable.is_adapted and differs_in_shapes(runnable.planned.call, call) and not runnable.difference(self.original)
         ]
-        larger = [runnable for runnable in alike if is_no_larger(call, runnable.planned.call)]
+        larger = [runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)]
         if not larger and self._refuses_larger:
             check_call(alike[-1].planned.call, call)
-        family = alike[0].family  # all of them are of one
-        step = family.step(SampleCall(args, kwargs), call)
-        if larger:  # whichever of them: its schedule serves
-            plan = step.adapted(larger[-1].planned.plan)
-            if plan is not None:
-                self._use(step.planned_call(plan), family, is_adapted=True)
-                logger.info("the schedule of the sample serves smaller tensors: %s", call)
-                return self._runnables[0]
+        family = alike[-1].family  # all of them are of one
+        adapted = family.resized(larger[-1], call) if larger else None
+        if adapted is None:
+            step = family.step(SampleCall(args, kwargs), call)
+            plan = step.adapted(larger[-1].plan) if larger else None
+            if plan is None:
+                return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
+            adapted = step.planned_call(plan)
+        self._use(adapted, family, is_adapted=True)
+        logger.info("the schedule of the sample serves smaller tensors: %s", call)
+        return self._runnables[0]
+
+    def _planned_within(self, step: CapturedStep, family: StepFamily, budget_bytes: int) -> _Runnable:
         assert self._request is not None
-        self._use(self._request.call_of_step(step, alike[-1].planned.plan.budget_bytes), family)
+        self._use(self._request.call_of_step(step, budget_bytes), family)
         self._log_plan("its tensors have other shapes than the sample's")
         return self._runnables[0]
 

@@ -115,7 +115,9 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a number in it is no integer.
         """
-        for values in _sizes_nearby(self.values(self._call)):
+        given, replaced = self.values(self._call), self._environment.replacements
+        for nearby in _sizes_nearby({symbol: value for symbol, value in given.items() if replaced.get(symbol, symbol) == symbol}):
+            values = {symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby)) for symbol in given}
             try:
                 self._check_guards(values)
             except SizesNotCoveredError:

@@ -24,7 +24,6 @@ from rockmate.signature import CallSignature, flatten_call, optional_keywords
 from rockmate.symbolic import SizeGroups, SymbolicCapture
 
 SAMPLE = (4, 24)
-OTHERS = [(4, 17), (3, 24), (2, 5)]
 SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -78,7 +77,7 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
     model = language_model(name)
     capture = symbolic_capture(model, batch(name, SAMPLE))
     generic = capture.generic()
-    for shape in [SAMPLE, *OTHERS[1:]]:
+    for shape in [(3, 17), (2, 5)]:
         there = step.capture_step(model, batch(name, shape))
         raw = capture.instance(there.call)
         step.rewrite(raw.joint)
@@ -127,8 +126,8 @@ def steps_of(model: nn.Module, module: nn.Module, given: dict[str, Tensor]) -> t
     return one_step(module, model, loss_of, seed=5), one_step(eager, eager, loss_of, seed=5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_twenty_lengths_take_one_symbolic_capture_and_one_program(name: str, work: Work) -> None:
+def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) -> None:
+    name = "bert"  # with dropout, and another padding mask in each batch
     model = language_model(name)
     planner = Planner(model, batch(name, SAMPLE))
     module = RockmateModule(model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
@@ -140,7 +139,7 @@ def test_twenty_lengths_take_one_symbolic_capture_and_one_program(name: str, wor
     for index, shape in enumerate(shapes):
         ours, theirs = steps_of(model, module, batch(name, shape, index))
         assert_same(ours, theirs)
-        peak_bytes = measure.allocator_peak(lambda: module(**batch(name, shape)).loss.backward())
+        peak_bytes = measure.allocator_peak(lambda shape=shape: module(**batch(name, shape)).loss.backward())
         assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
         assert module.plan.schedule == planned.schedule
         assert str(list(shape)) in module.plan.outline.call
@@ -157,9 +156,11 @@ def test_the_program_at_other_sizes_is_the_one_that_is_written_there(shape: tupl
     there = step.capture_step(model, torch.zeros(shape, dtype=torch.long))
     theirs = there.planned_call(there.adapted(module._runnables[-1].planned.plan)).program
     for half in ("forward", "backward"):
-        numbers = getattr(ours, half).__globals__
-        code = re.sub(r"\bsize_\d+\b", lambda name: str(numbers[name[0]]), getattr(ours, f"{half}_code"))
-        assert "size_" in getattr(ours, f"{half}_code")
+        code, numbers = getattr(ours, f"{half}_code"), getattr(ours, half).__globals__
+        names = set(re.findall(r"\bsize_\d+\b", code))
+        assert names
+        for name in names:
+            code = re.sub(rf"\b{name}\b", str(numbers[name]), code)
         assert code == getattr(theirs, f"{half}_code")
 
 

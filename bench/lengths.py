@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -29,7 +30,7 @@ from bench.machine import machine_record
 from rockmate import RockmateModule
 
 BATCH, LENGTH, VOCABULARY = 4, 128, 8192
-_SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

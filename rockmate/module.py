@@ -341,8 +341,9 @@ class RockmateModule(nn.Module):
         module = type(self).__new__(type(self))
         module._wrap(model)
         module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
-        if self._runnables:
-            module._use(replace(self._runnables[0].planned, state=ModelSignature.of(model)))
+        planned = next((runnable.planned for runnable in self._runnables if not runnable.is_adapted), None)
+        if planned is not None:
+            module._use(replace(planned, state=ModelSignature.of(model)))
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

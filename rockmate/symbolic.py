@@ -228,12 +228,12 @@ class _SizeNames:
 
 
 def _sizes_nearby(values: Mapping[sympy.Symbol, sympy.Integer]) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
-    """Sizes near the given ones, odd and apart from each other, nearest first."""
+    """Sizes near the given ones, each moved by another distance, nearest first."""
     for distance in range(1, _MAX_DISTANCE):
         for sign in (1, -1):
-            moved = {symbol: value + sign * (distance + 2 * index) for index, (symbol, value) in enumerate(values.items())}
-            if all(size >= _LEAST_SIZE for size in moved.values()):
-                yield moved
+            moved = [int(value) + sign * (distance + 2 * index) for index, value in enumerate(values.values())]
+            if min(moved, default=_LEAST_SIZE) >= _LEAST_SIZE:
+                yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 
 def _copied(

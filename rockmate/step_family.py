@@ -54,7 +54,7 @@ class StepFamily:
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized: dict[PlannedCall, _SizedCall] = {}
-        self._obstacles: dict[str, str] = {}  # what there is not, and why
+        self._obstacles: dict[tuple[str, PlannedCall | None], str] = {}  # what there is not, of which call, and why
         self._other_batch: CallSignature | None = None
 
     def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
@@ -70,7 +70,7 @@ class StepFamily:
                 numbers = generic.numbers(call)
                 sized = self._sized.get(planned)
                 if sized is None:
-                    sized = self._sized[planned] = self._once("program", lambda: self._sized_call(planned, generic))
+                    sized = self._sized[planned] = self._once("program", lambda: self._sized_call(planned, generic), planned)
         except SizesNotCoveredError:  # `step` finds the same, and says it
             return None
         if not numbers.are_within(sized.numbers):
@@ -143,15 +143,15 @@ class StepFamily:
             self._generic = self._once("generic capture", symbolic.generic)
         return self._generic
 
-    def _once(self, what: str, make: Callable[[], _Made]) -> _Made:
+    def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
-        if what not in self._obstacles:
+        if (what, of) not in self._obstacles:
             try:
                 return make()
             except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
-                self._obstacles[what] = f"there is no {what} for all sizes ({error})"
-                logger.info("%s", self._obstacles[what])
-        raise SizesNotCoveredError(self._obstacles[what])
+                self._obstacles[what, of] = f"there is no {what} for all sizes ({error})"
+                logger.info("%s", self._obstacles[what, of])
+        raise SizesNotCoveredError(self._obstacles[what, of])
 
     def _equal_capture(self) -> SymbolicCapture:
         """A symbolic capture that equals the planned step at that one's sizes."""

@@ -178,6 +178,24 @@ def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work)
     assert work.captures == ["symbolic"]
 
 
+def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.AdaptiveAvgPool2d(1)
+    )
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, torch.randn(4, 3, 16, 16), 1.0)
+    work.captures.clear()
+    for shape in [(4, 3, 12, 12), (3, 3, 10, 10), (2, 3, 8, 8)]:
+        images = torch.randn(shape)
+        for callee in (module, eager):
+            callee.zero_grad()
+            callee(images).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+    assert work.captures == ["symbolic"]
+
+
 # --- where sizes decide ------------------------------------------------------------------------------------------
 
 
@@ -357,6 +375,18 @@ def test_what_was_planned_outlives_the_sizes_that_took_it_over(work: Work, monke
         check(module, model, x=torch.randn(4, length, 8))
     assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
     assert len(module._runnables) == 3
+
+
+def test_a_copy_has_the_plan_and_a_symbolic_capture_of_its_own(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    check(module, model, x=torch.randn(4, 15, 8))
+    other = copy.deepcopy(module)
+    work.captures.clear()
+    work.emitted.clear()
+    for length in (20, 14, 13):
+        check(other, other.original, x=torch.randn(4, length, 8))
+    assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
 
 
 def test_a_changed_module_has_a_symbolic_capture_of_its_own(work: Work) -> None:

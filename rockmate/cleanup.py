@@ -7,7 +7,8 @@ arguments are equal values:
 
 * a *view* is known by what it is taken from, dtype, shape, strides and offset: of equal ones the first stands for all;
 * a *call* is known by its target and arguments, Python constants by type and exact value: likewise;
-* a *copy* (a clone in the same layout, a power of one, a product with one) gives way to what it copies.
+* a *copy* (a clone in the same layout, a power of one, a product with one, the gradient of a slice that takes all) gives way to what it
+  copies.
 
 Left alone are calls that draw random numbers, calls that are not PyTorch's own, and what the outside world holds: the user may write into
 an output, so it shares no memory with anything that it does not share in eager.

@@ -1,4 +1,4 @@
-"""Module and sample -> joint graph: the only file that touches PyTorch's private tracing interface.
+"""Module and sample -> joint graph: this and `rockmate/symbolic.py` are the only files that touch PyTorch's private tracing interface.
 
 `torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (torch 2.11 to 2.13) traces the plain module with fake tensors, no
 Dynamo, and returns forward and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here those become

@@ -7,7 +7,8 @@ arguments are equal values:
 
 * a *view* is known by what it is taken from, dtype, shape, strides and offset: of equal ones the first stands for all;
 * a *call* is known by its target and arguments, Python constants by type and exact value: likewise;
-* a *copy* (a clone in the same layout, a power of one, a product with one) gives way to what it copies.
+* a *copy* (a clone in the same layout, a power of one, a product with one, the gradient of a slice that takes all) gives way to what it
+  copies.
 
 Left alone are calls that draw random numbers, calls that are not PyTorch's own, and what the outside world holds: the user may write into
 an output, so it shares no memory with anything that it does not share in eager.
@@ -192,6 +193,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
         or (target is _aten.pow.Tensor_Scalar and _is_number(second, 1))
         or (target in _PRODUCTS and _is_number(second, 1) and not value.dtype.is_complex)
         or (target in _SUMS and _is_number(second, 0) and value.dtype in _INTEGERS)
+        or (target is _aten.slice_backward.default and isinstance(first, fx.Node) and first.meta["val"].shape == value.shape)
     )
     source = second if target is _aten.copy.default else first if is_copy else None
     return source if isinstance(source, fx.Node) else None

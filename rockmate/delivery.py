@@ -24,10 +24,15 @@ _SLICE_BYTES = 1 << 21
 _ROWS_PER_SLICE = 512  # fewer make the products slow
 
 
-def split_handovers(graph: Graph) -> None:
-    """Marks, in place, the ops whose result can be added to `.grad` piece by piece; their storage then has a piece's size."""
+def split_handovers(graph: Graph, *, like: Graph | None = None) -> None:
+    """Marks, in place, the ops whose result can be added to `.grad` piece by piece; their storage then has a piece's size.
+
+    Args:
+        graph: ops and storages.
+        like: the graph of the same step at sizes that are nowhere smaller; only ops that are marked there are marked.
+    """
     read = {storage for op in graph.ops for storage in op.reads}
-    for op in graph.ops:
+    for op in graph.ops if like is None else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]:
         is_own = len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
         if not is_own or op.writes[0].num_bytes < _SPLIT_ABOVE_BYTES:
             continue

@@ -8,7 +8,8 @@ import logging
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -33,37 +34,48 @@ from rockmate.signature import (
     is_no_larger,
     optional_keywords,
 )
+from rockmate.step_family import StepFamily
 from rockmate.structure import Structure
+
+if TYPE_CHECKING:
+    from rockmate.step import CapturedStep
 
 logger = logging.getLogger("rockmate")
 
 _MAX_PLANS = 64  # of one module; a shape or a state that comes back finds its plan again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCall:
     """A plan with what it takes to run it, apart from the module.
 
     Attributes:
-        plan: the plan.
+        plan_of: makes the plan when it is first asked for; running needs the program alone.
         program: its two functions.
         call: signature of the calls that it serves.
         state: of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
     """
 
-    plan: Plan
+    plan_of: Callable[[], Plan]
     program: Program
     call: CallSignature
     state: ModelSignature
     output_structure: Structure
 
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.plan_of()
+
 
 class _Runnable:
     """A planned call, ready to run on its model, and the watch over what it was planned for."""
 
-    def __init__(self, planned: PlannedCall, model: nn.Module) -> None:
+    def __init__(self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool) -> None:
         self.planned = planned
+        self.family = family
+        self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
         self.watch = ModelWatch(model)
 
@@ -134,7 +146,7 @@ class RockmateModule(nn.Module):
             strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
             replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
                 frozen, autocast, modes) or a call has other keywords or shapes; False raises `SignatureMismatchError` instead, as is
-                always done with a `plan`. Shapes no larger than the sample's are captured and take over its schedule.
+                always done with a `plan`. Shapes no larger than the sample's take over its schedule.
             larger: "refuse" raises `SignatureMismatchError` for a call with a tensor larger than the sample's; "plan" plans for it,
                 within the same bytes.
             **planner_options: as for `Planner`; a plan brings those that it was made with.
@@ -192,8 +204,12 @@ class RockmateModule(nn.Module):
         self._replan = self._refuses_larger = False
         self._runnables: list[_Runnable] = []  # the one in use first
 
-    def _use(self, call: PlannedCall) -> None:
-        self._runnables = [_Runnable(call, self.original), *self._runnables][:_MAX_PLANS]
+    def _use(self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False) -> None:
+        family = family or StepFamily(self.original, call)
+        self._runnables.insert(0, _Runnable(call, self.original, family, is_adapted=is_adapted))
+        if len(self._runnables) > _MAX_PLANS:  # what has been planned for serves other shapes, too, so it goes last
+            adapted = [place for place, runnable in enumerate(self._runnables) if place and runnable.is_adapted]
+            del self._runnables[adapted[-1] if adapted else _MAX_PLANS]
 
     @property
     def __class__(self) -> type:
@@ -269,31 +285,44 @@ class RockmateModule(nn.Module):
 
     def _planned_for_shapes(self, call: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
         """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
-        alike = [runnable for runnable in self._runnables if differs_in_shapes(runnable.planned.call, call)]
-        larger = [runnable for runnable in alike if is_no_larger(call, runnable.planned.call)]
-        assert self._request is not None
-        if larger:  # whichever of them: its schedule serves
-            adapted = self._request.call_for_smaller(self.original, SampleCall(args, kwargs), larger[-1].planned)
-            if adapted is not None:
-                self._use(adapted)
-                logger.info("captured for smaller tensors, under the schedule of the sample: %s", call)
-                return self._runnables[0]
-        elif self._refuses_larger:
+        alike = [
+            runnable
+            for runnable in self._runnables
+            if not runnable.is_adapted and differs_in_shapes(runnable.planned.call, call) and not runnable.difference(self.original)
+        ]
+        larger = [runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)]
+        if not larger and self._refuses_larger:
             check_call(alike[-1].planned.call, call)
-        budget_bytes = alike[-1].planned.plan.budget_bytes
-        return self._planned_now("its tensors have other shapes than the sample's", args, kwargs, budget_bytes)
+        family = alike[-1].family  # all of them are of one
+        adapted = family.resized(larger[-1], call) if larger else None
+        if adapted is None:
+            step = family.step(SampleCall(args, kwargs), call)
+            plan = step.adapted(larger[-1].plan) if larger else None
+            if plan is None:
+                return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
+            adapted = step.planned_call(plan)
+        self._use(adapted, family, is_adapted=True)
+        logger.info("the schedule of the sample serves smaller tensors: %s", call)
+        return self._runnables[0]
 
-    def _planned_now(
-        self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_bytes: int | None = None
-    ) -> _Runnable:
+    def _planned_within(self, step: CapturedStep, family: StepFamily, budget_bytes: int) -> _Runnable:
         assert self._request is not None
-        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs), budget_bytes=budget_bytes))
+        self._use(self._request.call_of_step(step, budget_bytes), family)
+        self._log_plan("its tensors have other shapes than the sample's")
+        return self._runnables[0]
+
+    def _planned_now(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+        assert self._request is not None
+        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs)))
+        self._log_plan(reason)
+        return self._runnables[0]
+
+    def _log_plan(self, reason: str) -> None:
         plan = self.plan
         logger.warning(
             "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
             reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
         )  # fmt: skip
-        return self._runnables[0]
 
     train, eval, to, cuda, cpu = map(_of_original, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(_of_original, ("half", "bfloat16", "float", "double"))
@@ -312,8 +341,9 @@ class RockmateModule(nn.Module):
         module = type(self).__new__(type(self))
         module._wrap(model)
         module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
-        if self._runnables:
-            module._use(replace(self._runnables[0].planned, state=ModelSignature.of(model)))
+        planned = next((runnable.planned for runnable in self._runnables if not runnable.is_adapted), None)
+        if planned is not None:
+            module._use(replace(planned, state=ModelSignature.of(model)))
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

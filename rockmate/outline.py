@@ -185,15 +185,19 @@ class Outline:
         return found
 
     def serves_smaller(self, other: Outline) -> bool:
-        """Whether `other` has the same ops in the same wiring, on tensors that nowhere take more bytes.
+        """Whether `other` is wired like this one, on tensors that nowhere take more bytes.
 
         A schedule for this step then is one for `other`.
         """
+        pairs = zip(self.storages, other.storages, strict=False)
+        return self.is_wired_like(other) and all(mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs)
+
+    def is_wired_like(self, other: Outline) -> bool:
+        """Whether `other` has the same ops in the same wiring, on tensors of any size."""
         if len(self.ops) != len(other.ops) or len(self.storages) != len(other.storages) or self.outputs != other.outputs:
             return False
         same_ops = all(_wiring(mine) == _wiring(theirs) for mine, theirs in zip(self.ops, other.ops, strict=True))
-        pairs = zip(self.storages, other.storages, strict=True)
-        return same_ops and all(mine.kind == theirs.kind and mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs)
+        return same_ops and all(mine.kind == theirs.kind for mine, theirs in zip(self.storages, other.storages, strict=True))
 
     def _different_inputs(self, other: Outline) -> str:
         mine, theirs = dict(self.inputs), dict(other.inputs)

@@ -26,7 +26,7 @@ from rockmate.plan import Plan
 from rockmate.schedule import no_recomputation
 from rockmate.search import Candidate, Searcher
 from rockmate.simulate import simulate
-from rockmate.step import capture_step
+from rockmate.step import CapturedStep, capture_step
 from rockmate.strategies import make_search
 
 logger = logging.getLogger("rockmate")
@@ -93,9 +93,9 @@ class Planner:
             MachineError: the machine is not known, or its description cannot be used.
         """
         self.timings: dict[str, float] = {}
-        self._machine = target = None if machine is None else load_machine(machine)
+        target = None if machine is None else load_machine(machine)
         with self._timed("capture"):
-            self._step = capture_step(
+            step = capture_step(
                 model,
                 sample_input,
                 differentiable=differentiable,
@@ -104,6 +104,20 @@ class Planner:
                 machine=target,
                 untraced=untraced,
             )
+        self._prepare(step, target, time_limit_s=time_limit_s, progress=progress)
+
+    @classmethod
+    def of(
+        cls, step: CapturedStep, *, time_limit_s: float = 30.0, progress: bool = False, machine: str | Path | Machine | None = None
+    ) -> Planner:
+        """A planner for a step that has been captured; arguments and errors as for the class."""
+        planner = cls.__new__(cls)
+        planner.timings = {}
+        planner._prepare(step, None if machine is None else load_machine(machine), time_limit_s=time_limit_s, progress=progress)
+        return planner
+
+    def _prepare(self, step: CapturedStep, target: Machine | None, *, time_limit_s: float, progress: bool) -> None:
+        self._step, self._machine = step, target
         graph = self._step.graph
         with self._timed("costs"):
             costs = measure_costs(graph, progress=progress) if target is None else estimate_costs(graph, target)

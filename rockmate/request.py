@@ -14,6 +14,8 @@ from rockmate.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
     from rockmate.module import PlannedCall
+    from rockmate.planner import Planner
+    from rockmate.step import CapturedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,30 +34,30 @@ class PlanRequest:
     strategy: str = "rockmate"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def planned_call(self, model: nn.Module, sample_input: Any, *, budget_bytes: int | None = None) -> PlannedCall:
-        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`.
-
-        Args:
-            model: the model.
-            sample_input: as for `Planner`.
-            budget_bytes: in place of the budget, a share of which would be another number of bytes for another sample.
-        """
+    def planned_call(self, model: nn.Module, sample_input: Any) -> PlannedCall:
+        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`."""
         from rockmate.planner import Planner
 
         planner = Planner(model, sample_input, **self.options)
-        budget = self.budget if budget_bytes is None else budget_bytes
+        budget = self.budget
         if budget is None:
             assert self.memory_limit is not None
             budget = self.memory_limit.activation_budget_bytes(model)
+        return self._agreed_call(planner, budget, asked_for=budget if self.memory_limit is None else None)
+
+    def call_of_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
+        """Measures and plans for a step of other sizes, within a number of bytes; errors as for `Planner.plan`.
+
+        A share of the step's own peak would be another number of bytes than for the sample.
+        """
+        from rockmate.planner import Planner
+
+        settings = {name: value for name, value in self.options.items() if name not in step.options}
+        asked_for = budget_bytes if self.memory_limit is None else None
+        return self._agreed_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
+
+    def _agreed_call(self, planner: Planner, budget: Budget, *, asked_for: Budget | None) -> PlannedCall:
+        """The call that all ranks of a data-parallel group plan alike."""
         call = planner.planned_call(budget, strategy=self.strategy)
-        plan = agreed_plan(call.plan, asked_for=(budget if self.memory_limit is None else None, self.strategy))
+        plan = agreed_plan(call.plan, asked_for=(asked_for, self.strategy))
         return call if plan is call.plan else planner.planned_call_of(plan)
-
-    def call_for_smaller(self, model: nn.Module, sample_input: Any, planned: PlannedCall) -> PlannedCall | None:
-        """Captures `model` for a smaller sample and takes over the schedule of `planned`; None if it does not fit."""
-        from rockmate.step import capture_step
-
-        options: dict[str, Any] = dict(planned.plan.options)
-        step = capture_step(model, sample_input, **options)
-        plan = step.adapted(planned.plan)
-        return None if plan is None else step.planned_call(plan)

@@ -64,23 +64,29 @@ class CapturedStep:
         if plan.captured is not self.graph:
             plan = self._adopted(plan)
         return PlannedCall(
-            plan=plan,
+            plan_of=lambda: plan,
             program=emit(self.graph, plan.schedule, owner_names(self.model)),
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
         )
 
-    def adapted(self, plan: Plan) -> Plan | None:
+    def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:
         """A plan for a larger sample of the same model as one for this step, without measuring or solving; None if it does not fit.
 
         The schedule is the plan's, replayed on this step's sizes. Times and overheads are those of the larger sample, so what is
         predicted is an upper estimate.
+
+        Args:
+            plan: for a step that is nowhere smaller.
+            in_place: positions of the runs in place, if they have been chosen; else all that can be.
         """
         outline = outline_of(self.graph, self.call)
         if dict(plan.options) != dict(self.options) or not plan.outline.serves_smaller(outline):
             return None
         schedule = finish(self.graph, plan.schedule.forward, plan.schedule.backward)
+        if in_place is not None:
+            schedule = replace(schedule, in_place=in_place)
         schedule.verify(self.graph)
         simulation = simulate(self.graph, schedule, plan.costs)
         if simulation.peak_bytes > plan.budget_bytes:
@@ -177,10 +183,25 @@ def capture_step(
         call = call.on(device)
     rewrite(capture.joint)
     allocation_bytes = machine.allocation_bytes if machine else None
-    graph = build_graph(capture, returned_gradients=gradients == "returned", allocation_bytes=allocation_bytes)
+    step = step_of(capture, model, call, state, options, allocation_bytes=allocation_bytes)
+    return replace(step, planned_device=device)
+
+
+def step_of(
+    capture: Capture,
+    model: nn.Module,
+    call: CallSignature,
+    state: ModelSignature,
+    options: Mapping[str, str],
+    *,
+    allocation_bytes: int | None = None,
+    like: Graph | None = None,
+) -> CapturedStep:
+    """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `split_handovers`."""
+    graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
     graph = weight_gradients_first(graph)
-    split_handovers(graph)
-    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options, planned_device=device)
+    split_handovers(graph, like=like)
+    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options)
 
 
 def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:

@@ -287,6 +287,11 @@ def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, 
     return calls
 
 
+def untraced_names(options: Mapping[str, str]) -> tuple[str, ...]:
+    """The names that were given, among the options of a captured step."""
+    return tuple(name for name in options.get("untraced", "").split(",") if name)
+
+
 def untraced_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Paths and submodules that are not traced: those named and recurrent layers, less what is part of another of them.
 

@@ -1,0 +1,226 @@
+"""What batches of other lengths cost after the first: twenty of them, of one model each, without a further capture.
+
+    taskset -c 1 python -m bench.lengths
+    taskset -c 1 python -m bench.lengths --model gpt2 --lengths 5
+
+Each model is planned for a batch of 4 x 96 tokens at half its activation peak. Then come batches of other lengths, all different, every
+third of them of 3 sequences. Each is trained on planned and in eager, from the same weights and random state, and a third time under the
+allocator's meter. What a length costs is the processor time between its call and its program, so that others on the machine do not
+count; the first other length pays for the symbolic capture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from bench import measure
+from bench.machine import machine_record
+from rockmate import RockmateModule
+
+BATCH, LENGTH, VOCABULARY = 4, 96, 8192
+_SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthCost:
+    """One batch of another shape.
+
+    Attributes:
+        shape: (sequences, tokens).
+        cost_ms: processor time until there was a program for it.
+        step_ms: processor time of the planned step after that.
+        peak_share: the allocator's peak over the budget.
+        is_equal: whether loss and gradients are eager's, bit for bit.
+    """
+
+    shape: tuple[int, int]
+    cost_ms: float
+    step_ms: float
+    peak_share: float
+    is_equal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLengths:
+    """One model over all lengths.
+
+    Attributes:
+        name: of the model.
+        plan_s: processor time of capture, measurement, plan and first step of the sample.
+        num_captures: that the log tells of after the sample's.
+        lengths: in the order of training.
+    """
+
+    name: str
+    plan_s: float
+    num_captures: int
+    lengths: tuple[LengthCost, ...]
+
+
+def gpt2() -> nn.Module:
+    """GPT-2, 12 layers of width 128."""
+    config = transformers.GPT2Config(n_layer=12, n_embd=128, n_head=4, n_positions=128, use_cache=False, **_SMALL)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    """A Llama type, 8 layers of width 128."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=8, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=344, use_cache=False, **_SMALL
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    """BERT, 12 layers of width 128, whose batches have a padding mask."""
+    config = transformers.BertConfig(num_hidden_layers=12, hidden_size=128, num_attention_heads=4, intermediate_size=512, **_SMALL)
+    return transformers.BertForMaskedLM(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "bert": bert}
+
+
+def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
+    """Random tokens and labels; for BERT with a mask that pads each sequence by another number of tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(3, VOCABULARY, shape, generator=draw) for _ in range(2))
+    if name != "bert":
+        return {"input_ids": tokens, "labels": labels}
+    padded = torch.arange(shape[0])[:, None] * 5
+    return {"input_ids": tokens, "attention_mask": (torch.arange(shape[1]) >= padded).long(), "labels": labels}
+
+
+def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
+    """So many different lengths below the sample's, in no order of size; every third batch is smaller."""
+    lengths = [LENGTH - 1 - 37 * index % 89 for index in range(num_lengths)]
+    return [(BATCH if index % 3 != 2 else BATCH - 1, length) for index, length in enumerate(lengths)]
+
+
+def measure_model(name: str, num_lengths: int) -> ModelLengths:
+    """Trains one model on the sample and on `num_lengths` other lengths."""
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    eager = copy.deepcopy(model)
+    captures = _CaptureLog()
+    begin = time.process_time()
+    module = RockmateModule(model, batch_of(name, (BATCH, LENGTH), 0), 0.5)
+    _gradients_after(module, model, batch_of(name, (BATCH, LENGTH), 0))
+    plan_s = time.process_time() - begin
+    lengths = []
+    with captures:
+        for seed, shape in enumerate(shapes_of(num_lengths), start=1):
+            lengths.append(_measure_length(module, model, eager, batch_of(name, shape, seed)))
+    return ModelLengths(name=name, plan_s=plan_s, num_captures=captures.num_captures, lengths=tuple(lengths))
+
+
+def _measure_length(module: RockmateModule, model: nn.Module, eager: nn.Module, batch: dict[str, Tensor]) -> LengthCost:
+    begin = time.process_time()
+    with _timed_preparation() as spent_ms:
+        ours = _gradients_after(module, model, batch)
+    total_ms = (time.process_time() - begin) * 1e3
+    theirs = _gradients_after(eager, eager, batch)
+    peak_bytes = measure.allocator_peak(lambda: module(**batch).loss.backward())
+    rows, columns = batch["input_ids"].shape
+    return LengthCost(
+        shape=(rows, columns),
+        cost_ms=sum(spent_ms),
+        step_ms=total_ms - sum(spent_ms),
+        peak_share=peak_bytes / module.plan.budget_bytes,
+        is_equal=ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours),
+    )
+
+
+@contextmanager
+def _timed_preparation() -> Iterator[list[float]]:
+    """Collects the processor milliseconds that the module takes to find a program for a call of other sizes."""
+    prepare, spent_ms = RockmateModule._planned_for_shapes, []
+
+    def timed(*args: Any) -> Any:
+        begin = time.process_time()
+        runnable = prepare(*args)
+        spent_ms.append((time.process_time() - begin) * 1e3)
+        return runnable
+
+    with mock.patch.object(RockmateModule, "_planned_for_shapes", timed):
+        yield spent_ms
+
+
+def _gradients_after(callee: nn.Module, owner: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and all gradients of one step from a fixed random state."""
+    owner.zero_grad(set_to_none=False)
+    torch.manual_seed(1)
+    loss = callee(**batch).loss
+    loss.backward()
+    return {"": loss.detach(), **measure.gradients_of(owner)}
+
+
+class _CaptureLog(logging.Handler):
+    """Counts the captures that the log tells of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.num_captures = 0
+        self._logger = logging.getLogger("rockmate")
+        self._level = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_captures += record.getMessage().startswith(("captured", "planned for this call"))
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
+        self._logger.removeHandler(self)
+
+
+def as_row(result: ModelLengths) -> str:
+    """One row of the table, Markdown."""
+    first, *later = result.lengths
+    costs = [length.cost_ms for length in later] or [0.0]
+    return (
+        f"| {result.name} | {result.plan_s:.1f} | {first.cost_ms / 1e3:.1f} | {statistics.median(costs):.1f} | {max(costs):.1f} | "
+        f"{statistics.median(length.step_ms for length in result.lengths):.0f} | {result.num_captures} | "
+        f"{max(length.peak_share for length in result.lengths):.3f} | "
+        f"{sum(length.is_equal for length in result.lengths)} of {len(result.lengths)} |"
+    )
+
+
+HEADER = """\
+| model | plan, s | first other length, s | each later, median ms | largest, ms | step, ms | captures | peak / budget | equal to eager |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the machine and one row a model."""
+    parser = argparse.ArgumentParser(prog="python -m bench.lengths", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
+    parser.add_argument("--lengths", type=int, default=20, help="how many different lengths after the first (at most 89)")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    record = machine_record("bench.lengths")
+    told = ("processor", "torch", "transformers", "commit", "load_average")
+    sys.stdout.write(", ".join(f"{name} {record[name]}" for name in told) + "\n")
+    sys.stdout.write(f"\n{HEADER}\n")
+    for name in chosen.model or MODELS:
+        sys.stdout.write(as_row(measure_model(name, chosen.lengths)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The steps of a model for calls that are alike but for the sizes of their tensors, from one symbolic capture where it serves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from rockmate.capture import Capture
+from rockmate.collector import collection_put_off
+from rockmate.delivery import owner_names
+from rockmate.emit import Program, emit
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.graph import Graph
+from rockmate.outline import outline_of
+from rockmate.plan import Plan
+from rockmate.rewrite import rewrite
+from rockmate.schedule import find_in_place
+from rockmate.signature import CallSignature, SampleCall
+from rockmate.sized_program import at_sizes, difference
+from rockmate.source_lines import source_lines
+from rockmate.symbolic import GenericCapture, SizedNumbers, SizeGroups, SizesNotCoveredError, SymbolicCapture
+from rockmate.untraced import untraced_modules, untraced_names
+
+if TYPE_CHECKING:
+    from rockmate.module import PlannedCall
+    from rockmate.step import CapturedStep
+
+_Made = TypeVar("_Made")
+logger = logging.getLogger("rockmate")
+
+
+class StepFamily:
+    """Captures a model for other sizes than those that it was planned for, as long as its state is that of the plan.
+
+    The first call of other sizes is worth a symbolic capture, which takes several times as long as one of fixed sizes and then serves
+    every other, unless it differs in the batch alone: that is the last one of an epoch, and captured as it is. The symbolic capture is
+    held against the planned step at that one's own sizes and used only if the two are equal. Where it cannot be made, is not equal or
+    says nothing of the sizes at hand, each set of sizes is captured by itself, and the log says why.
+
+    A smaller call takes over a schedule. Its program is the planned one's with other numbers: emitted once from the generic capture, and
+    held against the planned program, line by line, before it is used. Nothing is built or written for a size that comes after that.
+    """
+
+    def __init__(self, model: nn.Module, planned: PlannedCall) -> None:
+        """Takes a model and the planned call whose step is known."""
+        self._model = model
+        self._planned = planned
+        self._groups = SizeGroups.of(planned.call)
+        self._symbolic: SymbolicCapture | None = None
+        self._generic: GenericCapture | None = None
+        self._sized: dict[PlannedCall, _SizedCall] = {}
+        self._obstacles: dict[tuple[str, PlannedCall | None], str] = {}  # what there is not, of which call, and why
+        self._other_batch: CallSignature | None = None
+
+    def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
+        """A planned call at sizes that are nowhere larger, its program with other numbers; None where that is not known to be right.
+
+        Args:
+            planned: a planned call of this family.
+            call: signature of the smaller one.
+        """
+        try:
+            with collection_put_off():
+                generic = self._generic_capture(call)
+                numbers = generic.numbers(call)
+                sized = self._sized.get(planned)
+                if sized is None:
+                    sized = self._sized[planned] = self._once("program", lambda: self._sized_call(planned, generic), planned)
+        except SizesNotCoveredError:  # `step` finds the same, and says it
+            return None
+        if not numbers.are_within(sized.numbers):
+            return None
+        return replace(planned, program=at_sizes(sized.program, numbers), call=call, plan_of=partial(self._plan, planned, generic, call))
+
+    def _plan(self, planned: PlannedCall, generic: GenericCapture, call: CallSignature) -> Plan:
+        step = self._step_of(generic.instance(call), call, like=planned.plan.graph)
+        plan = step.adapted(planned.plan, in_place=planned.plan.schedule.in_place)
+        assert plan is not None, "a smaller step does not fit the schedule that it runs"
+        return plan
+
+    def _sized_call(self, planned: PlannedCall, generic: GenericCapture) -> _SizedCall:
+        """The planned call's program with names for its sizes, which is the very same at its own."""
+        plan = planned.plan
+        graph = self._step_of(generic.capture, planned.call).graph
+        if not plan.outline.is_wired_like(outline_of(graph, planned.call)):
+            raise SizesNotCoveredError("at the sample's sizes values are equal that are not in general")
+        for op, other in zip(graph.ops, plan.graph.ops, strict=True):
+            op.handover = other.handover
+        if not plan.schedule.in_place <= find_in_place(graph, plan.schedule.forward, plan.schedule.backward):
+            raise SizesNotCoveredError("at the sample's sizes ops run in place that cannot in general")
+        program, numbers = emit(graph, plan.schedule, owner_names(self._model)), generic.numbers(planned.call)
+        found = difference(program, numbers, planned.program)
+        if found:
+            raise SizesNotCoveredError(f"at the sample's sizes the program is another: {found}")
+        return _SizedCall(program, numbers)
+
+    def step(self, sample: SampleCall, call: CallSignature) -> CapturedStep:
+        """The model's step for a call that differs from the planned one in sizes.
+
+        Args:
+            sample: the call.
+            call: its signature.
+
+        Raises:
+            InvalidSampleError, UnsupportedModelError: as for `capture_step`.
+        """
+        from rockmate.step import capture_step
+
+        with collection_put_off():
+            try:
+                capture = self._symbolic_capture(call).instance(call)
+                rewrite(capture.joint)
+                return self._step_of(capture, call)
+            except SizesNotCoveredError as reason:
+                logger.info("captured for these sizes alone, since %s: %s", reason, call)
+            options: dict[str, Any] = dict(self._planned.plan.options)
+            return capture_step(self._model, sample, **options)
+
+    def _symbolic_capture(self, call: CallSignature) -> SymbolicCapture:
+        """The symbolic capture, made when it is first worth it."""
+        groups = self._groups.refined(call)
+        groups.check_symbolic(self._planned.call, call)
+        if groups != self._groups:  # a symbol would stand for sizes that differ
+            self._groups, self._symbolic, self._generic = groups, None, None
+            self._sized.clear()
+            self._obstacles.clear()
+        if self._symbolic is None:
+            if self._other_batch is None and _differs_in_batch(self._planned.call, call):
+                self._other_batch = call
+            if call == self._other_batch:
+                raise SizesNotCoveredError("one smaller or larger batch is not worth a symbolic capture")
+            self._symbolic = self._once("symbolic capture", self._equal_capture)
+        return self._symbolic
+
+    def _generic_capture(self, call: CallSignature) -> GenericCapture:
+        symbolic = self._symbolic_capture(call)
+        if self._generic is None:
+            self._generic = self._once("generic capture", symbolic.generic)
+        return self._generic
+
+    def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
+        """What `make` makes; where it cannot be made, that is not tried again, and said once."""
+        if (what, of) not in self._obstacles:
+            try:
+                return make()
+            except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
+                self._obstacles[what, of] = f"there is no {what} for all sizes ({error})"
+                logger.info("%s", self._obstacles[what, of])
+        raise SizesNotCoveredError(self._obstacles[what, of])
+
+    def _equal_capture(self) -> SymbolicCapture:
+        """A symbolic capture that equals the planned step at that one's sizes."""
+        begin = time.perf_counter()
+        planned, options = self._planned, self._planned.plan.options
+        apart = list(untraced_modules(self._model, untraced_names(options)))
+        if apart:
+            raise SizesNotCoveredError(f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone")
+        with source_lines():
+            symbolic = SymbolicCapture(
+                self._model, planned.call, self._groups, differentiable=options["differentiable"], outputs=options["outputs"]
+            )
+        capture = symbolic.instance(planned.call)
+        rewrite(capture.joint)
+        found = planned.plan.outline.difference(outline_of(self._step_of(capture, planned.call).graph, planned.call))
+        if found:
+            raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
+        seconds = time.perf_counter() - begin
+        logger.info("captured with symbolic sizes in %.1f s: batches of other sizes need no further capture", seconds)
+        return symbolic
+
+    def _step_of(self, capture: Capture, call: CallSignature, *, like: Graph | None = None) -> CapturedStep:
+        from rockmate.step import step_of
+
+        return step_of(capture, self._model, call, self._planned.state, dict(self._planned.plan.options), like=like)
+
+
+@dataclass(frozen=True, slots=True)
+class _SizedCall:
+    """A program with names for its sizes, and their numbers in the call that was planned."""
+
+    program: Program
+    numbers: SizedNumbers
+
+
+def _differs_in_batch(planned: CallSignature, call: CallSignature) -> bool:
+    """Whether the calls differ in the leading dimension of their tensors alone."""
+    return all(mine.shape[1:] == theirs.shape[1:] for mine, theirs in zip(planned.tensors, call.tensors, strict=True))

@@ -1,0 +1,402 @@
+"""One symbolic capture for every size: what it gives is what a capture at those sizes gives, and where it says nothing, that is made."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import assert_same, one_step, tensors_of
+from torch import Tensor, nn
+
+from bench import measure
+from rockmate import Planner, RockmateModule, step, step_family, symbolic
+from rockmate import module as module_file
+from rockmate.capture import capture_joint
+from rockmate.outline import outline_of
+from rockmate.signature import CallSignature, flatten_call, optional_keywords
+from rockmate.symbolic import SizeGroups, SymbolicCapture
+
+SAMPLE = (4, 24)
+SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def language_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=32, use_cache=False, **SMALL)
+        return transformers.GPT2LMHeadModel(config).train()
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+            max_position_embeddings=32, use_cache=False, **SMALL,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).train()
+    if name == "bert":
+        config = transformers.BertConfig(
+            num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32, **SMALL
+        )
+        return transformers.BertForMaskedLM(config).train()
+    config = transformers.T5Config(
+        num_layers=1, d_model=32, d_kv=8, num_heads=4, d_ff=48, vocab_size=96, decoder_start_token_id=0, use_cache=False
+    )
+    return transformers.T5ForConditionalGeneration(config).train()
+
+
+def batch(name: str, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(3, 96, shape, generator=draw) for _ in range(2))
+    if name in ("gpt2", "llama"):
+        return {"input_ids": tokens, "labels": labels}
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, : 1 + seed % 3] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def call_of(model: nn.Module, given: dict[str, Tensor]) -> CallSignature:
+    return flatten_call((), given, optional_keywords(model))[1]
+
+
+def symbolic_capture(model: nn.Module, *batches: dict[str, Tensor]) -> SymbolicCapture:
+    calls = [call_of(model, given) for given in batches]
+    groups = SizeGroups.of(calls[0])
+    for call in calls[1:]:
+        groups = groups.refined(call)
+    return SymbolicCapture(model, calls[0], groups)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> None:
+    """Op by op with constants, shapes, strides and wiring; both the capture that is rewritten at its sizes and the generic one."""
+    model = language_model(name)
+    capture = symbolic_capture(model, batch(name, SAMPLE))
+    generic = capture.generic()
+    for shape in [(3, 17), (2, 5)]:
+        there = step.capture_step(model, batch(name, shape))
+        raw = capture.instance(there.call)
+        step.rewrite(raw.joint)
+        for instance in (raw, generic.instance(there.call)):
+            graph = step.step_of(instance, model, there.call, there.state, there.options).graph
+            assert not outline_of(there.graph, there.call).difference(outline_of(graph, there.call))
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """What has been done since the counting began."""
+
+    captures: list[str] = field(default_factory=list)
+    emitted: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    done = Work()
+
+    def counting(place: Any, name: str, log: list[str], label: str) -> None:
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, **kwargs: log.append(label) or function(*args, **kwargs))
+
+    counting(step, "capture_joint", done.captures, "fixed")
+    counting(symbolic, "capture_joint", done.captures, "symbolic")
+    counting(step, "emit", done.emitted, "fixed")
+    counting(step_family, "emit", done.emitted, "symbolic")
+    return done
+
+
+def steps_of(model: nn.Module, module: nn.Module, given: dict[str, Tensor]) -> tuple[Any, Any]:
+    """A planned and an eager step, from the same random state."""
+    eager = copy.deepcopy(model)
+
+    def loss_of(callee: nn.Module, _: int) -> tuple[list[Tensor], Tensor]:
+        output = callee(**given)
+        output = output if isinstance(output, Tensor) else dict(output)
+        return tensors_of(output), output if isinstance(output, Tensor) else output["loss"]
+
+    model.zero_grad(set_to_none=True)
+    eager.zero_grad(set_to_none=True)
+    return one_step(module, model, loss_of, seed=5), one_step(eager, eager, loss_of, seed=5)
+
+
+def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) -> None:
+    name = "bert"  # with dropout, and another padding mask in each batch
+    model = language_model(name)
+    planner = Planner(model, batch(name, SAMPLE))
+    module = RockmateModule(model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
+    budget_bytes, planned = module.plan.budget_bytes, module.plan
+    assert planned.schedule.num_recomputations() > 0
+    work.captures.clear()
+    work.emitted.clear()
+    shapes = [(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (2, 2), (3, 11)]
+    for index, shape in enumerate(shapes):
+        ours, theirs = steps_of(model, module, batch(name, shape, index))
+        assert_same(ours, theirs)
+        peak_bytes = measure.allocator_peak(lambda shape=shape: module(**batch(name, shape)).loss.backward())
+        assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
+        assert module.plan.schedule == planned.schedule
+        assert str(list(shape)) in module.plan.outline.call
+    assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
+
+
+@pytest.mark.parametrize("shape", [(4, 15), (3, 19), (2, 2)])
+def test_the_program_at_other_sizes_is_the_one_that_is_written_there(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    module = RockmateModule(model, torch.zeros(4, 20, dtype=torch.long), 1.0)
+    module(torch.zeros(shape, dtype=torch.long)).sum().backward()
+    ours = module._runnables[0].planned.program
+    there = step.capture_step(model, torch.zeros(shape, dtype=torch.long))
+    theirs = there.planned_call(there.adapted(module._runnables[-1].planned.plan)).program
+    for half in ("forward", "backward"):
+        code, numbers = getattr(ours, f"{half}_code"), getattr(ours, half).__globals__
+        names = set(re.findall(r"\bsize_\d+\b", code))
+        assert names
+        for name in names:
+            code = re.sub(rf"\b{name}\b", str(numbers[name]), code)
+        assert code == getattr(theirs, f"{half}_code")
+
+
+def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 1))
+    module = RockmateModule(model, torch.randn(6, 20, 8, requires_grad=True), 1.0)
+    work.captures.clear()
+    for shape in [(6, 15, 8), (5, 20, 8), (3, 4, 8)]:
+        values = [torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_() for _ in range(2)]
+        for callee, value in zip((module, model), values, strict=True):
+            torch.manual_seed(1)
+            callee(value).square().sum().backward()
+        assert torch.equal(values[0].grad, values[1].grad)
+    assert work.captures == ["symbolic"]
+
+
+def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.AdaptiveAvgPool2d(1)
+    )
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, torch.randn(4, 3, 16, 16), 1.0)
+    work.captures.clear()
+    for shape in [(4, 3, 12, 12), (3, 3, 10, 10), (2, 3, 8, 8)]:
+        images = torch.randn(shape)
+        for callee in (module, eager):
+            callee.zero_grad()
+            callee(images).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+    assert work.captures == ["symbolic"]
+
+
+# --- where sizes decide ------------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """A score for each word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 12)
+        self.dropout = nn.Dropout(0.2)
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.dropout(self.embedding(words))
+        scores = hidden.reshape(words.shape[0], words.shape[1], 3, 4).transpose(1, 2).softmax(-1)
+        return self.layer(scores.transpose(1, 2).reshape(*words.shape, 12)).square()
+
+
+class Branching(nn.Module):
+    """Goes another way for short inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return (hidden.tanh() if x.shape[1] > 10 else hidden.sigmoid() * 2).square().mean()
+
+
+class Scaling(nn.Module):
+    """Computes a number that is no integer from a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).tanh() * (1.0 / (x.shape[1] + 0.3))).sum()
+
+
+class Pair(nn.Module):
+    """Takes two inputs whose lengths have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x).tanh().sum() + self.layer(y).sigmoid().square().sum()
+
+
+def check(module: nn.Module, model: nn.Module, **given: Tensor) -> None:
+    assert_same(*steps_of(model, module, given))
+
+
+def test_a_branch_on_a_size_is_captured_by_itself(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        check(module, model, x=torch.randn(4, 15, 8))
+        check(module, model, x=torch.randn(4, 11, 8))
+        assert work.captures == ["symbolic"]
+        check(module, model, x=torch.randn(4, 10, 8))
+    assert work.captures == ["symbolic", "fixed"]
+    alone = [record.getMessage() for record in caplog.records if "captured for these sizes alone" in record.getMessage()]
+    assert len(alone) == 1
+    assert "float32[4, 10, 8]" in alone[0]
+
+
+def test_numbers_that_are_no_integers_are_rounded_as_in_eager(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    model = Scaling()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        for length in (19, 13, 7, 3):
+            check(module, model, x=torch.randn(4, length, 8))
+    assert work.captures == ["symbolic"]
+    assert "no integer" in caplog.text
+
+
+def test_a_batch_of_one_is_captured_by_itself_and_needs_no_symbols(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    check(module, model, x=torch.randn(1, 20, 8))
+    check(module, model, x=torch.randn(1, 13, 8))
+    assert work.captures == ["fixed", "fixed"]
+
+
+def test_one_other_batch_is_captured_as_it_is_and_a_second_one_with_symbols(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(6, 20, 8)}, 1.0)
+    work.captures.clear()
+    check(module, model, x=torch.randn(5, 20, 8))
+    check(module, model, x=torch.randn(5, 20, 8))
+    assert work.captures == ["fixed"]
+    check(module, model, x=torch.randn(4, 20, 8))
+    check(module, model, x=torch.randn(3, 20, 8))
+    assert work.captures == ["fixed", "symbolic"]
+
+
+def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_differ(work: Work) -> None:
+    model = Pair()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8), "y": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    check(module, model, x=torch.randn(4, 15, 8), y=torch.randn(4, 15, 8))
+    check(module, model, x=torch.randn(4, 15, 8), y=torch.randn(4, 9, 8))
+    check(module, model, x=torch.randn(4, 6, 8), y=torch.randn(4, 11, 8))
+    assert work.captures == ["symbolic", "symbolic"]
+
+
+def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x.shape[1], int):
+                raise TypeError("this size is no int")
+            return self.layer(x).tanh().sum()
+
+    model = Listing()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        check(module, model, x=torch.randn(4, 15, 8))
+        check(module, model, x=torch.randn(4, 12, 8))
+    assert work.captures == ["symbolic", "fixed", "fixed"]
+    assert re.search("there is no symbolic capture for all sizes .*this size is no int", caplog.text)
+
+
+def test_a_symbolic_graph_that_is_another_at_the_samples_sizes_is_not_used(
+    work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+
+    other = Scaling()
+
+    def of_another_model(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return capture_joint(other, *args, **kwargs)
+
+    monkeypatch.setattr(symbolic, "capture_joint", of_another_model)
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        check(module, model, x=torch.randn(4, 15, 8))
+    assert work.captures == ["fixed"]
+    assert "at the sample's sizes the graph is another" in caplog.text
+
+
+def test_larger_inputs_are_planned_for_without_a_capture(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    larger = RockmateModule(copy.deepcopy(model), {"x": torch.randn(4, 30, 8)}, 1.0)
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, larger.plan.budget_bytes)
+    work.captures.clear()
+    check(module, model, x=torch.randn(4, 30, 8))
+    assert work.captures == ["symbolic"]
+    assert module.plan.baseline_peak_bytes == larger.plan.baseline_peak_bytes
+    planned = module.plan
+    check(module, model, x=torch.randn(4, 25, 8))  # under the larger one's schedule
+    assert work.captures == ["symbolic"]
+    assert module.plan.schedule == planned.schedule
+    assert module.plan.predicted_peak_bytes < planned.predicted_peak_bytes
+
+
+def test_what_was_planned_outlives_the_sizes_that_took_it_over(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_file, "_MAX_PLANS", 3)
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    work.captures.clear()
+    work.emitted.clear()
+    for length in (19, 18, 17, 16, 19, 20):
+        check(module, model, x=torch.randn(4, length, 8))
+    assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
+    assert len(module._runnables) == 3
+
+
+def test_a_copy_has_the_plan_and_a_symbolic_capture_of_its_own(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    check(module, model, x=torch.randn(4, 15, 8))
+    other = copy.deepcopy(module)
+    work.captures.clear()
+    work.emitted.clear()
+    for length in (20, 14, 13):
+        check(other, other.original, x=torch.randn(4, length, 8))
+    assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
+
+
+def test_a_changed_module_has_a_symbolic_capture_of_its_own(work: Work) -> None:
+    model = Branching()
+    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
+    check(module, model, x=torch.randn(4, 15, 8))
+    model.layer.bias.requires_grad_(False)
+    check(module, model, x=torch.randn(4, 20, 8))
+    work.captures.clear()
+    check(module, model, x=torch.randn(4, 15, 8))
+    check(module, model, x=torch.randn(4, 14, 8))
+    assert work.captures == ["symbolic"]
+    assert model.layer.bias.grad is None

@@ -25,6 +25,8 @@ from rockmate.random_state import is_random
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _CUDA_BLOCK_BYTES = 512
 _OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")  # run on made-up workspaces they crash the process
+IN_FORWARD = "in_forward"
+"""Key in a node's `meta`: what only the backward reads is made in the forward."""
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
@@ -415,6 +417,7 @@ class _Builder:
                 op.phase = Phase.BACKWARD
         ends = [self.storage_of[node].producer for node, role in self.capture.outputs if role.kind in _FORWARD_ENDS]
         pending = [op for op in ends if op] + [op for op in self.ops if op.is_random and op.phase is Phase.LATE]
+        pending += [op for op in self.ops if op.node.meta.get(IN_FORWARD)]
         while pending:
             op = pending.pop()
             if op.phase is Phase.FORWARD:

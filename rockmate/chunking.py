@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,31 +38,56 @@ _FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.emp
 _MEAN, _SUM = 1, 2  # ATen's numbers for reductions
 _VIEWS = {_aten.t.default, _aten.view.default, _aten.transpose.int, _aten._unsafe_view.default, _aten.detach.default}
 
-Form = Literal["recompute", "at_once"]
-FORMS: tuple[Form, ...] = ("recompute", "at_once")
+_FORMS = ("recompute", "at_once")
 
 
-def chunk_loss_block(capture: Capture, num_chunks: int, form: Form, *, returned_gradients: bool = False) -> Capture | Refusal:
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a block runs in chunks: in how many (at least 2, of sizes that differ by one row at most), and in which form."""
+
+    number: int
+    form: Literal["recompute", "at_once"]
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.form}"
+
+    @classmethod
+    def parse(cls, text: str) -> Chunks:
+        """What `str` wrote; `ValueError` for anything else."""
+        number, _, form = text.partition(" ")
+        if not number.isdecimal() or int(number) < 2 or form not in _FORMS:
+            msg = f"loss_chunks is {text!r}; write a number from 2 and one of {', '.join(_FORMS)}, as in '8 recompute'"
+            raise ValueError(msg)
+        return cls(int(number), form)  # pyright: ignore[reportArgumentType]
+
+
+def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bool = False) -> Capture | Refusal:
     """The captured step with its loss block in chunks, or why it cannot be.
 
     Args:
         capture: the step, which stays as it is.
-        num_chunks: at least 2; chunks differ in size by one row at most.
-        form: see above.
+        chunks: how many, and in which form.
         returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
     """
     copied = _copy(capture)
     _sum_losses(copied.joint.graph)
-    region = find_loss_block(copied, at_once=form == "at_once")
+    region = find_loss_block(copied, at_once=chunks.form == "at_once")
     if isinstance(region, Refusal):
         return region
-    if num_chunks > region.num_rows:
-        return Refusal(call="", module=region.name, reason=f"{region.num_rows} rows cannot be {num_chunks} chunks")
+    if chunks.number > region.num_rows:
+        return Refusal(call="", module=region.name, reason=f"{region.num_rows} rows cannot be {chunks.number} chunks")
     try:
-        return _Unroller(copied, region, num_chunks, returned_gradients=returned_gradients).run(form)
+        return _Unroller(copied, region, chunks.number, returned_gradients=returned_gradients).run(chunks.form)
     except InseparableError as error:
         module = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
         return Refusal(call=error.call, module=module, reason=error.reason)
+
+
+def separable_loss_block(capture: Capture) -> Region | Refusal:
+    """The part of a captured step that `chunk_loss_block` takes in chunks, or why there is none."""
+    copied = _copy(capture)
+    _sum_losses(copied.joint.graph)
+    return find_loss_block(copied)
 
 
 def _copy(capture: Capture) -> Capture:
@@ -133,7 +158,7 @@ class _Unroller:
         self.handed_over = {} if returned_gradients else self._handed_over()
         self.more_outputs: list[tuple[fx.Node, Role]] = []
 
-    def run(self, form: Form) -> Capture:
+    def run(self, form: str) -> Capture:
         if form == "at_once":
             self._run_at_once()
         else:

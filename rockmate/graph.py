@@ -86,11 +86,14 @@ class Product:
         is_flipped: the gradient is the product's transpose.
         dim: of the product, along which it is sliced.
         slice_size: rows or columns of one slice.
+        is_one_of_several: the gradient is a sum of such products, none of which need be rounded by itself, so that each is computed
+            onto `.grad` as a whole (BLAS adds to what is there).
     """
 
     is_flipped: bool
     dim: int
     slice_size: int
+    is_one_of_several: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

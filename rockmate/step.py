@@ -13,6 +13,7 @@ from torch import nn
 
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
+from rockmate.chunking import Chunks, chunk_loss_block, separable_loss_block
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
@@ -21,6 +22,7 @@ from rockmate.machine import Machine
 from rockmate.module import PlannedCall
 from rockmate.outline import outline_of
 from rockmate.plan import Plan
+from rockmate.region import Refusal, Region
 from rockmate.rewrite import rewrite
 from rockmate.schedule import find_in_place, finish, no_recomputation
 from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
@@ -43,6 +45,7 @@ class CapturedStep:
         state: of the model when it was captured.
         options: how it was captured; see `capture_step`.
         planned_device: where it would run, if the model is not there; None if it is.
+        allocation_bytes: storages take multiples of it; None for what the allocator of their device does.
     """
 
     model: nn.Module
@@ -52,6 +55,20 @@ class CapturedStep:
     state: ModelSignature
     options: Mapping[str, str]
     planned_device: torch.device | None = None
+    allocation_bytes: int | None = None
+
+    def loss_block(self) -> Region | Refusal:
+        """Where its loss block can run in chunks, or why it cannot."""
+        return separable_loss_block(self.capture)
+
+    def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
+        """The same step with its loss block in chunks, or why it cannot be."""
+        returned = self.options["gradients"] == "returned"
+        capture = chunk_loss_block(self.capture, chunks, returned_gradients=returned)
+        if isinstance(capture, Refusal):
+            return capture
+        graph = _graph_of(capture, self.options["gradients"], self.allocation_bytes)
+        return replace(self, capture=capture, graph=graph, options={**self.options, "loss_chunks": str(chunks)})
 
     def planned_call(self, plan: Plan) -> PlannedCall:
         """A plan with the code that runs it; one that was made for another capture is checked against this one first.
@@ -141,8 +158,12 @@ def capture_step(
     outputs: Literal["all", "loss"] = "all",
     gradients: Literal["accumulated", "returned"] = "accumulated",
     machine: Machine | None = None,
+    loss_chunks: str = "",
 ) -> CapturedStep:
-    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`."""
+    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`.
+
+    With `loss_chunks`, as `Chunks` writes it, the loss block runs in chunks; `PlanMismatchError` if it cannot.
+    """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options)
     if hasattr(model, "_orig_mod"):
@@ -165,10 +186,30 @@ def capture_step(
         call = call.on(device)
     rewrite(capture.joint)
     allocation_bytes = machine.allocation_bytes if machine else None
+    step = CapturedStep(
+        model=model,
+        capture=capture,
+        graph=_graph_of(capture, gradients, allocation_bytes),
+        call=call,
+        state=state,
+        options=options,
+        planned_device=device,
+        allocation_bytes=allocation_bytes,
+    )
+    if not loss_chunks:
+        return step
+    chunked = step.in_chunks(Chunks.parse(loss_chunks))
+    if isinstance(chunked, Refusal):
+        msg = f"the plan takes the loss block in chunks ({loss_chunks}), and this model's cannot be: {chunked}. Plan again."
+        raise PlanMismatchError(msg)
+    return chunked
+
+
+def _graph_of(capture: Capture, gradients: str, allocation_bytes: int | None) -> Graph:
     graph = build_graph(capture, returned_gradients=gradients == "returned", allocation_bytes=allocation_bytes)
     graph = weight_gradients_first(graph)
     split_handovers(graph)
-    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options, planned_device=device)
+    return graph
 
 
 def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:

@@ -28,7 +28,7 @@ from rockmate.capture import Capture, Role, RoleKind
 from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
 from rockmate.kernels import target_weight
-from rockmate.linearity import check_linear, depending_on
+from rockmate.linearity import check_linear, depending_on, reading_from
 from rockmate.region import Refusal, Region, find_loss_block
 from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
 
@@ -102,18 +102,18 @@ def _copy(capture: Capture) -> Capture:
 def _sum_losses(graph: fx.Graph) -> None:
     """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
     for node in list(graph.nodes):
-        if node.target is not _aten.nll_loss_forward.default or node.args[3] != _MEAN:
+        if node.target is not _aten.nll_loss_forward.default:
             continue
-        scores, target, weight, _, ignore_index = node.args
+        scores, target, weight, reduction, ignore_index = node.args
         assert isinstance(scores, fx.Node)
         items = {user.args[1]: user for user in node.users}
         with graph.inserting_before(node):
             total = _call(graph, target_weight, (target, weight, ignore_index, scores.meta["val"].dtype), like=node)
-        node.args = (scores, target, weight, _SUM, ignore_index)
         if 1 in items:
             items[1].replace_all_uses_with(total)
             graph.erase_node(items[1])
-        if 0 in items:
+        if reduction == _MEAN and 0 in items:
+            node.args = (scores, target, weight, _SUM, ignore_index)
             with graph.inserting_after(items[0]):
                 mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
             items[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
@@ -332,13 +332,13 @@ class _Unroller:
         assert len(tangents) == 1, "a loss block has one loss"
         tangent = tangents[0]
         self.handed_over = {}
-        dependent = depending_on(tangent, self.graph)
+        dependent, reading = depending_on(tangent, self.graph), reading_from(tangent, self.graph)
         check_linear([node for node in self.graph.nodes if node in dependent and node in self.calls], dependent)
         with self.graph.inserting_before(self.region.forward[-1].next):
             for node in self.region.backward:
                 for operand in node.all_input_nodes:
-                    if operand in dependent and operand not in self.calls:
-                        self._for_gradient_of_one(operand, dependent)
+                    if operand in reading and operand not in self.calls:
+                        self._for_gradient_of_one(operand, dependent, reading)
             calls = [node for node in self.graph.nodes if node in self.calls]
             self._write_out(calls)
             self._join(calls)
@@ -350,9 +350,9 @@ class _Unroller:
                     if node in dependent:
                         self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
 
-    def _for_gradient_of_one(self, node: fx.Node, dependent: set[fx.Node]) -> fx.Node:
+    def _for_gradient_of_one(self, node: fx.Node, dependent: set[fx.Node], reading: set[fx.Node]) -> fx.Node:
         """What `node` would be if the loss had a gradient of one."""
-        if node not in dependent:
+        if node not in reading:
             return node
         if node not in self.instead:
             if node in self.calls:
@@ -362,8 +362,8 @@ class _Unroller:
                 made = self._new(_aten.full.default, (list(fake.shape), 1.0), {"dtype": fake.dtype, "device": fake.device}, like=node)
             else:
                 for operand in node.all_input_nodes:
-                    self._for_gradient_of_one(operand, dependent)
-                check_linear([node], dependent)
+                    self._for_gradient_of_one(operand, dependent, reading)
+                check_linear([node] if node in dependent else [], dependent)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self.instead.get(operand, operand))
                 made = self._new(node.target, args, kwargs, like=node)
             self.instead[node] = made

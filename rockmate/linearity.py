@@ -38,6 +38,15 @@ _BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}
 _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 
 
+def reading_from(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
+    """The gradient, and every call that takes something made from it, if only its shape."""
+    found = {gradient}
+    for node in graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
     """The gradient, and every call whose values depend on it."""
     found = {gradient}

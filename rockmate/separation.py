@@ -223,7 +223,8 @@ def _rule(node: fx.Node) -> _Rule:
     found = _RULES.get(target)
     if found is not None:
         return found
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and not is_random(target):
+    is_aten = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
+    if is_aten and torch.Tag.pointwise in target.tags and not is_random(target):
         return _elementwise
     raise InseparableError(node, "has no rule for rows")
 

@@ -179,8 +179,8 @@ def test_rows_do_not_divide_into_chunks_of_one_size() -> None:
     model = make(cross_entropy())
     step = capture_step(model, sample())
     graph = chunked(step, "5 recompute").graph
-    heights = [op.node.meta["val"].shape[0] for op in graph.ops if op.name.startswith("mm") and op.written_bytes and op.phase.value == "forward"]
-    assert heights[-5:] == [4, 4, 5, 4, 5]  # 22 rows
+    heights = [op.node.meta["val"].shape[0] for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
+    assert heights == [4, 4, 5, 4, 5]  # 22 rows
 
 
 def test_no_token_counts() -> None:
@@ -320,7 +320,7 @@ def test_chunks_are_read_back_or_refused(text: str) -> None:
 def test_loss_blocks_of_architectures(name: str) -> None:
     batch = architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(architectures.make(name), batch, outputs="loss")
-    for chunks in FORMS:
+    for chunks in ("3 recompute", "3 at_once"):
         graph = chunked(step, chunks).graph
         rows = [op for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
         assert len(rows) == Chunks.parse(chunks).number

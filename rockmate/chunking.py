@@ -51,6 +51,11 @@ class Chunks:
     def __str__(self) -> str:
         return f"{self.number} {self.form}"
 
+    def describe(self) -> str:
+        """In words."""
+        how = "gradients made in the forward, scaled in the backward" if self.form == "at_once" else "forward and backward each by chunks"
+        return f"in {self.number} chunks of its rows; {how}"
+
     @classmethod
     def parse(cls, text: str) -> Chunks:
         """What `str` wrote; `ValueError` for anything else."""
@@ -75,12 +80,13 @@ def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bo
     if isinstance(region, Refusal):
         return region
     if chunks.number > region.num_rows:
-        return Refusal(call="", module=region.name, reason=f"{region.num_rows} rows cannot be {chunks.number} chunks")
+        reason = f"{region.num_rows} rows cannot be {chunks.number} chunks"
+        return Refusal(call="", module=region.name, reason=reason, block=region.name)
     try:
         return _Unroller(copied, region, chunks.number, returned_gradients=returned_gradients).run(chunks.form)
     except InseparableError as error:
         module = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
-        return Refusal(call=error.call, module=module, reason=error.reason)
+        return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
 
 
 def separable_loss_block(capture: Capture) -> Region | Refusal:

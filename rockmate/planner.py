@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,9 +49,11 @@ class Planner:
 
     Attributes:
         timings: seconds spent in "capture", "costs" and "solve"; planning for one more budget is not among them.
+        allow_chunking: as given.
         baseline_peak_bytes: the activation peak with nothing recomputed.
         baseline_ms: time of one forward and backward with nothing recomputed.
-        minimum_peak_bytes: the smallest budget for which there is a plan.
+        minimum_peak_bytes: the smallest budget for which there is a plan; unless chunks are allowed wherever they are faster, one
+            without them.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Planner:
             MachineError: the machine is not known, or its description cannot be used.
         """
         self.timings: dict[str, float] = {}
+        self.allow_chunking = allow_chunking
         self._machine = target = None if machine is None else load_machine(machine)
         with self._timed("capture"):
             self._step = capture_step(
@@ -102,10 +106,15 @@ class Planner:
         with self._timed("costs"):
             self._variants = Variants(self._step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
         with self._timed("solve"):
-            self.minimum_peak_bytes = self.minimum_peak()
+            self._variants.plain.search("rockmate")
         self.baseline_peak_bytes = self._variants.plain.baseline.peak_bytes
         self.baseline_ms = self._variants.plain.baseline.time_ms
         self._plans: dict[tuple[int, str], Plan] = {}
+
+    @cached_property
+    def minimum_peak_bytes(self) -> int:
+        """See the class."""
+        return self.minimum_peak()
 
     def plan(self, budget: Budget, *, strategy: str = "rockmate") -> Plan:
         """The fastest schedule known within `budget`; no new capture, no new measurement.
@@ -181,13 +190,14 @@ class Planner:
             predicted_ms=candidate.simulation.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,
-            minimum_peak_bytes=self.minimum_peak_bytes,
+            minimum_peak_bytes=min(self.minimum_peak_bytes, candidate.simulation.peak_bytes),
             schedule=candidate.schedule,
             simulation=candidate.simulation,
             costs=variant.costs,
             outline=variant.outline,
             chain=variant.chain,
             options=variant.step.options,
+            loss_block=self._variants.note(variant),
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,

@@ -55,11 +55,13 @@ class Refusal:
         call: the op that stands in the way, empty if there is none.
         module: path of its submodule.
         reason: what it does.
+        block: path of the submodule with which the block begins, empty if there is no block.
     """
 
     call: str
     module: str
     reason: str
+    block: str = ""
 
     def __str__(self) -> str:
         return f"{self.call} in {self.module or 'no single submodule'} {self.reason}" if self.call else self.reason
@@ -89,7 +91,7 @@ def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False) -> R
         return _region(capture, product, module, at_once=at_once)
     except InseparableError as error:
         of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
-        return Refusal(call=error.call, module=of_call, reason=error.reason)
+        return Refusal(call=error.call, module=of_call, reason=error.reason, block=module)
 
 
 def _region(capture: Capture, product: fx.Node, module: str, *, at_once: bool) -> Region:

@@ -14,7 +14,8 @@ from rockmate.costs import Costs
 from rockmate.graph import Graph
 from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
 from rockmate.partition import BlockChain, partition
-from rockmate.region import Refusal
+from rockmate.plan import LossBlockNote
+from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
 from rockmate.search import Candidate, Searcher, evenly, falling
 from rockmate.simulate import Simulation, simulate
@@ -95,11 +96,16 @@ class Variants:
         self.plain = Variant(step, costs_of(step.graph), time_limit_s)
 
     @cached_property
+    def loss_block(self) -> Region | Refusal:
+        """Where the step can run in chunks, or why it cannot."""
+        return self.plain.step.loss_block()
+
+    @cached_property
     def refusal(self) -> str:
         """Why there is none in chunks; empty if there is."""
         if self._allow_chunking is False:
             return "chunks are not allowed (allow_chunking=False)"
-        found = self.plain.step.loss_block()
+        found = self.loss_block
         if isinstance(found, Refusal):
             return str(found)
         if found.num_bytes < _LEAST_SHARE * self.plain.baseline.peak_bytes:
@@ -113,7 +119,7 @@ class Variants:
         """The variants in chunks, that of the smallest chunks first."""
         if self.refusal:
             return ()
-        block = self.plain.step.loss_block()
+        block = self.loss_block
         assert not isinstance(block, Refusal)
         numbers = [number for number in reversed(_NUM_CHUNKS) if block.num_rows >= number * _LEAST_ROWS]
         steps = [self.plain.step.in_chunks(Chunks(number, form)) for form in ("recompute", "at_once") for number in numbers]
@@ -140,8 +146,7 @@ class Variants:
 
     def least(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak, in chunks if that is smaller."""
-        smallest = self.chunked[:1] if strategy == _CHUNKING else ()  # the smallest chunks, with nothing that waits for the backward
-        minima = [variant.search(strategy).minimum() for variant in (self.plain, *smallest)]
+        minima = [variant.search(strategy).minimum() for variant in (self.plain, *(self.chunked if strategy == _CHUNKING else ()))]
         return min(minima, key=lambda candidate: candidate.simulation.peak_bytes)
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
@@ -155,6 +160,14 @@ class Variants:
             return None if best is None else best[1]
 
         return falling(budgets, candidate_within)
+
+    def note(self, variant: Variant) -> LossBlockNote:
+        """How the loss block runs in a variant, and why."""
+        module = self.loss_block.block if isinstance(self.loss_block, Refusal) else self.loss_block.name
+        if "loss_chunks" in variant.step.options:
+            return LossBlockNote(module=module, text=Chunks.parse(variant.step.options["loss_chunks"]).describe())
+        could = "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
+        return LossBlockNote(module=module, text=f"not in chunks: {self.refusal or could}")
 
     def of(self, options: Mapping[str, str]) -> CapturedStep:
         """The step that was captured, and put in chunks, with these options."""

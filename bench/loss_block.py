@@ -34,7 +34,7 @@ _COLUMNS = ("chunks", "budget", "plan", "predicted_mb", "measured_mb", "of_eager
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and prints lines and a table for each model."""
-    parser = argparse.ArgumentParser(prog="python -m bench.loss_block", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.loss_block", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", nargs="+", default=MODELS)
     parser.add_argument("--budget", nargs="+", default=["minimum", "0.1", "0.15", "0.2", "0.25", "0.5"])
     parser.add_argument("--rounds", type=int, default=3)

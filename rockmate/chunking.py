@@ -16,6 +16,7 @@ Sums in half precision are accumulated in float32, and rounded once.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
 from rockmate.kernels import target_weight
 from rockmate.linearity import check_linear, depending_on, reading_from
-from rockmate.region import Refusal, Region, find_loss_block
+from rockmate.region import Refusal, Region, find_feed_forward, find_loss_block, region_of
 from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
 
 _aten = torch.ops.aten
@@ -38,32 +39,38 @@ _FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.emp
 _MEAN, _SUM = 1, 2  # ATen's numbers for reductions
 _VIEWS = {_aten.t.default, _aten.view.default, _aten.transpose.int, _aten._unsafe_view.default, _aten.detach.default}
 
-_FORMS = ("recompute", "at_once")
-
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How a block runs in chunks: in how many (at least 2, of sizes that differ by one row at most), and in which form."""
+    """How a step runs in chunks, of sizes that differ by one row at most.
+
+    Attributes:
+        number: of chunks of the loss block; 1 leaves that whole.
+        form: of the loss block; see above.
+        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves those whole.
+    """
 
     number: int
     form: Literal["recompute", "at_once"]
+    layers: int = 1
 
     def __str__(self) -> str:
-        return f"{self.number} {self.form}"
+        return f"{self.number} {self.form}" + (f", {self.layers} in layers" if self.layers > 1 else "")
 
     def describe(self) -> str:
         """In words."""
         how = "gradients made in the forward, scaled in the backward" if self.form == "at_once" else "forward and backward each by chunks"
-        return f"in {self.number} chunks of its rows; {how}"
+        of_loss = f"in {self.number} chunks of its rows; {how}" if self.number > 1 else "whole"
+        return of_loss + (f"; feed-forward blocks in {self.layers}" if self.layers > 1 else "")
 
     @classmethod
     def parse(cls, text: str) -> Chunks:
         """What `str` wrote; `ValueError` for anything else."""
-        number, _, form = text.partition(" ")
-        if not number.isdecimal() or int(number) < 2 or form not in _FORMS:
-            msg = f"loss_chunks is {text!r}; write a number from 2 and one of {', '.join(_FORMS)}, as in '8 recompute'"
+        match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
+        if match is None or (match[1] == "1" and match[3] in (None, "1")):
+            msg = f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, 4 in layers', with numbers from 2"
             raise ValueError(msg)
-        return cls(int(number), form)  # pyright: ignore[reportArgumentType]
+        return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
 
 
 def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bool = False) -> Capture | Refusal:
@@ -75,15 +82,29 @@ def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bo
         returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
     """
     copied = _copy(capture)
-    _sum_losses(copied.joint.graph)
+    if chunks.number > 1:
+        _sum_losses(copied.joint.graph)
+    if chunks.layers > 1:
+        for product in find_feed_forward(copied):
+            done = _in_chunks(copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients)
+            if isinstance(done, Refusal):
+                return done
+            copied = done
+    if chunks.number == 1:
+        return copied
     region = find_loss_block(copied, at_once=chunks.form == "at_once")
+    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
+
+
+def _in_chunks(capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool) -> Capture | Refusal:
+    """Writes one region of a graph out, in place."""
     if isinstance(region, Refusal):
         return region
-    if chunks.number > region.num_rows:
-        reason = f"{region.num_rows} rows cannot be {chunks.number} chunks"
+    if number > region.num_rows:
+        reason = f"{region.num_rows} rows cannot be {number} chunks"
         return Refusal(call="", module=region.name, reason=reason, block=region.name)
     try:
-        return _Unroller(copied, region, chunks.number, returned_gradients=returned_gradients).run(chunks.form)
+        return _Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
     except InseparableError as error:
         module = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
         return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
@@ -94,6 +115,11 @@ def separable_loss_block(capture: Capture) -> Region | Refusal:
     copied = _copy(capture)
     _sum_losses(copied.joint.graph)
     return find_loss_block(copied)
+
+
+def separable_feed_forward(capture: Capture) -> list[Region]:
+    """The feed-forward blocks of a captured step that `chunk_loss_block` takes in chunks."""
+    return list(find_feed_forward(capture).values())
 
 
 def _copy(capture: Capture) -> Capture:

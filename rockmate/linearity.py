@@ -89,11 +89,11 @@ def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
 def _is_zero(value: Any) -> bool:
     """Whether it is known to be zero everywhere."""
     if not isinstance(value, fx.Node):
-        return value == 0
+        return isinstance(value, int | float) and value == 0
     if value.target in (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default):
         return True
     if value.target in (_aten.full.default, _aten.full_like.default):
-        return value.args[1] == 0
+        return _is_zero(value.args[1])
     if value.target is _aten.scalar_tensor.default:
-        return value.args[0] == 0
+        return _is_zero(value.args[0])
     return value.target in (_aten.expand.default, _aten.view.default) and _is_zero(value.args[0])

@@ -2,7 +2,7 @@
 
 The *loss block* goes from the last matrix product before the loss, whose result is the largest value there (logits: tokens x
 vocabulary), to the loss, and in the backward from its gradient to those of the product's operands. Its region is the calls that read
-or make a value of at least half that size, and what lies between two of them in the same half of the step.
+or make a value of at least half that size (and larger than the product's operand), and what lies between two of them in the same half of the step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,8 +21,11 @@ from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, 
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
-_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 """Matrix products, and the place of the operand whose rows their result has."""
+
+
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +88,44 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
     return region_of(capture, products[-1], at_once=at_once)
 
 
-def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False) -> Region | Refusal:
-    """The region of calls that begins with a matrix product, apart along the rows of its result."""
+def find_feed_forward(capture: Capture) -> dict[fx.Node, Region]:
+    """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin."""
+    found: dict[fx.Node, Region] = {}
+    taken: set[fx.Node] = set()
+    halves = Halves(capture)
+    loss_block = find_loss_block(capture)
+    if isinstance(loss_block, Region):
+        taken.update(loss_block.pieces)
+    for node in capture.joint.graph.nodes:
+        if node.target not in _PRODUCTS or node in taken:
+            continue
+        operand = node.args[_PRODUCTS[node.target]]
+        if not isinstance(operand, fx.Node) or 2 * _numel(node) < 3 * _numel(operand):
+            continue
+        region = region_of(capture, node, halves=halves)
+        if isinstance(region, Region) and node in region.forward and region.backward and _is_narrowed(region, _numel(node)):
+            found[node] = region
+            taken.update(region.pieces)
+    return found
+
+
+def _is_narrowed(region: Region, num_elements: int) -> bool:
+    """Whether all that leaves the region by rows has fewer elements."""
+    leaving = [node for node in region.pieces if any(user not in region.pieces for user in node.users)]
+    return all(_numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows) for node in leaving)
+
+
+def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
+    """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
     module = capture.module_of_sequence.get(product.meta.get("seq_nr", -1), "")
     try:
-        return _region(capture, product, module, at_once=at_once)
+        return _region(capture, product, module, halves or Halves(capture), at_once=at_once)
     except InseparableError as error:
         of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
         return Refusal(call=error.call, module=of_call, reason=error.reason, block=module)
 
 
-def _region(capture: Capture, product: fx.Node, module: str, *, at_once: bool) -> Region:
-    halves = Halves(capture)
+def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, at_once: bool) -> Region:
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
     joined = frozenset() if at_once else halves.backward
     operand = product.args[_PRODUCTS[product.target]]
@@ -103,10 +133,19 @@ def _region(capture: Capture, product: fx.Node, module: str, *, at_once: bool) -
     shape = tuple(operand.meta["val"].shape)
     given = {operand: rows_within(shape, 0, len(shape) - 1)}
     num_rows, least = prod(shape[:-1]), _numel(product) // 2
+    if _numel(product) > _numel(operand):  # what is as narrow as the operand is none of the region's large values
+        least = max(least, _numel(operand) + 1)
     if not num_rows or num_rows < 2:
         raise InseparableError(product, "has a single row")
-    nodes = _members(capture, parts, given, [product], least, joined)
-    pieces = separate(nodes, given, num_rows, joined=joined)
+    starts = [product]
+    while True:
+        nodes = _members(capture, parts, given, starts, least, joined)
+        pieces = separate(nodes, given, num_rows, joined=joined)
+        more = {} if at_once else _further_products(pieces, num_rows, least)
+        if not more:
+            break
+        starts += more
+        given |= {more[start]: rows_within(_shape(more[start]), 0, len(_shape(more[start])) - 1) for start in more}
     held = _held_outputs(capture)
     outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
@@ -123,6 +162,24 @@ def _region(capture: Capture, product: fx.Node, module: str, *, at_once: bool) -
         pieces=pieces,
         num_bytes=product.meta["val"].nbytes,
     )
+
+
+def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, fx.Node]:
+    """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
+    found = {}
+    for value in [value for piece in pieces.values() for value in piece.slices if _numel(value) >= least]:
+        made = value
+        while made.target in _VIEWS:
+            made = made.all_input_nodes[0]
+        operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
+        is_apart = isinstance(operand, fx.Node) and operand not in pieces and made not in pieces
+        if is_apart and prod(_shape(operand)[:-1]) == num_rows:
+            found[made] = operand
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
 
 
 class Halves:

@@ -148,6 +148,10 @@ class _Call:
     def args(self) -> tuple[Any, ...]:
         return self.node.args
 
+    def option(self, position: int, default: Any) -> Any:
+        """An argument that may be left out."""
+        return self.args[position] if len(self.args) > position else default
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the result."""
@@ -223,10 +227,13 @@ def _rule(node: fx.Node) -> _Rule:
     found = _RULES.get(target)
     if found is not None:
         return found
-    is_aten = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
-    if is_aten and torch.Tag.pointwise in target.tags and not is_random(target):
+    if isinstance(target, torch._ops.OpOverload) and _is_elementwise(target):
         return _elementwise
     raise InseparableError(node, "has no rule for rows")
+
+
+def _is_elementwise(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -330,7 +337,7 @@ def _squeeze(call: _Call) -> Piece:
 def _along_another_dim(call: _Call) -> Piece:
     """A call (operand, dim, ...) of which each row of the result comes from the same row of the operand."""
     rows = call.only(call.args[0])
-    call.outside_dims(rows, [call.args[1] if len(call.args) > 1 else 0], len(_shape(call.args[0])))
+    call.outside_dims(rows, [call.option(1, 0)], len(_shape(call.args[0])))
     return call.result(rows)
 
 
@@ -349,7 +356,7 @@ def _pad(call: _Call) -> Piece:
 
 
 def _cat(call: _Call) -> Piece:
-    operands, dim = call.args[0], (call.args[1] if len(call.args) > 1 else 0)
+    operands, dim = call.args[0], call.option(1, 0)
     rows = next((rows for operand in operands if (rows := call.rows(operand)) is not None), None)
     if rows is None:
         raise call.refuse("reads nothing by rows")
@@ -385,12 +392,12 @@ def _reduced(call: _Call, dims: Sequence[int], keeps_dims: bool) -> Rows:
     return Rows(rows.start - shift, rows.stop - shift)
 
 
-def _dims_of(call: _Call, position: int = 1) -> list[int]:
-    dims = call.args[position] if len(call.args) > position else None
+def _dims_of(call: _Call) -> list[int]:
+    """Over which a reduction goes; all of them if it names none."""
+    named = call.option(1, None)
     num_dims = len(_shape(call.args[0]))
-    if dims is None or dims == []:
-        return list(range(num_dims))
-    return [dim % num_dims for dim in (dims if isinstance(dims, tuple | list) else [dims])]
+    dims = [] if named is None else named if isinstance(named, tuple | list) else [named]
+    return [dim % num_dims for dim in dims] or list(range(num_dims))
 
 
 def _sum(call: _Call) -> Piece:
@@ -414,7 +421,7 @@ def _mean(call: _Call) -> Piece:
 
 
 def _keeps_dims(call: _Call) -> bool:
-    return bool(call.args[2]) if len(call.args) > 2 else False
+    return bool(call.option(2, False))
 
 
 def _reduction(call: _Call) -> Piece:

@@ -13,7 +13,7 @@ from torch import nn
 
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
-from rockmate.chunking import Chunks, chunk_loss_block, separable_loss_block
+from rockmate.chunking import Chunks, chunk_loss_block, separable_feed_forward, separable_loss_block
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
@@ -61,8 +61,12 @@ class CapturedStep:
         """Where its loss block can run in chunks, or why it cannot."""
         return separable_loss_block(self.capture)
 
+    def feed_forward_blocks(self) -> list[Region]:
+        """The feed-forward blocks that can run in chunks."""
+        return separable_feed_forward(self.capture)
+
     def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
-        """The same step with its loss block in chunks, or why it cannot be."""
+        """The same step with its loss block, or its feed-forward blocks, in chunks, or why it cannot be."""
         returned = self.options["gradients"] == "returned"
         capture = chunk_loss_block(self.capture, chunks, returned_gradients=returned)
         if isinstance(capture, Refusal):

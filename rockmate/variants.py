@@ -25,6 +25,7 @@ from rockmate.strategies import make_search
 _NUM_CHUNKS = (2, 4, 8, 16)
 _FRONTIER_POINTS = 17
 _LEAST_ROWS = 8  # of a chunk
+_LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
 _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
 
@@ -116,14 +117,23 @@ class Variants:
 
     @cached_property
     def chunked(self) -> tuple[Variant, ...]:
-        """The variants in chunks, that of the smallest chunks first."""
-        if self.refusal:
+        """The variants in chunks."""
+        if self._allow_chunking is False:
             return ()
         block = self.loss_block
-        assert not isinstance(block, Refusal)
-        numbers = [number for number in reversed(_NUM_CHUNKS) if block.num_rows >= number * _LEAST_ROWS]
-        steps = [self.plain.step.in_chunks(Chunks(number, form)) for form in ("recompute", "at_once") for number in numbers]
+        num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
+        numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _LEAST_ROWS]
+        ways = [Chunks(number, form) for form in ("recompute", "at_once") for number in numbers]
+        if self._has_large_layers():
+            ways.append(Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS))
+        steps = [self.plain.step.in_chunks(way) for way in ways]
         return tuple(Variant(step, self._costs_of(step.graph), self._time_limit_s) for step in steps if isinstance(step, CapturedStep))
+
+    def _has_large_layers(self) -> bool:
+        """Whether there are feed-forward blocks large enough for chunks."""
+        least = _LEAST_SHARE * self.plain.baseline.peak_bytes
+        blocks = self.plain.step.feed_forward_blocks()
+        return any(block.num_bytes >= least and block.num_rows >= _LAYER_CHUNKS * _LEAST_ROWS for block in blocks)
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""

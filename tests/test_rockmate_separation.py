@@ -70,7 +70,8 @@ def of_chunk(
 
     for node, piece in pieces.items():
         args = [argument(value, {**piece.slices, **given}) for value in (node.args if piece.args is None else piece.args)]
-        values[node] = (piece.target or node.target)(*args, **node.kwargs)
+        target: Any = piece.target or node.target
+        values[node] = target(*args, **node.kwargs)
     return values
 
 

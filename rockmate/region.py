@@ -1,8 +1,11 @@
 """Where in a joint graph chunks are worth while, and what keeps a region from running in them.
 
-The *loss block* goes from the last matrix product before the loss, whose result is the largest value there (logits: tokens x
-vocabulary), to the loss, and in the backward from its gradient to those of the product's operands. Its region is the calls that read
-or make a value of at least half that size (and larger than the product's operand), and what lies between two of them in the same half of the step.
+A region begins with a matrix product whose result is large, and is apart along the rows of that. It is the calls that read or make a
+value by rows of at least half that size (and larger than the product's operand), and what lies between two of them in the same half of
+the step. Further products whose result it reads join it: a second one beside the first, and those with which its backward begins.
+
+The *loss block* begins with the last matrix product before the loss (logits: tokens x vocabulary) and ends with the gradients of its
+operands. A *feed-forward block* begins with a product that widens its operand, and nothing as large leaves it.
 """
 
 from __future__ import annotations

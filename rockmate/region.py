@@ -225,7 +225,7 @@ def _members(
     for node in calls:
         if node in members or not large.isdisjoint(node.all_input_nodes):
             members.add(node)
-            add_piece(node, pieces, forms, members, num_rows, may_join=node in joined)
+            add_piece(node, pieces, forms, members, num_rows, joined)
             if _makes_several(node) or (_numel(node) >= least and isinstance(forms.get(node), Rows)):
                 large.add(node)
     for part in parts:

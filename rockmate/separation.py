@@ -97,7 +97,8 @@ def separate(
         nodes: the calls of the region, in graph order.
         given: the form of values from outside that it is taken apart along.
         num_rows: how many rows there are.
-        joined: calls of the region that run when the sums over all rows are there, so may read them (those of the backward).
+        joined: calls of the region that run when the sums that other calls of it make over all rows are there, so may read those (the
+            calls of the backward, which run after all chunks of the forward).
 
     Raises:
         InseparableError: a call has no rule, or mixes rows.
@@ -106,15 +107,20 @@ def separate(
     pieces: dict[fx.Node, Piece] = {}
     region = set(nodes)
     for node in nodes:
-        add_piece(node, pieces, forms, region, num_rows, may_join=node in joined)
+        add_piece(node, pieces, forms, region, num_rows, joined)
     return pieces
 
 
 def add_piece(
-    node: fx.Node, pieces: dict[fx.Node, Piece], forms: dict[fx.Node, Form], region: Collection[fx.Node], num_rows: int, *, may_join: bool
+    node: fx.Node,
+    pieces: dict[fx.Node, Piece],
+    forms: dict[fx.Node, Form],
+    region: Collection[fx.Node],
+    num_rows: int,
+    joined: Collection[fx.Node],
 ) -> None:
     """Adds how one more call of a region runs on a chunk, and the form of its result."""
-    call = _Call(node, forms, region, num_rows, may_join=may_join)
+    call = _Call(node, forms, region, num_rows, joined)
     piece = pieces[node] = call.getitem(pieces) if node.target is operator.getitem else _rule(node)(call)
     if len(piece.forms) == 1 and piece.forms[0] is not None:
         forms[node] = piece.forms[0]
@@ -142,7 +148,7 @@ class _Call:
     forms: Mapping[fx.Node, Form]
     region: Collection[fx.Node]
     num_rows: int
-    may_join: bool
+    joined: Collection[fx.Node]
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -166,7 +172,7 @@ class _Call:
             return None
         form = self.forms.get(operand)
         if form is PARTIAL:
-            if not self.may_join:
+            if self.node not in self.joined or operand in self.joined:
                 raise self.refuse(f"reads {operand.name}, a sum over all rows, where only a part of them is known")
             return None
         if form is None and operand in self.region:

@@ -15,12 +15,14 @@ from torch.nn import functional
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.allocations import timeline
 from rockmate.chunking import Chunks
+from rockmate.costs import measure_costs
 from rockmate.delivery import owner_names
 from rockmate.emit import emit
 from rockmate.graph import Op, Phase
 from rockmate.region import Refusal
 from rockmate.runtime import Runner
 from rockmate.schedule import no_recomputation
+from rockmate.simulate import simulate
 from rockmate.step import CapturedStep, capture_step
 
 _WIDTH, _CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11
@@ -102,7 +104,7 @@ def per_token(scores: Tensor, labels: Tensor) -> Tensor:
 LOSSES: Mapping[str, Loss] = {
     "mean": cross_entropy(),
     "sum": cross_entropy(reduction="sum"),
-    "ignored class": cross_entropy(ignore_index=3 - 103),
+    "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(scores, labels.clamp(min=7)),
     "label smoothing": cross_entropy(label_smoothing=0.1),
     "class weights": class_weights,
     "num_items_in_batch": num_items_in_batch,
@@ -310,6 +312,25 @@ def test_a_backward_that_is_not_linear_is_not_taken_in_the_forward() -> None:
     assert max(distances(gradients(model), reference).values()) <= 1e-6
 
 
+class Centred(torch.autograd.Function):
+    """Passes values on, and subtracts from their gradient what all of it adds up to."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient - gradient.sum(0)
+
+
+def test_a_sum_of_the_backward_is_not_read_before_it_is_complete() -> None:
+    model = make(lambda scores, labels: functional.cross_entropy(Centred.apply(rows_of(scores, labels)[0]), labels.view(-1)))  # pyright: ignore
+    found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
+    assert isinstance(found, Refusal)
+    assert "a sum over all rows, where only a part of them is known" in str(found)
+
+
 @pytest.mark.parametrize("text", ["", "1 recompute", "x at_once", "4 both", "4"])
 def test_chunks_are_read_back_or_refused(text: str) -> None:
     assert Chunks.parse("8 at_once") == Chunks(8, "at_once")
@@ -408,6 +429,24 @@ def test_measured_peak_is_the_predicted_one(share: float) -> None:
     step()
     model.zero_grad(set_to_none=False)
     assert timeline(step).peak_bytes == pytest.approx(module.plan.predicted_peak_bytes, rel=0.02)
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("chunks", ["4 recompute", "4 at_once"])
+def test_measured_peak_with_nothing_recomputed(chunks: str) -> None:
+    model, batch, _ = wide()
+    step = chunked(capture_step(model, batch), chunks)
+    schedule = no_recomputation(step.graph)
+    program = emit(step.graph, schedule, owner_names(model))
+    runner = Runner(program, model)
+
+    def run() -> None:
+        runner.run([batch[name] for name in sorted(batch)], hooks_last=False)[0].backward()
+
+    run()
+    model.zero_grad(set_to_none=False)
+    predicted = simulate(step.graph, schedule, measure_costs(step.graph)).peak_bytes
+    assert timeline(run).peak_bytes == pytest.approx(predicted, rel=0.02)
     model.zero_grad(set_to_none=True)
 
 

@@ -666,6 +666,10 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "modernbert": _modernbert,
     "llama": partial(_llama, num_layers=8),
     "llama-2layer": partial(_llama, num_layers=2, vocabulary=512),
+    # Llama 3's vocabulary on a model small enough for a CPU: its loss block takes most of the time and memory.
+    "llama-vocabulary": partial(
+        _rotary, kind="Llama", num_layers=4, width=512, heads=8, key_value_heads=8, inner=1408, vocabulary=128256, shape=(1, 1024)
+    ),
     "llama-lora": partial(_llama, num_layers=8, adapter_rank=8),
     # Grouped queries are what sets it apart from the Llama type.
     "qwen3": partial(_rotary, kind="Qwen3", num_layers=8, width=320, heads=8, key_value_heads=4, inner=896),

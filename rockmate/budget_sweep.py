@@ -200,6 +200,8 @@ def _begin(planner: Planner, model: nn.Module, title: str) -> Sweep:
         "torch": torch.__version__,
         "baseline_peak_bytes": planner.baseline_peak_bytes,
     }
+    if planner.allow_chunking is not None:
+        settings["allow_chunking"] = planner.allow_chunking
     return Sweep(title=title, settings=settings, baseline=baseline, timings=dict(planner.timings))
 
 

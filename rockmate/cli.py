@@ -132,6 +132,11 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--image-size", type=_positive, help="pixels along an image's side (default: as in the configuration)")
     command.add_argument("--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)")
     command.add_argument("--device", default="cpu", help="where a configuration's model is built and measured (default: cpu)")
+    command.add_argument(
+        "--allow-chunking",
+        action=argparse.BooleanOptionalAction,
+        help="run the loss block in chunks wherever that is faster, or never (default: for budgets that nothing else meets)",
+    )
     command.add_argument("--machine", help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml")
     command.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
 
@@ -203,7 +208,13 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
     source = _source(arguments)
     try:
         found = run_sweep(
-            source.model, source.sample_input, options, title=source.title, out=arguments.out, machine=arguments.machine
+            source.model,
+            source.sample_input,
+            options,
+            title=source.title,
+            out=arguments.out,
+            machine=arguments.machine,
+            allow_chunking=arguments.allow_chunking,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -243,7 +254,13 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
         raise SweepError(f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out.")
     source = _source(arguments)
-    planner = Planner(source.model, source.sample_input, progress=not arguments.quiet, machine=arguments.machine)
+    planner = Planner(
+        source.model,
+        source.sample_input,
+        progress=not arguments.quiet,
+        machine=arguments.machine,
+        allow_chunking=arguments.allow_chunking,
+    )
     plan = planner.plan(budgets[0], strategy=arguments.strategy)
     details = [str(plan.explain(name)) for name in arguments.explain] or [plan.block_table()]
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")

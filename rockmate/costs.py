@@ -18,9 +18,9 @@ from torch import fx
 from tqdm import tqdm
 
 from rockmate.allocations import peak_beyond_result
-from rockmate.capture import RoleKind
+from rockmate.capture import Role, RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
-from rockmate.graph import Graph, Op, call_key
+from rockmate.graph import Graph, Op, Product, call_key
 
 _ADD = torch.ops.aten.add_.Tensor
 _ROUNDS = 5
@@ -50,7 +50,7 @@ class Costs:
     num_distinct: int
 
 
-def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
+def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None) -> Costs:
     """Measures every distinct call of the graph on the device of its tensors.
 
     Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans false (an op that
@@ -59,6 +59,7 @@ def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
     Args:
         graph: the ops.
         progress: shows a progress bar.
+        known: costs of calls that were measured before, by their keys; those measured now are added.
 
     Raises:
         RockmateError: a profiler is running.
@@ -72,13 +73,15 @@ def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    first = [distinct(_Call(op, op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
+    first = [distinct(_first_call(graph, op)) for op in graph.ops]
     again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
     additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
-    cuda = sorted({call.device.index or 0 for call in calls.values() if call.device.type == "cuda"})
+    costs = {} if known is None else known
+    unknown = [call for key, call in calls.items() if key not in costs]
+    cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        _run_rounds(list(calls.values()), progress=progress)
-    costs = {key: call.cost() for key, call in calls.items()}
+        _run_rounds(unknown, progress=progress)
+    costs.update({call.key: call.cost() for call in unknown})
     return Costs(
         first=tuple(_with_additions(costs[call.key], [costs[a.key] for a in added]) for call, added in zip(first, additions, strict=True)),
         again=tuple(costs[call.key] for call in again),
@@ -92,8 +95,23 @@ def unit_times(costs: Costs) -> Costs:
     return Costs(first=first, again=again, num_distinct=costs.num_distinct)
 
 
+def _first_call(graph: Graph, op: Op) -> _Call:
+    """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
+    if isinstance(op.handover, Product) and op.handover.is_one_of_several:
+        parameter = next(node for node, role in graph.inputs if role == Role(RoleKind.PARAMETER, op.delivers[0][1].name))
+        target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
+        return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
+    return _Call(op, op.node.target, op.node.args, op.node.kwargs)
+
+
+def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return total.t().addmm_(left, right)
+
+
 def _additions(graph: Graph, op: Op) -> list[tuple[fx.Node, fx.Node]]:
     """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
+    if isinstance(op.handover, Product) and op.handover.is_one_of_several:
+        return []
     parameter = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
     pairs = [(parameter[role.name], node) for node, role in op.delivers]
     return pairs * 2 if op.handover else pairs

@@ -11,6 +11,7 @@ zero but for the rows of the tokens at hand, so only those are made and added.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -32,21 +33,41 @@ def split_handovers(graph: Graph, *, like: Graph | None = None) -> None:
         like: the graph of the same step at sizes that are nowhere smaller; only ops that are marked there are marked.
     """
     read = {storage for op in graph.ops for storage in op.reads}
+    contributions = Counter(role.name for op in graph.ops for _, role in op.delivers)
     for op in graph.ops if like is None else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]:
         is_own = len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
+        is_product = op.node.target is torch.ops.aten.mm.default
+        if is_own and is_product and contributions[op.delivers[0][1].name] > 1:
+            _add_whole_product(op)
+            continue
         if not is_own or op.writes[0].num_bytes < _SPLIT_ABOVE_BYTES:
             continue
-        if op.node.target is torch.ops.aten.mm.default:
+        if is_product:
             _split_product(op)
         elif op.node.target is torch.ops.aten.embedding_dense_backward.default:
             _split_embedding(op)
 
 
-def _split_product(op: Op) -> None:
+def _orientation(op: Op) -> tuple[bool, bool]:
+    """Whether the gradient is the op's result as it is, and whether it is its transpose."""
     fake, delivered = op.node.meta["val"], op.delivers[0][0].meta["val"]
     rows, columns = fake.shape
     is_same = delivered.shape == fake.shape and delivered.stride() == fake.stride()
-    is_flipped = tuple(delivered.shape) == (columns, rows) and tuple(delivered.stride()) == (1, columns)
+    return is_same, tuple(delivered.shape) == (columns, rows) and tuple(delivered.stride()) == (1, columns)
+
+
+def _add_whole_product(op: Op) -> None:
+    is_same, is_flipped = _orientation(op)
+    if is_same or is_flipped:
+        rows = op.node.meta["val"].shape[0]
+        op.handover = Product(is_flipped=is_flipped and not is_same, dim=0, slice_size=rows, is_one_of_several=True)
+        op.writes[0].num_bytes = 0
+
+
+def _split_product(op: Op) -> None:
+    fake = op.node.meta["val"]
+    rows, columns = fake.shape
+    is_same, is_flipped = _orientation(op)
     longer = max(rows, columns)
     num_slices = min(-(-op.writes[0].num_bytes // _SLICE_BYTES), longer // _ROWS_PER_SLICE)
     if num_slices >= 2 and (is_same or is_flipped):
@@ -78,9 +99,10 @@ def deliver_product(
     is_flipped: bool,
     dim: int,
     slice_size: int,
+    is_one_of_several: bool,
 ) -> None:
     """Hands over the product of two matrices, slice by slice; called from the emitted backward."""
-    product = Product(is_flipped=is_flipped, dim=dim, slice_size=slice_size)
+    product = Product(is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several)
     sink.accept_product(name, left, right, product, is_final=is_final)
 
 
@@ -171,11 +193,10 @@ class GradientSink:
             return
         gradient = _gradient_at_rest(parameter)
         total = gradient.t() if product.is_flipped else gradient
-        for start in range(0, total.shape[product.dim], product.slice_size):
-            length = min(product.slice_size, total.shape[product.dim] - start)
-            rows = left.narrow(0, start, length) if product.dim == 0 else left
-            columns = right.narrow(1, start, length) if product.dim == 1 else right
-            total.narrow(product.dim, start, length).add_(torch.mm(rows, columns))
+        if product.is_one_of_several:
+            total.addmm_(left, right)
+        else:
+            _add_by_slices(total, left, right, product)
         if is_final and self.fires_hooks:
             _fire_hooks(parameter)
 
@@ -211,6 +232,14 @@ class GradientSink:
     def _must_see_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
         return bool(parameter._backward_hooks) or id(parameter) in self._waiting
+
+
+def _add_by_slices(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> None:
+    for start in range(0, total.shape[product.dim], product.slice_size):
+        length = min(product.slice_size, total.shape[product.dim] - start)
+        rows = left.narrow(0, start, length) if product.dim == 0 else left
+        columns = right.narrow(1, start, length) if product.dim == 1 else right
+        total.narrow(product.dim, start, length).add_(torch.mm(rows, columns))
 
 
 def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:

@@ -317,7 +317,7 @@ class _Writer:
         whose = (name, self._is_final(name))
         match op.handover:
             case Product() as product:
-                how = (product.is_flipped, product.dim, product.slice_size)
+                how = (product.is_flipped, product.dim, product.slice_size, product.is_one_of_several)
                 self.graph.call_function(deliver_product, (self._sink(), *args, *whose, *how))
             case EmbeddingRows():
                 self.graph.call_function(deliver_embedding, (self._sink(), *args[:4], *whose))

@@ -86,10 +86,12 @@ class Explanation:
     Attributes:
         name: as it was asked for: a node, a parameter, buffer or input, or the path of a submodule.
         storages: one for a value; for a submodule, each one that its forward makes.
+        loss_block: where the name belongs to the submodule of the loss block, whether that runs in chunks, and why.
     """
 
     name: str
     storages: tuple[StorageExplanation, ...]
+    loss_block: str = ""
 
     def __str__(self) -> str:
         kept = sum(storage.num_bytes for storage in self.storages if storage.is_kept)
@@ -102,7 +104,7 @@ class Explanation:
                 f"{self.name}: makes {len(self.storages)} storages of {size_text(made)} in the forward; {size_text(kept)} is kept for the "
                 f"backward, {again} storages are recomputed",
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"loss block: {self.loss_block}"] if self.loss_block else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +144,16 @@ class LiveBytes(NamedTuple):
 
 def explain(plan: Plan, name: str) -> Explanation:
     """What the plan does with a value or a submodule; see `Plan.explain`."""
-    storages = plan.outline.storages
-    for index, storage in enumerate(storages):
+    found = _explained(plan, name)
+    note = plan.loss_block
+    is_there = name == note.module or any(storage.module == note.module for storage in found)
+    return Explanation(name=name, storages=found, loss_block=note.text if note.module and is_there else "")
+
+
+def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
+    for index, storage in enumerate(plan.outline.storages):
         if name == storage.name or name in storage.aliases:
-            return Explanation(name=name, storages=(_explain_storage(plan, index),))
+            return (_explain_storage(plan, index),)
     within = f"{name}."
     made = [
         storage
@@ -155,7 +163,7 @@ def explain(plan: Plan, name: str) -> Explanation:
     ]
     if not made:
         raise UnknownNameError(_unknown(plan, name))
-    return Explanation(name=name, storages=tuple(_explain_storage(plan, index) for index in made))
+    return tuple(_explain_storage(plan, index) for index in made)
 
 
 def _unknown(plan: Plan, name: str) -> str:

@@ -24,6 +24,8 @@ from rockmate.random_state import is_random
 
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _CUDA_BLOCK_BYTES = 512
+IN_FORWARD = "in_forward"
+"""Key in a node's `meta`: what only the backward reads is made in the forward."""
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
@@ -83,11 +85,14 @@ class Product:
         is_flipped: the gradient is the product's transpose.
         dim: of the product, along which it is sliced.
         slice_size: rows or columns of one slice.
+        is_one_of_several: the gradient is a sum of such products, none of which need be rounded by itself, so that each is computed
+            onto `.grad` as a whole (BLAS adds to what is there).
     """
 
     is_flipped: bool
     dim: int
     slice_size: int
+    is_one_of_several: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,6 +413,7 @@ class _Builder:
                 op.phase = Phase.BACKWARD
         ends = [self.storage_of[node].producer for node, role in self.capture.outputs if role.kind in _FORWARD_ENDS]
         pending = [op for op in ends if op] + [op for op in self.ops if op.is_random and op.phase is Phase.LATE]
+        pending += [op for op in self.ops if op.node.meta.get(IN_FORWARD)]
         while pending:
             op = pending.pop()
             if op.phase is Phase.FORWARD:

@@ -95,6 +95,7 @@ _FORMS: dict[Any, InPlaceForm] = {
     _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),
     _aten._softmax_backward_data.default: InPlaceForm(_aten._softmax_backward_data.out, (0,), "grad_input"),
     _aten._log_softmax_backward_data.default: InPlaceForm(_aten._log_softmax_backward_data.out, (0,), "out"),
+    _aten.addmm.default: InPlaceForm(_aten.addmm.out, (0,), "out"),
     dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
     cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),
 }

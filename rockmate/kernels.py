@@ -96,3 +96,18 @@ def cross_entropy_backward(
         piece = _aten.nll_loss_backward(row_gradient, scores, target[rows], weight, reduction, ignore_index, total_weight)
         _aten._log_softmax_backward_data.out(piece, scores, 1, scores.dtype, out=result[rows])
     return result
+
+
+def target_weight(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `nll_loss` divides by in its mean: how many targets count, or the sum of their classes' weights.
+
+    Args:
+        target: (rows,) class indices.
+        weight: (classes,) or None.
+        ignore_index: target that counts for nothing.
+        dtype: of the result, a scalar.
+    """
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    return (weight[target.masked_fill(~counts, 0)] * counts).sum().to(dtype)

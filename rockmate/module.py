@@ -297,10 +297,11 @@ class RockmateModule(nn.Module):
         adapted = family.resized(larger[-1], call) if larger else None
         if adapted is None:
             step = family.step(SampleCall(args, kwargs), call)
-            plan = step.adapted(larger[-1].plan) if larger else None
+            shaped = step.in_form_of(larger[-1].plan) if larger else step
+            plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
                 return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
-            adapted = step.planned_call(plan)
+            adapted = shaped.planned_call(plan)
         self._use(adapted, family, is_adapted=True)
         logger.info("the schedule of the sample serves smaller tensors: %s", call)
         return self._runnables[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -13,10 +13,23 @@ from rockmate.costs import Costs
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.explanation import BlockRow, Explanation, LiveBytes
 from rockmate.graph import Graph
-from rockmate.outline import Outline, OutlineChain, OutlineOp
+from rockmate.outline import Outline, OutlineChain, OutlineOp, StorageKind
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 from rockmate.stays import Stays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBlockNote:
+    """How the loss block runs.
+
+    Attributes:
+        module: path of the submodule with which it begins, empty if unknown.
+        text: in how many chunks and in which form, or why in none.
+    """
+
+    module: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,11 +52,12 @@ class Plan:
         costs: time and overhead of every op.
         outline: what the schedule's indices mean: the captured step as plain values.
         chain: its blocks.
-        options: how the step was captured: "differentiable", "outputs", "gradients".
+        options: how the step was captured: "differentiable", "outputs", "gradients", and "loss_chunks" where the loss block is in chunks.
         strategy: what made the plan.
         lower_bound_ms: no schedule within the budget takes less; 0 where nothing is proved.
         num_unproved_blocks: distinct blocks whose solver stopped at its time limit with an answer that may not be the best.
         machine: for which the times were estimated; None where they were measured.
+        loss_block: whether that runs in chunks, and why.
         captured: the graph that the outline describes, None for a plan that was loaded.
     """
 
@@ -63,6 +77,7 @@ class Plan:
     lower_bound_ms: float = 0.0
     num_unproved_blocks: int = 0
     machine: str | None = None
+    loss_block: LossBlockNote = field(default_factory=LossBlockNote)
     captured: Graph | None = None
 
     @property
@@ -97,6 +112,14 @@ class Plan:
         """The op that runs when the peak is reached."""
         return self.outline.ops[self.schedule.steps[self.simulation.peak_position]]
 
+    @property
+    def held_at_peak_bytes(self) -> int:
+        """Bytes of outputs beside the loss that are held at the peak, if they are a tenth of it or more; else 0."""
+        outputs = [index for index, storage in enumerate(self.outline.storages) if storage.kind is StorageKind.OUTPUT]
+        made = {index for run in self.schedule.steps[: self.simulation.peak_position + 1] for index in self.outline.ops[run].writes}
+        held = sum(self.outline.storages[index].num_bytes for index in outputs if index in made)
+        return held if len(outputs) > 1 and self.options.get("outputs") == "all" and 10 * held >= self.predicted_peak_bytes else 0
+
     def peak_place(self) -> str:
         """Where the peak is, in words."""
         op = self.peak_op
@@ -119,6 +142,13 @@ class Plan:
             f"recomputed          {self.schedule.num_recomputations()} of {len(self.outline.ops)} ops"
             + (f", most often {recomputed}" if recomputed else ""),
         ]
+        if "loss_chunks" in self.options:
+            lines.append(f"loss block          {self.loss_block.text} ({self.loss_block.module or 'no single submodule'})")
+        if self.held_at_peak_bytes:
+            lines.append(
+                f"outputs             {size_text(self.held_at_peak_bytes)} of the peak are outputs beside the loss; with outputs=\"loss\" "
+                "they are planned like any other value"
+            )
         if self.lower_bound_ms:
             lines.append(f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above")
         if self.num_unproved_blocks:

@@ -22,7 +22,7 @@ from typing import Any
 from rockmate.costs import Cost, Costs
 from rockmate.errors import PlanFileError
 from rockmate.outline import Outline, OutlineBlock, OutlineChain, OutlineOp, OutlineStorage, StorageKind, digest
-from rockmate.plan import Plan
+from rockmate.plan import LossBlockNote, Plan
 from rockmate.schedule import Schedule
 from rockmate.stays import Stays
 
@@ -47,6 +47,7 @@ def plan_text(plan: Plan) -> str:
         "fingerprint": {"graph": outline.fingerprint, "call": outline.call_fingerprint},
         "options": dict(plan.options),
         **{name: getattr(plan, name) for name in _PROMISES},
+        "loss_block": [plan.loss_block.module, plan.loss_block.text],
         "schedule": plan.schedule.rows(outline.names),
         "live_bytes": plan.simulation.live_bytes,
         "inputs": outline.inputs,
@@ -147,6 +148,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
     if len(rows) != len(outline.ops):
         msg = f"{len(rows)} costs for {len(outline.ops)} ops"
         raise ValueError(msg)
+    module, text = content.get("loss_block", ("", ""))
     fault = _fault(outline, schedule)
     if fault:
         raise ValueError(fault)
@@ -158,6 +160,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         outline=outline,
         chain=OutlineChain(blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]), carried=tuple(content["carried"])),
         options=content["options"],
+        loss_block=LossBlockNote(module=module, text=text),
     )
 
 

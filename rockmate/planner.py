@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget
-from rockmate.certificate import Certificate
 from rockmate.collector import collection_put_off
-from rockmate.costs import measure_costs
+from rockmate.costs import Cost, Costs, measure_costs
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.estimate import estimate_costs
+from rockmate.graph import Graph
 from rockmate.machine import Machine, load_machine
 from rockmate.module import PlannedCall, RockmateModule
-from rockmate.outline import outline_chain, outline_of
-from rockmate.partition import partition
 from rockmate.plan import Plan
-from rockmate.schedule import no_recomputation
-from rockmate.search import Candidate, Searcher
-from rockmate.simulate import simulate
+from rockmate.search import Candidate
 from rockmate.step import CapturedStep, capture_step
-from rockmate.strategies import make_search
+from rockmate.variants import Variant, Variants
 
 logger = logging.getLogger("rockmate")
 
@@ -52,9 +49,11 @@ class Planner:
 
     Attributes:
         timings: seconds spent in "capture", "costs" and "solve"; planning for one more budget is not among them.
+        allow_chunking: as given.
         baseline_peak_bytes: the activation peak with nothing recomputed.
         baseline_ms: time of one forward and backward with nothing recomputed.
-        minimum_peak_bytes: the smallest budget for which there is a plan.
+        minimum_peak_bytes: the smallest budget for which there is a plan; unless chunks are allowed wherever they are faster, one
+            without them.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class Planner:
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
+        allow_chunking: bool | None = None,
     ) -> None:
         """Captures the joint graph, measures its ops and solves for all budgets.
 
@@ -86,6 +86,8 @@ class Planner:
                 (see `rockmate.machine`). If the model is not on such a device, there is a plan and a frontier but no module.
             untraced: paths of submodules that cannot be captured (control flow that depends on values): each runs as it is, its memory
                 and time measured, and the rest is planned around it. Recurrent layers run so without being named.
+            allow_chunking: whether the loss block may run in chunks of its rows, which adds up the same numbers in another order. None
+                takes chunks for budgets that nothing else meets, True wherever they are faster, False never.
 
         Raises:
             InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
@@ -104,36 +106,46 @@ class Planner:
                 machine=target,
                 untraced=untraced,
             )
-        self._prepare(step, target, time_limit_s=time_limit_s, progress=progress)
+        self._prepare(step, target, allow_chunking=allow_chunking, time_limit_s=time_limit_s, progress=progress)
 
     @classmethod
     def of(
-        cls, step: CapturedStep, *, time_limit_s: float = 30.0, progress: bool = False, machine: str | Path | Machine | None = None
+        cls,
+        step: CapturedStep,
+        *,
+        time_limit_s: float = 30.0,
+        progress: bool = False,
+        machine: str | Path | Machine | None = None,
+        allow_chunking: bool | None = None,
     ) -> Planner:
         """A planner for a step that has been captured; arguments and errors as for the class."""
         planner = cls.__new__(cls)
         planner.timings = {}
-        planner._prepare(step, None if machine is None else load_machine(machine), time_limit_s=time_limit_s, progress=progress)
+        target = None if machine is None else load_machine(machine)
+        planner._prepare(step, target, allow_chunking=allow_chunking, time_limit_s=time_limit_s, progress=progress)
         return planner
 
-    def _prepare(self, step: CapturedStep, target: Machine | None, *, time_limit_s: float, progress: bool) -> None:
-        self._step, self._machine = step, target
-        graph = self._step.graph
+    def _prepare(
+        self, step: CapturedStep, target: Machine | None, *, allow_chunking: bool | None, time_limit_s: float, progress: bool
+    ) -> None:
+        self._step, self._machine, self.allow_chunking = step, target, allow_chunking
+        known: dict[Hashable, Cost] = {}
+
+        def costs_of(graph: Graph) -> Costs:
+            return measure_costs(graph, progress=progress, known=known) if target is None else estimate_costs(graph, target)
+
         with self._timed("costs"):
-            costs = measure_costs(graph, progress=progress) if target is None else estimate_costs(graph, target)
-        self._costs = costs
-        self._time_limit_s = time_limit_s
-        self._blocks = partition(graph)
-        self._searches: dict[str, Searcher] = {}
-        baseline = simulate(graph, no_recomputation(graph), costs)
-        self.baseline_peak_bytes = baseline.peak_bytes
-        self.baseline_ms = baseline.time_ms
-        self._certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=time_limit_s)
+            self._variants = Variants(self._step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
         with self._timed("solve"):
-            self.minimum_peak_bytes = self.minimum_peak()
+            self._variants.plain.search("rockmate")
+        self.baseline_peak_bytes = self._variants.plain.baseline.peak_bytes
+        self.baseline_ms = self._variants.plain.baseline.time_ms
         self._plans: dict[tuple[int, str], Plan] = {}
-        self._outline = outline_of(graph, self._step.call)
-        self._chain = outline_chain(self._blocks)
+
+    @cached_property
+    def minimum_peak_bytes(self) -> int:
+        """See the class."""
+        return self.minimum_peak()
 
     def plan(self, budget: Budget, *, strategy: str = "rockmate") -> Plan:
         """The fastest schedule known within `budget`; no new capture, no new measurement.
@@ -151,10 +163,10 @@ class Planner:
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         if (budget_bytes, strategy) not in self._plans:
             with collection_put_off():
-                best = self._search(strategy).best_within(budget_bytes)
+                best = self._variants.best_within(budget_bytes, strategy)
             if best is None:
                 raise self._infeasible(budget_bytes, strategy)
-            self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, best)
+            self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
         return self._plans[budget_bytes, strategy]
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
@@ -164,11 +176,12 @@ class Planner:
     def planned_call(self, budget: Budget, *, strategy: str = "rockmate") -> PlannedCall:
         """A plan within `budget` with the code that runs it; see `plan`."""
         self._step.check_present()
-        return self._step.planned_call(self.plan(budget, strategy=strategy))
+        plan = self.plan(budget, strategy=strategy)
+        return self._variants.of(plan.options).planned_call(plan)
 
     def planned_call_of(self, plan: Plan) -> PlannedCall:
         """A plan that another planner made for the same step, with the code that runs it; `PlanMismatchError` if it was another."""
-        return self._step.planned_call(plan)
+        return self._variants.of(plan.options).planned_call(plan)
 
     def frontier(self, *, strategy: str = "rockmate") -> tuple[FrontierPoint, ...]:
         """Budgets from the smallest peak to that of no recomputation, and the least time known for each.
@@ -176,7 +189,7 @@ class Planner:
         `plan` gives the same time at each point's budget. Budgets grow and times fall from point to point.
         """
         with collection_put_off():
-            points = self._search(strategy).frontier()
+            points = self._variants.frontier(strategy)
         return tuple(
             FrontierPoint(
                 budget_bytes=budget_bytes,
@@ -187,51 +200,40 @@ class Planner:
         )
 
     def minimum_peak(self, strategy: str = "rockmate") -> int:
-        """The smallest budget, in bytes, for which `strategy` has a plan."""
-        return self._search(strategy).minimum().simulation.peak_bytes
+        """The smallest budget, in bytes, for which `strategy` has a plan; unless `allow_chunking` is true, one without chunks."""
+        return self._variants.minimum(strategy).simulation.peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:
         """A time that no schedule within `budget` beats, in milliseconds; infinite where none can fit. See `rockmate.certificate`."""
-        return self._certificate.bound_ms(parse_budget(budget, self.baseline_peak_bytes))
-
-    def _search(self, strategy: str) -> Searcher:
-        if strategy not in self._searches:
-            self._searches[strategy] = make_search(
-                strategy,
-                self._step.graph,
-                self._blocks,
-                self._costs,
-                time_limit_s=self._time_limit_s,
-                bound_ms=self._certificate.bound_ms,
-            )
-        return self._searches[strategy]
+        return self._variants.plain.certificate.bound_ms(parse_budget(budget, self.baseline_peak_bytes))
 
     def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
-        minimum_bytes = self.minimum_peak(strategy)
+        minimum_bytes = self._variants.least(strategy).simulation.peak_bytes
         smallest = self.plan(minimum_bytes, strategy=strategy)
         return InfeasibleBudgetError(
             budget_bytes, minimum_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
         )
 
-    def _as_plan(self, budget_bytes: int, strategy: str, candidate: Candidate) -> Plan:
+    def _as_plan(self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate) -> Plan:
         return Plan(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=candidate.simulation.peak_bytes,
             predicted_ms=candidate.simulation.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,
-            minimum_peak_bytes=self.minimum_peak_bytes,
+            minimum_peak_bytes=min(self.minimum_peak_bytes, candidate.simulation.peak_bytes),
             schedule=candidate.schedule,
             simulation=candidate.simulation,
-            costs=self._costs,
-            outline=self._outline,
-            chain=self._chain,
-            options=self._step.options,
-            captured=self._step.graph,
+            costs=variant.costs,
+            outline=variant.outline,
+            chain=variant.chain,
+            options=variant.step.options,
+            loss_block=self._variants.note(variant),
+            captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
-            lower_bound_ms=self._certificate.bound_ms(budget_bytes),
-            num_unproved_blocks=self._search(strategy).num_unproved + (not candidate.is_proved),
+            lower_bound_ms=variant.certificate.bound_ms(budget_bytes),
+            num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
 
     @contextmanager

@@ -52,7 +52,7 @@ class PlanRequest:
         """
         from rockmate.planner import Planner
 
-        settings = {name: value for name, value in self.options.items() if name not in step.options}
+        settings = {name: value for name, value in self.options.items() if name not in {*step.options, "untraced"}}
         asked_for = budget_bytes if self.memory_limit is None else None
         return self._agreed_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
 

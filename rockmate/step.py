@@ -13,6 +13,7 @@ from torch import nn
 
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
+from rockmate.chunking import Chunks, chunk_loss_block, separable_feed_forward, separable_loss_block
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
@@ -21,6 +22,7 @@ from rockmate.machine import Machine
 from rockmate.module import PlannedCall
 from rockmate.outline import outline_of
 from rockmate.plan import Plan
+from rockmate.region import Refusal, Region
 from rockmate.rewrite import rewrite
 from rockmate.schedule import find_in_place, finish, no_recomputation
 from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
@@ -44,6 +46,7 @@ class CapturedStep:
         state: of the model when it was captured.
         options: how it was captured; see `capture_step`.
         planned_device: where it would run, if the model is not there; None if it is.
+        allocation_bytes: storages take multiples of it; None for what the allocator of their device does.
     """
 
     model: nn.Module
@@ -53,6 +56,32 @@ class CapturedStep:
     state: ModelSignature
     options: Mapping[str, str]
     planned_device: torch.device | None = None
+    allocation_bytes: int | None = None
+
+    def loss_block(self) -> Region | Refusal:
+        """Where its loss block can run in chunks, or why it cannot."""
+        return separable_loss_block(self.capture)
+
+    def feed_forward_blocks(self) -> list[Region]:
+        """The feed-forward blocks that can run in chunks."""
+        return separable_feed_forward(self.capture)
+
+    def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
+        """The same step with its loss block, or its feed-forward blocks, in chunks, or why it cannot be."""
+        returned = self.options["gradients"] == "returned"
+        capture = chunk_loss_block(self.capture, chunks, returned_gradients=returned)
+        if isinstance(capture, Refusal):
+            return capture
+        options = {**self.options, "loss_chunks": str(chunks)}
+        step = step_of(capture, self.model, self.call, self.state, options, allocation_bytes=self.allocation_bytes)
+        return replace(step, planned_device=self.planned_device)
+
+    def in_form_of(self, plan: Plan) -> CapturedStep:
+        """The same step with its loss block in chunks if it is so in `plan` and can be here, else itself."""
+        if "loss_chunks" not in plan.options:
+            return self
+        chunked = self.in_chunks(Chunks.parse(plan.options["loss_chunks"]))
+        return self if isinstance(chunked, Refusal) else chunked
 
     def planned_call(self, plan: Plan) -> PlannedCall:
         """A plan with the code that runs it; one that was made for another capture is checked against this one first.
@@ -149,8 +178,12 @@ def capture_step(
     gradients: Literal["accumulated", "returned"] = "accumulated",
     untraced: str | Sequence[str] = (),
     machine: Machine | None = None,
+    loss_chunks: str = "",
 ) -> CapturedStep:
-    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`."""
+    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`.
+
+    With `loss_chunks`, as `Chunks` writes it, the loss block runs in chunks; `PlanMismatchError` if it cannot.
+    """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
@@ -184,7 +217,14 @@ def capture_step(
     rewrite(capture.joint)
     allocation_bytes = machine.allocation_bytes if machine else None
     step = step_of(capture, model, call, state, options, allocation_bytes=allocation_bytes)
-    return replace(step, planned_device=device)
+    step = replace(step, planned_device=device)
+    if not loss_chunks:
+        return step
+    chunked = step.in_chunks(Chunks.parse(loss_chunks))
+    if isinstance(chunked, Refusal):
+        msg = f"the plan takes the loss block in chunks ({loss_chunks}), and this model's cannot be: {chunked}. Plan again."
+        raise PlanMismatchError(msg)
+    return chunked
 
 
 def step_of(
@@ -201,7 +241,9 @@ def step_of(
     graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
     graph = weight_gradients_first(graph)
     split_handovers(graph, like=like)
-    return CapturedStep(model=model, capture=capture, graph=graph, call=call, state=state, options=options)
+    return CapturedStep(
+        model=model, capture=capture, graph=graph, call=call, state=state, options=options, allocation_bytes=allocation_bytes
+    )
 
 
 def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:

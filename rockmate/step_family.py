@@ -119,7 +119,7 @@ class StepFamily:
                 return self._step_of(capture, call)
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
-            options: dict[str, Any] = dict(self._planned.plan.options)
+            options: dict[str, Any] = {name: value for name, value in self._planned.plan.options.items() if name != "loss_chunks"}
             return capture_step(self._model, sample, **options)
 
     def _symbolic_capture(self, call: CallSignature) -> SymbolicCapture:
@@ -159,6 +159,8 @@ class StepFamily:
         begin = time.perf_counter()
         planned, options = self._planned, self._planned.plan.options
         apart = list(untraced_modules(self._model, untraced_names(options)))
+        if "loss_chunks" in options:
+            raise SizesNotCoveredError("the plan takes the loss block in chunks of the sample's size")
         if apart:
             raise SizesNotCoveredError(f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone")
         with source_lines():

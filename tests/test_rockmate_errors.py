@@ -61,7 +61,7 @@ def test_infeasible_budget_names_a_minimum_that_works(name: str) -> None:
         case.planner.plan(1000)
     error = caught.value
     assert error.budget_bytes == 1000
-    assert error.minimum_bytes == case.planner.minimum_peak_bytes
+    assert error.minimum_bytes <= case.planner.minimum_peak_bytes  # below that, in chunks
     text = str(error)
     assert "1,000" in text
     assert f"{error.minimum_bytes:,}" in text

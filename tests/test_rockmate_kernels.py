@@ -158,6 +158,7 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
         aten._log_softmax_backward_data.default: (a, b.log_softmax(1), 1, torch.float32),
         aten._softmax_backward_data.default: (a, b.softmax(1), 1, torch.float32),
         aten.native_dropout_backward.default: (a, mask, 1.25),
+        aten.addmm.default: (a, torch.randn(6, 4), torch.randn(4, 5)),
         cross_entropy_backward: (torch.tensor(1.0), scores, classes, None, 1, -100, torch.tensor(6.0)),
         dropout_apply: (a, mask, 0.3),
     }

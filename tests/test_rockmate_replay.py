@@ -69,7 +69,7 @@ def replayed_live_bytes(plan: Plan, overhead_of: list[int]) -> np.ndarray:
 def test_independent_replay_agrees(name: str) -> None:
     planner = planned(name).planner
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
-    costs = planner._costs
+    costs = planner.plan(1.0).costs
     overhead = [cost.overhead_bytes for cost in costs.first]
     assert [cost.overhead_bytes for cost in costs.again] == overhead or name in ("resnet50", "hf-resnet")
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
@@ -80,7 +80,7 @@ def test_independent_replay_agrees(name: str) -> None:
 
 def test_predicted_time_is_the_sum_over_the_runs() -> None:
     planner = planned("gpt2").planner
-    costs = planner._costs
+    costs = planner.plan(1.0).costs
     for share in (0.0, 0.5, 1.0):
         plan = planner.plan(int(planner.minimum_peak_bytes + share * (planner.baseline_peak_bytes - planner.minimum_peak_bytes)))
         seen: set[int] = set()

@@ -1,0 +1,160 @@
+"""How far a step shrinks with its loss block in chunks: peaks and times against eager, with and without chunks.
+
+    taskset -c 1 python -m bench.loss_block
+    taskset -c 1 python -m bench.loss_block --model gpt2 --budget minimum 0.2 0.5 --rounds 3
+
+Each model computes its loss itself and returns nothing else (`outputs="loss"`). Budgets are fractions of eager's peak, or "minimum". Peaks
+are the allocator's, with `.grad` in place; times are processor seconds of whole steps in turn, the median ratio to eager's in the
+same round, so that other work on the machine lengthens none. One JSON line for each point, then a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench import measure, models
+from bench.estimate import processor_clock
+from bench.machine import machine_record
+from rockmate import InfeasibleBudgetError, Planner
+
+Record = dict[str, Any]
+MODELS = ("gpt2", "llama-vocabulary")
+_COLUMNS = ("chunks", "budget", "plan", "predicted_mb", "measured_mb", "of_eager", "difference", "predicted_ratio", "ratio", "gradient")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, and prints lines and a table for each model."""
+    parser = argparse.ArgumentParser(prog="python -m bench.loss_block", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", nargs="+", default=MODELS)
+    parser.add_argument("--budget", nargs="+", default=["minimum", "0.1", "0.15", "0.2", "0.25", "0.5"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    _say(json.dumps(machine_record("bench.loss_block")))
+    for name in options.model:
+        records = measure_model(models.build(name, tiny=options.tiny), options.budget, rounds=options.rounds)
+        for record in records:
+            _say(json.dumps({"model": name, **record}))
+        _say(table(records))
+    return 0
+
+
+def measure_model(workload: models.Workload, budgets: Sequence[str], *, rounds: int) -> list[Record]:
+    """Eager, then each budget without chunks and with them wherever they are faster."""
+    batch, model = workload.make_batch(1), workload.model
+    steps: dict[str, Callable[[], Tensor]] = {"eager": _step(model, batch)}
+    eager_bytes = _peak(model, steps["eager"])
+    reference = _gradients(model)
+    records: list[Record] = []
+    for may_chunk in (False, True):
+        with processor_clock():
+            planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
+        for budget in budgets:
+            record = _point(planner, batch, budget, eager_bytes, reference)
+            records.append({"chunks": may_chunk, "budget": budget, "eager_mb": eager_bytes / 1e6, **record})
+            if "module" in record:
+                steps[f"{may_chunk} {budget}"] = _step(record["module"], batch)
+    ratios = _ratios(model, steps, rounds)
+    for record in records:
+        record.pop("module", None)
+        record["ratio"] = ratios.get(f"{record['chunks']} {record['budget']}")
+    return records
+
+
+def table(records: Sequence[Record]) -> str:
+    """The records as a Markdown table."""
+    rows = [" | ".join(_COLUMNS), " | ".join("---" for _ in _COLUMNS)]
+    rows += [" | ".join(_text(record.get(name)) for name in _COLUMNS) for record in records]
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def _point(planner: Planner, batch: Mapping[str, Tensor], budget: str, eager_bytes: int, reference: Mapping[str, Tensor]) -> Record:
+    budget_bytes = planner.minimum_peak_bytes if budget == "minimum" else int(float(budget) * eager_bytes)
+    begin = time.process_time()
+    try:
+        with processor_clock():
+            module = planner.module(budget_bytes)
+    except InfeasibleBudgetError:
+        return {"plan": "infeasible"}
+    plan_s = time.process_time() - begin
+    model, plan = module.original, module.plan
+    measured = _peak(model, _step(module, batch))
+    gradient = max(_distance(tensor, reference[name]) for name, tensor in _gradients(model).items())
+    return {
+        "plan": plan.options.get("loss_chunks", "whole"),
+        "plan_s": plan_s,
+        "predicted_mb": plan.predicted_peak_bytes / 1e6,
+        "measured_mb": measured / 1e6,
+        "of_eager": measured / eager_bytes,
+        "difference": measured / plan.predicted_peak_bytes - 1,
+        "predicted_ratio": plan.predicted_ratio,
+        "gradient": gradient,
+        "module": module,
+    }
+
+
+def _step(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        torch.manual_seed(1)
+        outputs = model(**batch)
+        outputs.loss.backward()
+        return outputs.loss.detach()
+
+    return step
+
+
+def _peak(model: nn.Module, step: Callable[[], Tensor]) -> int:
+    """After a step that makes `.grad` and what libraries keep; the gradients of the measured step stay in `.grad`."""
+    step()
+    model.zero_grad(set_to_none=False)
+    return measure.allocator_peak(step)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _distance(ours: Tensor, reference: Tensor) -> float:
+    return ((ours - reference).norm() / reference.norm()).item()
+
+
+def _ratios(model: nn.Module, steps: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+    """Processor seconds of each step over the first one's, the median over the rounds."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            gc.collect()
+            model.zero_grad(set_to_none=False)
+            begin = time.process_time()
+            step()
+            times[name].append(time.process_time() - begin)
+    first = next(iter(times.values()))
+    return {name: statistics.median(mine / theirs for mine, theirs in zip(own, first, strict=True)) for name, own in times.items()}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Where in a joint graph chunks are worth while, and what keeps a region from running in them.
+
+A region begins with a matrix product whose result is large, and is apart along the rows of that. It is the calls that read or make a
+value by rows of at least half that size (and larger than the product's operand), and what lies between two of them in the same half of
+the step. Further products whose result it reads join it: a second one beside the first, and those with which its backward begins.
+
+The *loss block* begins with the last matrix product before the loss (logits: tokens x vocabulary) and ends with the gradients of its
+operands. A *feed-forward block* begins with a product that widens its operand, and nothing as large leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.capture import Capture, RoleKind
+from rockmate.random_state import is_random
+from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, rows_within, separate
+
+_aten = torch.ops.aten
+_FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
+_PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+"""Matrix products, and the place of the operand whose rows their result has."""
+
+
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Calls that can run in chunks.
+
+    Attributes:
+        name: path of the submodule of its first product.
+        num_rows: rows along which it comes apart.
+        forward: its calls that the forward runs, in graph order.
+        backward: its calls that run in the backward, in graph order.
+        given: what it is taken apart along: values from outside, and which of their dims run over the rows.
+        pieces: how each of them runs on one chunk.
+        num_bytes: of its largest value, that of which a chunk has a part.
+    """
+
+    name: str
+    num_rows: int
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    given: Mapping[fx.Node, Rows]
+    pieces: Mapping[fx.Node, Piece]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a block cannot run in chunks.
+
+    Attributes:
+        call: the op that stands in the way, empty if there is none.
+        module: path of its submodule.
+        reason: what it does.
+        block: path of the submodule with which the block begins, empty if there is no block.
+    """
+
+    call: str
+    module: str
+    reason: str
+    block: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call} in {self.module or 'no single submodule'} {self.reason}" if self.call else self.reason
+
+
+def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refusal:
+    """The loss block of a captured step, or why it cannot run in chunks.
+
+    Args:
+        capture: the joint graph and its ends.
+        at_once: whether the backward of each chunk is to follow its forward, before the sums over all rows are there.
+    """
+    losses = _losses(capture)
+    if len(losses) != 1:
+        return Refusal(call="", module="", reason=f"the step has {len(losses)} differentiable outputs, and a loss block has one")
+    before_loss = _ancestors(losses, capture)
+    products = [node for node in capture.joint.graph.nodes if node.target in _PRODUCTS and node in before_loss]
+    if not products:
+        return Refusal(call="", module="", reason="no matrix product comes before the loss")
+    return region_of(capture, products[-1], at_once=at_once)
+
+
+def find_feed_forward(capture: Capture) -> dict[fx.Node, Region]:
+    """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin."""
+    found: dict[fx.Node, Region] = {}
+    taken: set[fx.Node] = set()
+    halves = Halves(capture)
+    loss_block = find_loss_block(capture)
+    if isinstance(loss_block, Region):
+        taken.update(loss_block.pieces)
+    for node in capture.joint.graph.nodes:
+        if node.target not in _PRODUCTS or node in taken:
+            continue
+        operand = node.args[_PRODUCTS[node.target]]
+        if not isinstance(operand, fx.Node) or 2 * _numel(node) < 3 * _numel(operand):
+            continue
+        region = region_of(capture, node, halves=halves)
+        if isinstance(region, Region) and node in region.forward and region.backward and _is_narrowed(region, _numel(node)):
+            found[node] = region
+            taken.update(region.pieces)
+    return found
+
+
+def _is_narrowed(region: Region, num_elements: int) -> bool:
+    """Whether all that leaves the region by rows has fewer elements."""
+    leaving = [node for node in region.pieces if any(user not in region.pieces for user in node.users)]
+    return all(_numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows) for node in leaving)
+
+
+def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
+    """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
+    module = capture.module_of_sequence.get(product.meta.get("seq_nr", -1), "")
+    try:
+        return _region(capture, product, module, halves or Halves(capture), at_once=at_once)
+    except InseparableError as error:
+        of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
+        return Refusal(call=error.call, module=of_call, reason=error.reason, block=module)
+
+
+def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, at_once: bool) -> Region:
+    parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
+    joined = frozenset() if at_once else halves.backward
+    operand = product.args[_PRODUCTS[product.target]]
+    assert isinstance(operand, fx.Node)
+    shape = tuple(operand.meta["val"].shape)
+    given = {operand: rows_within(shape, 0, len(shape) - 1)}
+    num_rows, least = prod(shape[:-1]), _numel(product) // 2
+    if _numel(product) > _numel(operand):  # what is as narrow as the operand is none of the region's large values
+        least = max(least, _numel(operand) + 1)
+    if not num_rows or num_rows < 2:
+        raise InseparableError(product, "has a single row")
+    starts = [product]
+    while True:
+        nodes = _members(capture, parts, given, starts, least, joined)
+        pieces = separate(nodes, given, num_rows, joined=joined)
+        more = {} if at_once else _further_products(pieces, num_rows, least)
+        if not more:
+            break
+        starts += more
+        given |= {more[start]: rows_within(_shape(more[start]), 0, len(_shape(more[start])) - 1) for start in more}
+    held = _held_outputs(capture)
+    outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
+    if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
+        given = {node: rows for node in outputs if isinstance(rows := pieces[node].forms[0], Rows)}
+        readers = [user for node in given for user in node.users if user not in given]
+        nodes = _members(capture, parts, given, readers, least, joined)
+        pieces = separate(nodes, given, num_rows, joined=joined)
+    return Region(
+        name=module,
+        num_rows=num_rows,
+        forward=tuple(node for node in nodes if node in halves.forward),
+        backward=tuple(node for node in nodes if node in halves.backward),
+        given=given,
+        pieces=pieces,
+        num_bytes=product.meta["val"].nbytes,
+    )
+
+
+def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, fx.Node]:
+    """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
+    found = {}
+    for value in [value for piece in pieces.values() for value in piece.slices if _numel(value) >= least]:
+        made = value
+        while made.target in _VIEWS:
+            made = made.all_input_nodes[0]
+        operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
+        is_apart = isinstance(operand, fx.Node) and operand not in pieces and made not in pieces
+        if is_apart and prod(_shape(operand)[:-1]) == num_rows:
+            found[made] = operand
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+class Halves:
+    """The calls that the forward runs, and those that run in the backward."""
+
+    def __init__(self, capture: Capture) -> None:
+        nodes = list(capture.joint.graph.nodes)
+        ends = [node for node, role in capture.outputs if role.kind in _FORWARD_ENDS]
+        ends += [node for node in nodes if is_random(node.target)]
+        forward = _ancestors(ends, capture)
+        calls = [node for node in nodes if node.op == "call_function"]
+        self.forward = frozenset(node for node in calls if node in forward)
+        self.backward = frozenset(node for node in calls if node not in forward)
+
+
+def _losses(capture: Capture) -> list[fx.Node]:
+    differentiable = {role.index for _, role in capture.inputs if role.kind is RoleKind.TANGENT}
+    return [node for node, role in capture.outputs if role.kind is RoleKind.OUTPUT and role.index in differentiable]
+
+
+def _ancestors(ends: Iterable[fx.Node], capture: Capture) -> set[fx.Node]:
+    return _reached(ends, set(capture.joint.graph.nodes), lambda node: node.all_input_nodes)
+
+
+def _members(
+    capture: Capture,
+    parts: Sequence[Collection[fx.Node]],
+    given: Mapping[fx.Node, Rows],
+    starts: Sequence[fx.Node],
+    least: int,
+    joined: Collection[fx.Node],
+) -> list[fx.Node]:
+    """The calls of the region that begins with `starts`: those that read or make its large values, and what lies between."""
+    calls = [node for node in capture.joint.graph.nodes if node.op == "call_function" and node not in given]
+    num_rows = next(prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in given.items())
+    members: set[fx.Node] = set(starts)
+    large: set[fx.Node] = set()
+    pieces: dict[fx.Node, Piece] = {}
+    forms: dict[fx.Node, Form] = dict(given)
+    for node in calls:
+        if node in members or not large.isdisjoint(node.all_input_nodes):
+            members.add(node)
+            add_piece(node, pieces, forms, members, num_rows, joined)
+            if _makes_several(node) or (_numel(node) >= least and isinstance(forms.get(node), Rows)):
+                large.add(node)
+    for part in parts:
+        inside = members.intersection(part)
+        members |= _reached(inside, part, lambda node: node.users) & _reached(inside, part, lambda node: node.all_input_nodes)
+    return [node for node in calls if node in members]
+
+
+def _reached(starts: Iterable[fx.Node], within: Collection[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """What can be reached from `starts` step by step without leaving `within`."""
+    found: set[fx.Node] = set()
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node not in found and node in within:
+            found.add(node)
+            pending += step(node)
+    return found
+
+
+def _makes_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _memories(node: fx.Node) -> set[int]:
+    value = node.meta.get("val")
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
+
+
+def _held_outputs(capture: Capture) -> set[int]:
+    return {memory for node, role in capture.outputs if role.kind is RoleKind.OUTPUT for memory in _memories(node)}

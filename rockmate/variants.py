@@ -1,0 +1,195 @@
+"""A step as it was captured, and with its loss block in chunks: which of them runs within a budget, and fastest.
+
+Each variant is a captured step of its own (`CapturedStep.in_chunks`), measured and planned like any other, when it is first wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from rockmate.certificate import Certificate
+from rockmate.chunking import Chunks
+from rockmate.costs import Costs
+from rockmate.graph import Graph
+from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
+from rockmate.partition import BlockChain, partition
+from rockmate.plan import LossBlockNote
+from rockmate.region import Refusal, Region
+from rockmate.schedule import no_recomputation
+from rockmate.search import Candidate, Searcher, evenly, falling
+from rockmate.simulate import Simulation, simulate
+from rockmate.step import CapturedStep
+from rockmate.strategies import make_search
+
+_NUM_CHUNKS = (2, 4, 8, 16)
+_FRONTIER_POINTS = 17
+_LEAST_ROWS = 8  # of a chunk
+_LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
+_LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+_CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
+
+
+class Variant:
+    """A captured step with all that planning it takes."""
+
+    def __init__(self, step: CapturedStep, costs: Costs, time_limit_s: float) -> None:
+        """Nothing is solved yet; `time_limit_s` caps each call of a solver."""
+        self.step = step
+        self.costs = costs
+        self._time_limit_s = time_limit_s
+        self._searches: dict[str, Searcher] = {}
+
+    @property
+    def graph(self) -> Graph:
+        """The step as ops on storages."""
+        return self.step.graph
+
+    @cached_property
+    def blocks(self) -> BlockChain:
+        """Its chain of blocks."""
+        return partition(self.graph)
+
+    @cached_property
+    def baseline(self) -> Simulation:
+        """Nothing recomputed."""
+        return simulate(self.graph, no_recomputation(self.graph), self.costs)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """What bounds the time of its schedules."""
+        return Certificate(self.graph, self.costs, self.baseline.time_ms, time_limit_s=self._time_limit_s)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The step as plain values."""
+        return outline_of(self.graph, self.step.call)
+
+    @cached_property
+    def chain(self) -> OutlineChain:
+        """Its blocks as plain values."""
+        return outline_chain(self.blocks)
+
+    def search(self, strategy: str) -> Searcher:
+        """What finds schedules by that strategy."""
+        if strategy not in self._searches:
+            self._searches[strategy] = make_search(
+                strategy,
+                self.graph,
+                self.blocks,
+                self.costs,
+                time_limit_s=self._time_limit_s,
+                bound_ms=self.certificate.bound_ms,
+            )
+        return self._searches[strategy]
+
+
+class Variants:
+    """The captured step and what it becomes with its loss block in chunks."""
+
+    def __init__(
+        self, step: CapturedStep, costs_of: Callable[[Graph], Costs], *, allow_chunking: bool | None, time_limit_s: float
+    ) -> None:
+        """Measures the step as it was captured.
+
+        Args:
+            step: as it was captured.
+            costs_of: measures or estimates a graph.
+            allow_chunking: as for `Planner`.
+            time_limit_s: cap on each call of a solver.
+        """
+        self._costs_of = costs_of
+        self._allow_chunking = allow_chunking
+        self._time_limit_s = time_limit_s
+        self.plain = Variant(step, costs_of(step.graph), time_limit_s)
+
+    @cached_property
+    def loss_block(self) -> Region | Refusal:
+        """Where the step can run in chunks, or why it cannot."""
+        return self.plain.step.loss_block()
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why there is none in chunks; empty if there is."""
+        if self._allow_chunking is False:
+            return "chunks are not allowed (allow_chunking=False)"
+        found = self.loss_block
+        if isinstance(found, Refusal):
+            return str(found)
+        if found.num_bytes < _LEAST_SHARE * self.plain.baseline.peak_bytes:
+            return f"the largest value of the loss block ({found.num_bytes:,} bytes) is below {_LEAST_SHARE:.0%} of the step's peak"
+        if found.num_rows < _NUM_CHUNKS[0] * _LEAST_ROWS:
+            return f"the loss block has {found.num_rows} rows, too few for chunks of {_LEAST_ROWS}"
+        return ""
+
+    @cached_property
+    def chunked(self) -> tuple[Variant, ...]:
+        """The variants in chunks."""
+        if self._allow_chunking is False:
+            return ()
+        block = self.loss_block
+        num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
+        numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _LEAST_ROWS]
+        ways = [Chunks(number, form) for form in ("recompute", "at_once") for number in numbers]
+        if self._has_large_layers():
+            ways.append(Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS))
+        steps = [self.plain.step.in_chunks(way) for way in ways]
+        return tuple(Variant(step, self._costs_of(step.graph), self._time_limit_s) for step in steps if isinstance(step, CapturedStep))
+
+    def _has_large_layers(self) -> bool:
+        """Whether there are feed-forward blocks large enough for chunks."""
+        least = _LEAST_SHARE * self.plain.baseline.peak_bytes
+        blocks = self.plain.step.feed_forward_blocks()
+        return any(block.num_bytes >= least and block.num_rows >= _LAYER_CHUNKS * _LEAST_ROWS for block in blocks)
+
+    def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
+        """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
+        found = self.plain.search(strategy).best_within(budget_bytes)
+        best = None if found is None else (self.plain, found)
+        is_fast = found is not None and (
+            not self._allow_chunking or found.simulation.time_ms <= self.plain.baseline.time_ms  # which chunks do not beat
+        )
+        if strategy != _CHUNKING or is_fast:
+            return best
+        for variant in self.chunked:
+            found = variant.search(strategy).best_within(budget_bytes)
+            if found is not None and (best is None or found.simulation.time_ms < best[1].simulation.time_ms):
+                best = variant, found
+        return best
+
+    def minimum(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak; in chunks only where they are allowed for more than what nothing else meets."""
+        return self.least(strategy) if self._allow_chunking else self.plain.search(strategy).minimum()
+
+    def least(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak, in chunks if that is smaller."""
+        minima = [variant.search(strategy).minimum() for variant in (self.plain, *(self.chunked if strategy == _CHUNKING else ()))]
+        return min(minima, key=lambda candidate: candidate.simulation.peak_bytes)
+
+    def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        if not self._allow_chunking or strategy != _CHUNKING or not self.chunked:
+            return self.plain.search(strategy).frontier()
+        budgets = evenly(self.least(strategy).simulation.peak_bytes, self.plain.baseline.peak_bytes, _FRONTIER_POINTS)
+
+        def candidate_within(budget_bytes: int) -> Candidate | None:
+            best = self.best_within(budget_bytes, strategy)
+            return None if best is None else best[1]
+
+        return falling(budgets, candidate_within)
+
+    def note(self, variant: Variant) -> LossBlockNote:
+        """How the loss block runs in a variant, and why."""
+        module = self.loss_block.block if isinstance(self.loss_block, Refusal) else self.loss_block.name
+        if "loss_chunks" in variant.step.options:
+            return LossBlockNote(module=module, text=Chunks.parse(variant.step.options["loss_chunks"]).describe())
+        could = "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
+        return LossBlockNote(module=module, text=f"not in chunks: {self.refusal or could}")
+
+    def of(self, options: Mapping[str, str]) -> CapturedStep:
+        """The step that was captured, and put in chunks, with these options."""
+        known = next((v.step for v in (self.plain, *self.__dict__.get("chunked", ())) if dict(v.step.options) == dict(options)), None)
+        if known is not None or "loss_chunks" not in options:
+            return known or self.plain.step
+        step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
+        return self.plain.step if isinstance(step, Refusal) else step

@@ -1,0 +1,189 @@
+"""Plans in chunks: where they are chosen, what they say, what is measured of them, and the architectures that have them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+
+import architectures
+import pytest
+import torch
+from test_rockmate_chunking import CLASSES, chunked, distance, distances, eager, gradients, make, sample, squared_error, train
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
+from rockmate.allocations import timeline
+from rockmate.chunking import Chunks
+from rockmate.costs import measure_costs
+from rockmate.delivery import owner_names
+from rockmate.emit import emit
+from rockmate.graph import Op, Phase
+from rockmate.runtime import Runner
+from rockmate.schedule import no_recomputation
+from rockmate.simulate import simulate
+from rockmate.step import capture_step
+
+# --- models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "mistral", "opt", "bert", "t5", "whisper"])
+def test_loss_blocks_of_architectures(name: str) -> None:
+    batch = architectures.ARCHITECTURES[name].make_batch(0)
+    step = capture_step(architectures.make(name), batch, outputs="loss")
+    for chunks in ("3 recompute", "3 at_once"):
+        graph = chunked(step, chunks).graph
+        rows = [op for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
+        assert len(rows) == Chunks.parse(chunks).number
+
+
+# --- feed-forward blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_feed_forward_blocks(name: str) -> None:
+    """Dropout and all: the masks are drawn as a whole, in eager's order."""
+    model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
+    step = capture_step(model, batch, outputs="loss")
+    inner = {op.node.meta["val"].shape[0] for op in chunked(step, "1 recompute, 3 in layers").graph.ops if _widens(op)}
+    assert inner == {8}  # of 2 x 12 rows
+    torch.manual_seed(3)
+    expected, reference = eager(model, batch, scale=3.0)
+    for chunks in ("1 recompute, 3 in layers", "2 at_once, 5 in layers"):
+        torch.manual_seed(3)
+        assert distance(train(chunked(step, chunks), batch, scale=3.0), expected) <= 1e-6
+        ours = gradients(model)  # side by side, since that of a key's bias is zero but for rounding
+        assert distance(*(torch.cat([found[name].flatten() for name in reference]) for found in (ours, reference))) <= 1e-6, chunks
+
+
+def _widens(op: Op) -> bool:
+    """Whether it is the first product of a feed-forward block."""
+    if op.phase is not Phase.FORWARD or op.node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return False
+    inner, outer = op.node.args[-1].meta["val"].shape  # pyright: ignore
+    return inner < outer and re.search(r"mlp|intermediate", op.module) is not None
+
+
+# --- plans ---------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Words straight to many logits: nearly all of the step is its loss block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4096, 64)
+        self.head = nn.Linear(64, 4096, bias=False)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        return {"loss": functional.cross_entropy(self.head(torch.tanh(self.words(words))).flatten(0, 1), labels.flatten())}
+
+
+@functools.cache
+def wide() -> tuple[Wide, dict[str, Tensor], Planner]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        words = torch.randint(0, 4096, (2, 128))
+        model = Wide().train()
+    batch = {"words": words, "labels": words.flip(0)}
+    return model, batch, Planner(model, batch)
+
+
+def test_chunks_only_for_budgets_that_nothing_else_meets() -> None:
+    _, _, planner = wide()
+    assert "loss_chunks" not in planner.plan(planner.minimum_peak_bytes).options
+    below = planner.plan(planner.minimum_peak_bytes // 3)
+    assert "loss_chunks" in below.options
+    assert below.predicted_peak_bytes <= planner.minimum_peak_bytes // 3
+    assert re.search(r"loss block +in \d+ chunks of its rows; .* \(head\)", below.summary())
+    assert "loss block: in" in str(below.explain("head"))
+    assert "not in chunks: it can be" in str(planner.plan(1.0).explain("head"))
+
+
+@pytest.mark.parametrize("share", [0.35, 0.2])
+def test_measured_peak_is_the_predicted_one(share: float) -> None:
+    model, batch, planner = wide()
+    module = planner.module(int(share * planner.minimum_peak_bytes))
+
+    def step() -> None:
+        module(**batch)["loss"].backward()
+
+    step()
+    ours = gradients(model)
+    _, reference = eager(model, batch)
+    assert max(distances(ours, reference).values()) <= 1e-6
+    step()
+    model.zero_grad(set_to_none=False)
+    assert timeline(step).peak_bytes == pytest.approx(module.plan.predicted_peak_bytes, rel=0.02)
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("chunks", ["4 recompute", "4 at_once"])
+def test_measured_peak_with_nothing_recomputed(chunks: str) -> None:
+    model, batch, _ = wide()
+    step = chunked(capture_step(model, batch), chunks)
+    schedule = no_recomputation(step.graph)
+    program = emit(step.graph, schedule, owner_names(model))
+    runner = Runner(program, model)
+
+    def run() -> None:
+        runner.run([batch[name] for name in sorted(batch)], hooks_last=False)[0].backward()
+
+    run()
+    model.zero_grad(set_to_none=False)
+    predicted = simulate(step.graph, schedule, measure_costs(step.graph)).peak_bytes
+    assert timeline(run).peak_bytes == pytest.approx(predicted, rel=0.02)
+    model.zero_grad(set_to_none=True)
+
+
+def test_below_the_smallest_chunks() -> None:
+    _, _, planner = wide()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.plan(1000)
+    assert caught.value.minimum_bytes < planner.minimum_peak_bytes // 4
+    assert planner.plan(caught.value.minimum_bytes).predicted_peak_bytes == caught.value.minimum_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        planner.plan(caught.value.minimum_bytes - 1)
+
+
+def test_plans_in_chunks_are_files_like_others() -> None:
+    model, batch, planner = wide()
+    plan = planner.plan(planner.minimum_peak_bytes // 3)
+    loaded = Plan.from_text(plan.to_text())
+    assert loaded.summary() == plan.summary()
+    module = RockmateModule(model, batch, plan=loaded)
+    module(**batch)["loss"].backward()
+    ours = gradients(model)
+    planner.module(plan.budget_bytes)(**batch)["loss"].backward()
+    assert all(torch.equal(ours[name], gradient) for name, gradient in gradients(model).items())
+
+
+def test_a_plan_in_chunks_for_a_loss_that_has_none() -> None:
+    _, batch, planner = wide()
+    plan = planner.plan(planner.minimum_peak_bytes // 3)
+    with pytest.raises(PlanMismatchError, match=r"in chunks .* cannot be: .*mse_loss.* has no rule.*Plan again"):
+        RockmateModule(make(squared_error), batch | {"words": batch["words"] % CLASSES}, plan=plan)
+
+
+def test_not_allowed() -> None:
+    model, batch, planner = wide()
+    strict = Planner(model, batch, allow_chunking=False)
+    with pytest.raises(InfeasibleBudgetError):
+        strict.plan(planner.minimum_peak_bytes // 3)
+    assert "allow_chunking=False" in str(strict.plan(1.0).explain("head"))
+
+
+def test_allowed_wherever_they_are_faster() -> None:
+    model, batch, planner = wide()
+    free = Planner(model, batch, allow_chunking=True)
+    assert free.minimum_peak_bytes < planner.minimum_peak_bytes // 4
+    points = free.frontier()
+    assert points[0].budget_bytes == free.minimum_peak_bytes
+    assert free.plan(planner.minimum_peak_bytes).predicted_ms <= free.baseline_ms * 2
+
+
+def test_the_reason_is_told() -> None:
+    plan = Planner(make(squared_error), sample()).plan(1.0)
+    assert "loss block: not in chunks: aten.mse_loss.default" in str(plan.explain("head"))
+    assert "loss block" not in str(plan.explain("words"))

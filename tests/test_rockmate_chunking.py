@@ -1,0 +1,331 @@
+"""The loss block in chunks: the same loss and gradients as eager for every kind of loss, and refusals where rows mix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate.chunking import Chunks
+from rockmate.delivery import owner_names
+from rockmate.emit import emit
+from rockmate.region import Refusal
+from rockmate.runtime import Runner
+from rockmate.schedule import no_recomputation
+from rockmate.step import CapturedStep, capture_step
+
+_WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11
+FORMS = ("5 recompute", "3 at_once")
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Words to logits by way of one hidden layer, and a loss."""
+
+    def __init__(self, loss: Loss, *, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(CLASSES, _WIDTH)
+        self.hidden = nn.Linear(_WIDTH, _WIDTH)
+        self.head = nn.Linear(_WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+        self.loss = loss
+
+    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        return {"loss": self.loss(self.head(torch.tanh(self.hidden(self.words(words)))), labels)}
+
+
+def sample(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words, labels = (torch.randint(0, CLASSES, (_BATCH, _TOKENS), generator=generator) for _ in range(2))
+    labels[0, :4] = -100
+    return {"words": words, "labels": labels}
+
+
+def rows_of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return scores.view(-1, scores.shape[-1]), labels.view(-1)
+
+
+def cross_entropy(**options: object) -> Loss:
+    return lambda scores, labels: functional.cross_entropy(*rows_of(scores, labels), **options)  # pyright: ignore[reportArgumentType]
+
+
+def class_weights(scores: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, scores.shape[-1], dtype=scores.dtype)
+    return functional.cross_entropy(*rows_of(scores, labels), weight=weight)
+
+
+def num_items_in_batch(scores: Tensor, labels: Tensor) -> Tensor:
+    """As Hugging Face's trainer has it: the sum over a count that it knows of the whole accumulated batch."""
+    return functional.cross_entropy(*rows_of(scores, labels), reduction="sum") / 37
+
+
+def soft_cap(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(*rows_of(torch.tanh(scores / 30.0) * 30.0, labels))
+
+
+def label_smoother(scores: Tensor, labels: Tensor) -> Tensor:
+    """As Hugging Face's `LabelSmoother`: every step written out."""
+    scores_of_log, labels = -functional.log_softmax(scores, dim=-1), labels.unsqueeze(-1)
+    padding = labels.eq(-100)
+    labels = labels.clamp(min=0)
+    loss = scores_of_log.gather(dim=-1, index=labels).masked_fill(padding, 0.0)
+    smooth = scores_of_log.sum(dim=-1, keepdim=True).masked_fill(padding, 0.0)
+    num_active = padding.numel() - padding.long().sum()
+    return 0.9 * loss.sum() / num_active + 0.1 * smooth.sum() / (num_active * scores.shape[-1])
+
+
+def log_sum_exp(scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy by hand, with the square of the normaliser beside it (z loss)."""
+    rows, labels = rows_of(scores, labels)
+    normaliser = rows.logsumexp(dim=-1)
+    chosen = rows.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return (normaliser - chosen).mean() + 1e-2 * (normaliser**2).mean()
+
+
+def per_token(scores: Tensor, labels: Tensor) -> Tensor:
+    """Weighted token by token."""
+    rows, labels = rows_of(scores, labels)
+    losses = functional.cross_entropy(rows, labels, reduction="none")
+    return (losses * torch.linspace(0.0, 1.0, len(labels))).sum()
+
+
+LOSSES: Mapping[str, Loss] = {
+    "mean": cross_entropy(),
+    "sum": cross_entropy(reduction="sum"),
+    "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(scores, labels.clamp(min=7)),
+    "label smoothing": cross_entropy(label_smoothing=0.1),
+    "class weights": class_weights,
+    "num_items_in_batch": num_items_in_batch,
+    "soft cap": soft_cap,
+    "label smoother": label_smoother,
+    "log_sum_exp": log_sum_exp,
+    "per token": per_token,
+}
+
+
+def make(loss: Loss, **options: bool) -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model(loss, **options).train()
+
+
+def chunked(step: CapturedStep, chunks: str) -> CapturedStep:
+    found = step.in_chunks(Chunks.parse(chunks))
+    assert not isinstance(found, Refusal), str(found)
+    return found
+
+
+def train(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
+    """One step of the captured graph, nothing recomputed; gives the loss."""
+    program = emit(step.graph, no_recomputation(step.graph), owner_names(step.model))
+    outputs = Runner(program, step.model).run([batch[name] for name in sorted(batch)], hooks_last=False)
+    (outputs[0] * scale).backward()
+    return outputs[0].detach()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def eager(model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(**batch)["loss"]
+    (loss * scale).backward()
+    return loss.detach(), gradients(model)
+
+
+def distance(ours: Tensor, reference: Tensor) -> float:
+    """Relative, by norm."""
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    assert ours.keys() == reference.keys()
+    return {name: distance(gradient, reference[name]) for name, gradient in ours.items()}
+
+
+# --- the same sum --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_same_loss_and_gradients(loss: str) -> None:
+    model = make(LOSSES[loss])
+    step = capture_step(model, sample())
+    expected, reference = eager(model, sample(), scale=3.0)
+    for chunks in FORMS:
+        found = train(chunked(step, chunks), sample(), scale=3.0)
+        assert distance(found, expected) <= 1e-6
+        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
+def test_heads(options: dict[str, bool]) -> None:
+    model = make(cross_entropy(), **options)
+    step = capture_step(model, sample())
+    _, reference = eager(model, sample())
+    for chunks in FORMS:
+        train(chunked(step, chunks), sample())
+        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+
+
+def test_rows_do_not_divide_into_chunks_of_one_size() -> None:
+    model = make(cross_entropy())
+    step = capture_step(model, sample())
+    graph = chunked(step, "5 recompute").graph
+    heights = [op.node.meta["val"].shape[0] for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
+    assert heights == [4, 4, 5, 4, 5]  # 22 rows
+
+
+def test_no_token_counts() -> None:
+    """A batch whose targets are all ignored has no mean, in eager neither."""
+    model, batch = make(cross_entropy()), sample()
+    batch["labels"].fill_(-100)
+    step = capture_step(model, batch)
+    assert all(train(chunked(step, chunks), batch).isnan() for chunks in FORMS)
+
+
+@pytest.mark.parametrize("loss", ["mean", "soft cap", "label smoothing"])
+def test_bfloat16_within_the_rounding_of_eager(loss: str) -> None:
+    model = make(LOSSES[loss])
+    _, exact = eager(model.double(), sample())
+    model.bfloat16()
+    _, rounded = eager(model, sample())
+    step = capture_step(model, sample())
+    for chunks in FORMS:
+        train(chunked(step, chunks), sample())
+        ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
+        assert all(ours[name] <= 1.5 * of_eager[name] for name in ours), (chunks, ours, of_eager)
+
+
+def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:
+    model = make(cross_entropy(), tied=True)
+    step = capture_step(model, sample())
+    calls: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    batches = [sample(seed) for seed in (1, 2)]
+    for chunks in FORMS:
+        for batch in batches:
+            train(chunked(step, chunks), batch)
+        assert sorted(calls) == sorted(2 * [name for name, _ in model.named_parameters()])
+        ours = gradients(model)
+        for batch in batches:
+            model(**batch)["loss"].backward()
+        assert max(distances(ours, gradients(model)).values()) <= 1e-6
+        calls.clear()
+
+
+def test_returned_gradients() -> None:
+    model = make(cross_entropy(), tied=True)
+    step = capture_step(model, sample(), gradients="returned")
+    _, reference = eager(model, sample())
+    for chunks in FORMS:
+        train(chunked(step, chunks), sample())
+        assert max(distances(gradients(model), reference).values()) <= 1e-6
+
+
+# --- what stands in the way ----------------------------------------------------------------------------
+
+
+def contrastive(scores: Tensor, labels: Tensor) -> Tensor:
+    """Every row against every other."""
+    rows, labels = rows_of(scores, labels)
+    return functional.cross_entropy(rows @ rows.t(), torch.arange(len(labels)))
+
+
+def normalised_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
+    rows, labels = rows_of(scores, labels)
+    return functional.cross_entropy(rows - rows.mean(dim=0), labels)
+
+
+def softmax_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
+    rows, labels = rows_of(scores, labels)
+    return functional.nll_loss(functional.log_softmax(rows, dim=0), labels)
+
+
+def squared_error(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(scores, torch.zeros_like(scores))
+
+
+def shifted(scores: Tensor, labels: Tensor) -> Tensor:
+    """The last token's logits are left out: tokens of two samples are no longer side by side."""
+    return functional.cross_entropy(scores[:, :-1].reshape(-1, scores.shape[-1]), labels[:, 1:].reshape(-1))
+
+
+INSEPARABLE: Mapping[str, tuple[Loss, str]] = {
+    "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|takes rows)"),
+    "normalised over tokens": (normalised_over_tokens, r"reads mean.*, a sum over all rows"),
+    "softmax over tokens": (softmax_over_tokens, r"aten\._log_softmax\.default .* runs along the rows"),
+    "squared error": (squared_error, r"aten\.mse_loss\.default .* has no rule"),
+    "shifted": (shifted, r"aten\.slice\.Tensor .* runs along the rows"),
+}
+
+
+@pytest.mark.parametrize("loss", INSEPARABLE)
+def test_refused_where_rows_mix(loss: str) -> None:
+    function, says = INSEPARABLE[loss]
+    found = capture_step(make(function), sample()).in_chunks(Chunks.parse("2 recompute"))
+    assert isinstance(found, Refusal)
+    assert re.search(says, str(found)), str(found)
+
+
+def test_more_chunks_than_rows() -> None:
+    found = capture_step(make(cross_entropy()), sample()).in_chunks(Chunks.parse("23 recompute"))
+    assert isinstance(found, Refusal)
+    assert "22 rows cannot be 23 chunks" in str(found)
+
+
+class Clipped(torch.autograd.Function):
+    """Passes values on, and clips their gradient."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def test_a_backward_that_is_not_linear_is_not_taken_in_the_forward() -> None:
+    model = make(lambda scores, labels: functional.cross_entropy(*rows_of(Clipped.apply(scores), labels)))  # pyright: ignore
+    step = capture_step(model, sample())
+    found = step.in_chunks(Chunks.parse("2 at_once"))
+    assert isinstance(found, Refusal)
+    assert "clamp" in str(found)
+    assert "not known to be linear" in str(found)
+    _, reference = eager(model, sample(), scale=3.0)
+    train(chunked(step, "2 recompute"), sample(), scale=3.0)
+    assert max(distances(gradients(model), reference).values()) <= 1e-6
+
+
+class Centred(torch.autograd.Function):
+    """Passes values on, and subtracts from their gradient what all of it adds up to."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient - gradient.sum(0)
+
+
+def test_a_sum_of_the_backward_is_not_read_before_it_is_complete() -> None:
+    model = make(lambda scores, labels: functional.cross_entropy(Centred.apply(rows_of(scores, labels)[0]), labels.view(-1)))  # pyright: ignore
+    found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
+    assert isinstance(found, Refusal)
+    assert "a sum over all rows, where only a part of them is known" in str(found)
+
+
+@pytest.mark.parametrize("text", ["", "1 recompute", "x at_once", "4 both", "4"])
+def test_chunks_are_read_back_or_refused(text: str) -> None:
+    assert Chunks.parse("8 at_once") == Chunks(8, "at_once")
+    with pytest.raises(ValueError, match="loss_chunks is"):
+        Chunks.parse(text)

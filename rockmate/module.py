@@ -289,7 +289,7 @@ class RockmateModule(nn.Module):
             runnable
             for runnable in self._runnables
             if not runnable.is_adapted and differs_in_shapes(runnable.planned.call, call) and not runnable.difference(self.original)
-        ]
+        ] or self._runnables[:1]  # which fits, but may be the last of its kind
         larger = [runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)]
         if not larger and self._refuses_larger:
             check_call(alike[-1].planned.call, call)

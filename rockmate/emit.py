@@ -55,7 +55,8 @@ class Program:
         forward: takes the arguments of `forward_arguments` in one list; returns a tuple: the values of `results`, then those of `kept`.
         backward: takes the arguments of `backward_arguments` in one list, which it empties; returns the values of `gradients`.
         results: roles of what the forward returns first (outputs and updates).
-        kept: what the forward returns after that, in this order.
+        kept: what the forward returns after that, in this order, which is also that of the backward's arguments.
+        held: places in `kept` of what the user holds too, being part of an output.
         gradients: roles of what the backward returns.
         delivered: names of the parameters whose gradients it hands over instead.
         constants: tensors that belong to the graphs themselves, by name.
@@ -69,6 +70,7 @@ class Program:
     backward_arguments: tuple[Argument, ...]
     results: tuple[Role, ...]
     kept: tuple[Argument, ...]
+    held: tuple[int, ...]
     gradients: tuple[Role, ...]
     delivered: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
@@ -97,6 +99,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     kept = [Argument(ArgumentKind.KEPT, storage) for storage in backward_reads]
     states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in again]
     results = [(node, role) for node, role in graph.outputs if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES]
+    shown = {graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     returned = [forward.value(node) for node, _ in results]
     returned += [forward.value(storage.root) for storage in backward_reads]
     returned += [forward.states[argument.what] for argument in states]  # pyright: ignore[reportArgumentType]
@@ -121,6 +124,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
         kept=(*kept, *states),
+        held=tuple(place for place, storage in enumerate(backward_reads) if storage in shown),
         gradients=tuple(role for _, role in gradients),
         delivered=tuple(dict.fromkeys(_delivery_order(graph, schedule))),
         constants=graph.constants,

@@ -57,6 +57,7 @@ class Runner:
         self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
         self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
         self._anchors: dict[torch.device, _Anchor] = {}
+        self._accumulators: dict[str, Any] = {}
 
     def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
@@ -103,7 +104,15 @@ class Runner:
                 'place in .grad. Make the module with gradients="returned".'
             )
             raise SignatureMismatchError(msg)
+        self._hold_accumulators(owners)
         return owners
+
+    def _hold_accumulators(self, owners: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the nodes at which autograd accumulates: one that nobody holds is made anew for each gradient, half the cost of adding it."""
+        for name, owner in owners.items():
+            node = self._accumulators.get(name)
+            if node is None or node.variable is not owner:
+                self._accumulators[name] = torch.autograd.graph.get_gradient_edge(owner).node
 
 
 class PlannedStep(torch.autograd.Function):
@@ -155,6 +164,7 @@ class PlannedStep(torch.autograd.Function):
         del saved, kept, sources  # the list of arguments is the only holder of what was kept
         with _profiled("rockmate::backward"), _no_autocast():
             values = program.backward(arguments)
+            sink.close()
         inputs = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
             inputs[index] = values[place]

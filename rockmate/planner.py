@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget
+from rockmate.capture import modules_with_checkpointing
 from rockmate.certificate import Certificate
 from rockmate.collector import collection_put_off
 from rockmate.costs import measure_costs
@@ -95,6 +96,8 @@ class Planner:
             self._step = capture_step(
                 model, sample_input, differentiable=differentiable, outputs=outputs, gradients=gradients, machine=target
             )
+        if modules_with_checkpointing(model):
+            logger.warning("gradient checkpointing is off in the planned forward: the plan recomputes instead")
         graph = self._step.graph
         with self._timed("costs"):
             costs = measure_costs(graph, progress=progress) if target is None else estimate_costs(graph, target)

@@ -18,6 +18,7 @@ from torch import fx
 from tqdm import tqdm
 
 from rockmate.allocations import peak_beyond_result
+from rockmate.autocast import autocast_off
 from rockmate.capture import RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, call_key
@@ -76,7 +77,7 @@ def measure_costs(graph: Graph, *, progress: bool = False) -> Costs:
     again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
     additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
     cuda = sorted({call.device.index or 0 for call in calls.values() if call.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+    with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         _run_rounds(list(calls.values()), progress=progress)
     costs = {key: call.cost() for key, call in calls.items()}
     return Costs(

@@ -14,14 +14,14 @@ A call should cost little beside a small model's step, so what does not change f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
 from rockmate.data_parallel import LastHooksSink
 from rockmate.delivery import Binding, GradientSink
@@ -57,7 +57,7 @@ class Runner:
         self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
         self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
         self._anchors: dict[torch.device, _Anchor] = {}
-        self._accumulators: dict[str, Any] = {}
+        self._accumulators: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
@@ -108,11 +108,11 @@ class Runner:
         return owners
 
     def _hold_accumulators(self, owners: Mapping[str, torch.Tensor]) -> None:
-        """Keeps the nodes at which autograd accumulates: one that nobody holds is made anew for each gradient, half the cost of adding it."""
+        """Keeps the nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it."""
         for name, owner in owners.items():
-            node = self._accumulators.get(name)
-            if node is None or node.variable is not owner:
-                self._accumulators[name] = torch.autograd.graph.get_gradient_edge(owner).node
+            held_for, _ = self._accumulators.get(name, (None, None))
+            if held_for is not owner:
+                self._accumulators[name] = owner, torch.autograd.graph.get_gradient_edge(owner).node
 
 
 class PlannedStep(torch.autograd.Function):
@@ -123,7 +123,7 @@ class PlannedStep(torch.autograd.Function):
         ctx: FunctionCtx, runner: Runner, anchor: _Anchor, leaf: torch.Tensor, num_inputs: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with _profiled("rockmate::forward"), _no_autocast():
+        with _profiled("rockmate::forward"), autocast_off():
             values = program.forward(runner.read_in_forward.present(inputs))
         for place in runner.updates:
             role = program.results[place]
@@ -162,7 +162,7 @@ class PlannedStep(torch.autograd.Function):
         sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
         arguments = [sources[place] for place in runner.backward_order]
         del saved, kept, sources  # the list of arguments is the only holder of what was kept
-        with _profiled("rockmate::backward"), _no_autocast():
+        with _profiled("rockmate::backward"), autocast_off():
             values = program.backward(arguments)
             sink.close()
         inputs = [None] * ctx.num_inputs
@@ -254,20 +254,6 @@ def _tangents(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> list[torch.T
             tangent = torch.zeros((), dtype=dtype, device=device).expand(shape)
         given[index] = layout.of(tangent)
     return given
-
-
-@contextlib.contextmanager
-def _without_autocast(device_types: Sequence[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Runs a planned graph as it was written: the casts of autocast are in it, so autocast must not add its own."""
-    enabled = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
-    return _without_autocast(enabled) if enabled else contextlib.nullcontext()
 
 
 def _refuse_what_no_schedule_serves(ctx: Any, *, hands_over: bool) -> None:

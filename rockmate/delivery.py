@@ -135,6 +135,7 @@ class GradientSink:
         self._parameters = parameters
         self._waiting: dict[int, torch.Tensor] = {}
         self._complete: list[torch.Tensor] = []  # their `.grad` is, and their nodes are yet to be visited
+        self._complete_bytes = 0
 
     def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
         """Adds `gradient` to the `.grad` of parameter `name`; hooks fire if it is the parameter's last of this backward."""
@@ -149,12 +150,13 @@ class GradientSink:
             else:
                 self._waiting[id(parameter)] = whole.clone() if waiting is None else whole
             return
-        if parameter.grad is None:
+        at_rest = parameter.grad
+        if at_rest is None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        elif parameter.grad.layout is torch.strided:
-            parameter.grad.add_(gradient)
+        elif at_rest.layout is torch.strided:
+            at_rest.add_(gradient)
         else:
-            parameter.grad = gradient + parameter.grad  # in the order that the engine takes
+            parameter.grad = gradient + at_rest  # in the order that the engine takes
         if is_final:
             self._visit(parameter)
 
@@ -173,14 +175,15 @@ class GradientSink:
         if not self.fires_hooks:
             return
         self._complete.append(parameter)
-        is_enough = len(self._complete) == _VISITED_AT_ONCE or sum(p.nbytes for p in self._complete) > _VISITED_WITHIN_BYTES
+        self._complete_bytes += parameter.nbytes
+        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
         if is_enough or parameter._post_accumulate_grad_hooks:
             self.close()
 
     def close(self) -> None:
         """Visits the nodes that are left; to be called when nothing more is to come."""
         if self._complete:
-            complete, self._complete = tuple(self._complete), []
+            complete, self._complete, self._complete_bytes = tuple(self._complete), [], 0
             _accumulate(complete, tuple([_nothing(p.shape, p.dtype, p.device) for p in complete]))
 
     def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
@@ -233,7 +236,7 @@ class GradientSink:
 
     def _must_see_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
-        return bool(parameter._backward_hooks) or id(parameter) in self._waiting
+        return bool(parameter._backward_hooks or (self._waiting and id(parameter) in self._waiting))
 
 
 def _accumulate(parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:

@@ -135,6 +135,10 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     )
 
 
+def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return fake.dtype, fake.shape, fake.stride(), fake.storage_offset()
+
+
 def _are_returned(graph: Graph) -> bool:
     """Whether parameter gradients are returned: then no op delivers any."""
     return not graph.initial_deliveries and not any(op.delivers for op in graph.ops)
@@ -313,7 +317,17 @@ class _Writer:
 
     def hand_over(self, node: fx.Node, role: Role) -> None:
         """Gives a parameter gradient to the sink."""
-        self.graph.call_function(deliver, (self._sink(), self.value(node), role.name, self._is_final(role.name)))
+        value = self.value(self._before_views_that_cancel(node))
+        self.graph.call_function(deliver, (self._sink(), value, role.name, self._is_final(role.name)))
+
+    def _before_views_that_cancel(self, node: fx.Node) -> fx.Node:
+        """The value that `node` is a view of with the very same layout, as the gradient of a linear layer's weight is, transposed twice."""
+        found, fake = node, node.meta["val"]
+        while not fake.is_complex() and (base := self.source.view_base.get(node)) is not None:
+            node, other = base, base.meta["val"]
+            if isinstance(other, torch.Tensor) and _layout(other) == _layout(fake):
+                found = node
+        return found
 
     def _hand_over_pieces(self, op: Op, args: tuple[Any, ...]) -> None:
         """Gives a gradient to the sink that is never made as a whole."""

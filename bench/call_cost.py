@@ -76,10 +76,11 @@ def call_costs(steps: Mapping[str, Callable[[], object]], num_rounds: int, befor
 
     The order alternates (A B C, C B A), so that none always follows the same one.
     """
-    times_ms: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    times_ms: dict[str, list[float]] = {name: [] for name in names}
     with measure.quiet():
         for number in range(-NUM_WARM_UPS, num_rounds):
-            for name in list(steps) if number % 2 else reversed(steps):
+            for name in names if number % 2 else reversed(names):
                 before()
                 start_ns = time.process_time_ns()
                 steps[name]()

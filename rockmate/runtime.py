@@ -28,7 +28,8 @@ from rockmate.delivery import Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
 
-_profiled: Any = torch._C._profiler._RecordFunctionFast  # a label in profiles; torch.profiler.record_function takes 30 times as long
+# A label in profiles; torch.profiler.record_function takes 30 times as long.
+_profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Runner:

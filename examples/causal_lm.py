@@ -34,6 +34,8 @@ def main() -> None:
         module = wrap_trainer(trainer, None if options.memory_limit else options.budget, memory_limit=options.memory_limit)
         trainer.train()
         trainer.save_model(folder)
+        if not trainer.is_world_process_zero():  # under torchrun the first process saves
+            return
         again = type(model).from_pretrained(folder)
     print(module.plan.summary())
     print(f"saved and loaded: {sum(parameter.numel() for parameter in again.parameters()):,} parameters")

@@ -307,17 +307,15 @@ def _value_checks_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_only_features_off(model: nn.Module) -> Iterator[None]:
-    """Switches off the key/value cache and gradient checkpointing, and says so."""
+    """Switches off the key/value cache, and says so, and gradient checkpointing, of which the planner says so."""
     configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "__dict__")]
     settings = [(config, vars(config).copy()) for config in configs]  # some forwards write to them (`problem_type`)
     changed: list[tuple[Any, str]] = []
     holders = {id(holder): holder for module in model.modules() for holder in _cache_switches(module)}
     changed += [(holder, "use_cache") for holder in holders.values()]
-    changed += [(module, "gradient_checkpointing") for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    changed += [(module, "gradient_checkpointing") for module in modules_with_checkpointing(model)]
     if holders:
         logger.info("use_cache is off in the planned forward: a training step has no use for past_key_values")
-    if len(changed) > len(holders):
-        logger.info("gradient checkpointing is off in the planned forward: the plan recomputes instead")
     try:
         for holder, name in changed:
             setattr(holder, name, False)
@@ -331,6 +329,11 @@ def _training_only_features_off(model: nn.Module) -> Iterator[None]:
             for name, value in before.items():
                 if vars(config).get(name) is not value:
                     setattr(config, name, value)
+
+
+def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """The submodules in which Hugging Face's gradient checkpointing is switched on."""
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
 
 
 def _cache_switches(module: nn.Module) -> Iterator[Any]:

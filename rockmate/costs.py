@@ -18,6 +18,7 @@ from torch import fx
 from tqdm import tqdm
 
 from rockmate.allocations import peak_beyond_result
+from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, Product, call_key
@@ -79,7 +80,7 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+    with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         _run_rounds(unknown, progress=progress)
     costs.update({call.key: call.cost() for call in unknown})
     return Costs(

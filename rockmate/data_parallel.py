@@ -1,18 +1,43 @@
 """What DistributedDataParallel around a planned module asks of its backward.
 
 Its reducer learns that a parameter's gradient is ready from a hook on the parameter's accumulation node. A planned backward fires that
-hook as soon as the gradient is final, so buckets are reduced while it still runs. With `find_unused_parameters=True` the reducer
-moreover walks the autograd graph from the outputs and takes every parameter that it does not meet for unused. A planned step
-therefore has its parameters as inputs in that mode; their nodes then run, and their hooks fire, when the whole step is done. Gradients
-are in `.grad` as early as otherwise, but nothing is reduced before the end.
+hook when the gradient is final, for a few small parameters at a time, so buckets are reduced while it still runs. With
+`find_unused_parameters=True` the reducer moreover walks the autograd graph from the outputs and takes every parameter that it does not
+meet for unused. A planned step therefore has its parameters as inputs in that mode; their nodes then run, and their hooks fire, when
+the whole step is done. Gradients are in `.grad` as early as otherwise, but nothing is reduced before the end.
+
+FullyShardedDataParallel is refused: it gathers a layer's parameters in hooks around that layer, which a planned step does not run.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import distributed, nn
 
 from rockmate.delivery import GradientSink
+from rockmate.errors import UnsupportedModelError
+
+SHARDED = (
+    "FSDP shards this model's parameters and gathers them in hooks around its layers, which a planned step does not run. Use "
+    "DistributedDataParallel(RockmateModule(model, ...)), or FSDP with the plain model."
+)
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises `UnsupportedModelError` if FSDP, of either generation and around or within `model`, holds parameters of it."""
+    if any(hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module))) for module in model.modules()):
+        raise UnsupportedModelError(SHARDED)
+
+
+def _tensors(module: nn.Module) -> list[Any]:
+    # FSDP's first generation puts views of its flat parameter in the places of parameters, as plain attributes.
+    return [*module._parameters.values(), *(value for value in vars(module).values() if isinstance(value, torch.Tensor))]
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return any(hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh") for of in (tensor, getattr(tensor, "_base", None)))
 
 
 def finds_unused_parameters(module: nn.Module) -> bool:

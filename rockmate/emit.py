@@ -55,7 +55,8 @@ class Program:
         forward: takes the arguments of `forward_arguments` in one list; returns a tuple: the values of `results`, then those of `kept`.
         backward: takes the arguments of `backward_arguments` in one list, which it empties; returns the values of `gradients`.
         results: roles of what the forward returns first (outputs and updates).
-        kept: what the forward returns after that, in this order.
+        kept: what the forward returns after that, in this order, which is also that of the backward's arguments.
+        held: places in `kept` of what the user holds too, being part of an output.
         gradients: roles of what the backward returns.
         delivered: names of the parameters whose gradients it hands over instead.
         constants: tensors that belong to the graphs themselves, by name.
@@ -69,6 +70,7 @@ class Program:
     backward_arguments: tuple[Argument, ...]
     results: tuple[Role, ...]
     kept: tuple[Argument, ...]
+    held: tuple[int, ...]
     gradients: tuple[Role, ...]
     delivered: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
@@ -97,6 +99,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     kept = [Argument(ArgumentKind.KEPT, storage) for storage in backward_reads]
     states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in again]
     results = [(node, role) for node, role in graph.outputs if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES]
+    shown = {graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     returned = [forward.value(node) for node, _ in results]
     returned += [forward.value(storage.root) for storage in backward_reads]
     returned += [forward.states[argument.what] for argument in states]  # pyright: ignore[reportArgumentType]
@@ -121,6 +124,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
         kept=(*kept, *states),
+        held=tuple(place for place, storage in enumerate(backward_reads) if storage in shown),
         gradients=tuple(role for _, role in gradients),
         delivered=tuple(dict.fromkeys(_delivery_order(graph, schedule))),
         constants=graph.constants,
@@ -129,6 +133,10 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return fake.dtype, fake.shape, fake.stride(), fake.storage_offset()
 
 
 def _are_returned(graph: Graph) -> bool:
@@ -309,7 +317,17 @@ class _Writer:
 
     def hand_over(self, node: fx.Node, role: Role) -> None:
         """Gives a parameter gradient to the sink."""
-        self.graph.call_function(deliver, (self._sink(), self.value(node), role.name, self._is_final(role.name)))
+        value = self.value(self._before_views_that_cancel(node))
+        self.graph.call_function(deliver, (self._sink(), value, role.name, self._is_final(role.name)))
+
+    def _before_views_that_cancel(self, node: fx.Node) -> fx.Node:
+        """The value that `node` is a view of with the very same layout, as the gradient of a linear layer's weight is, transposed twice."""
+        found, fake = node, node.meta["val"]
+        while not fake.is_complex() and (base := self.source.view_base.get(node)) is not None:
+            node, other = base, base.meta["val"]
+            if isinstance(other, torch.Tensor) and _layout(other) == _layout(fake):
+                found = node
+        return found
 
     def _hand_over_pieces(self, op: Op, args: tuple[Any, ...]) -> None:
         """Gives a gradient to the sink that is never made as a whole."""

@@ -6,6 +6,8 @@ twice (batch normalisation that updates statistics), or needs memory that its ma
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 _aten = torch.ops.aten
@@ -33,9 +35,14 @@ def dropout_apply(
     Eager multiplies by a noise tensor whose entries are 0 or 1 / (1 - p) rounded to the input's dtype. Multiplying by the mask is
     exact, so multiplying by that rounded number afterwards gives the same.
     """
+    return torch.mul(values, mask, out=out).mul_(_scale_of_kept(probability, values.dtype))
+
+
+@lru_cache(maxsize=256)
+def _scale_of_kept(probability: float, dtype: torch.dtype) -> float:
+    """What dropout multiplies an element that stays by: 1 / (1 - p) rounded to `dtype`, 0 if none stays."""
     kept = 1.0 - probability
-    scale = torch.ones((), dtype=values.dtype).div_(kept).item() if kept else 0.0
-    return torch.mul(values, mask, out=out).mul_(scale)
+    return torch.ones((), dtype=dtype).div_(kept).item() if kept else 0.0
 
 
 def batch_norm_again(

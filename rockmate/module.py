@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget, size_text
-from rockmate.data_parallel import finds_unused_parameters
+from rockmate.data_parallel import SHARDED, finds_unused_parameters
 from rockmate.emit import Program
-from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError
+from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan import Plan
 from rockmate.request import PlanRequest
@@ -203,6 +203,7 @@ class RockmateModule(nn.Module):
         self._request: PlanRequest | None = None
         self._replan = self._refuses_larger = False
         self._runnables: list[_Runnable] = []  # the one in use first
+        self._num_runs = 0
 
     def _use(self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False) -> None:
         family = family or StepFamily(self.original, call)
@@ -216,6 +217,11 @@ class RockmateModule(nn.Module):
         # Libraries ask a model for its class: Trainer for label names and whether it can be saved, PEFT whether it has adapters.
         wrapped = self.__dict__.get("_wrapped")
         return type(self) if wrapped is None else wrapped.__class__
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        msg = f"a RockmateModule stays one, and cannot become a {cls.__name__}. If this is fully_shard: {SHARDED}"
+        raise UnsupportedModelError(msg)
 
     @property
     def original(self) -> nn.Module:
@@ -251,7 +257,27 @@ class RockmateModule(nn.Module):
         """
         return self._run(args, kwargs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `forward`, with the module's hooks.
+
+        Raises:
+            RockmateError: in training, a `forward` that was assigned to the module after wrapping ran without the planned one.
+        """
+        if "forward" not in self.__dict__:
+            return super().__call__(*args, **kwargs)
+        num_before = self._num_runs
+        output = super().__call__(*args, **kwargs)
+        if self._num_runs == num_before and self.training and torch.is_grad_enabled():
+            msg = (
+                "forward was replaced after the model was wrapped, and the new one does not call the planned forward, so nothing ran "
+                "inside the budget. Wrap last: for a trainer that replaces it (TRL's), make the trainer with the plain model, then "
+                "rockmate.trainer.wrap_trainer(trainer, budget)."
+            )
+            raise RockmateError(msg)
+        return output
+
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._num_runs += 1
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)

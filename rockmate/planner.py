@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget
+from rockmate.capture import modules_with_checkpointing
 from rockmate.collector import collection_put_off
 from rockmate.costs import Cost, Costs, measure_costs
 from rockmate.errors import InfeasibleBudgetError
@@ -106,6 +107,8 @@ class Planner:
                 machine=target,
                 untraced=untraced,
             )
+        if modules_with_checkpointing(model):
+            logger.warning("gradient checkpointing is off in the planned forward: the plan recomputes instead")
         self._prepare(step, target, allow_chunking=allow_chunking, time_limit_s=time_limit_s, progress=progress)
 
     @classmethod

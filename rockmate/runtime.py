@@ -8,24 +8,28 @@ post-accumulate hooks would fire twice.) With `gradients="returned"` parameters 
 `torch.autograd.grad` needs and which costs the memory of all of them at once.
 
 How a gradient is handed over is said in `delivery`.
+
+A call should cost little beside a small model's step, so what does not change from call to call is worked out in `Runner.__init__`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
 from rockmate.data_parallel import LastHooksSink
 from rockmate.delivery import Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
-from rockmate.graph import Storage
+
+# A label in profiles; torch.profiler.record_function takes 30 times as long.
+_profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Runner:
@@ -39,12 +43,22 @@ class Runner:
         self.binding = Binding(model, list(dict.fromkeys([*names, *program.delivered])))
         self.parameter_names = [role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT]
         self.delivered_names = program.delivered
-        self.outputs = [i for i, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT]
-        self.updates = [i for i, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
+        outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
+        self.outputs = [outputs[index] for index in range(len(outputs))]
+        self.updates = [place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
         self.changed_inputs = [role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE]
-        self.differentiable = program.differentiable
-        self.statics = [a for a in program.backward_arguments if a.kind is ArgumentKind.STATIC]
-        self._anchors: dict[torch.device, torch.Tensor] = {}
+        self.non_differentiable = [index for index in range(len(outputs)) if index not in program.differentiable]
+        self.read_in_forward = _Statics(program, self.binding, program.forward_arguments)
+        self.read_in_backward = _Statics(program, self.binding, program.backward_arguments)
+        self.backward_order = _order(program, len(outputs))
+        places = {role: place for place, role in enumerate(program.gradients)}
+        self.input_gradients = {role.index: place for role, place in places.items() if role.kind is RoleKind.INPUT_GRADIENT}
+        self.parameter_gradients = [places[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.parameter_names]
+        layouts = {role: _Layout(fake) for role, fake in program.layouts.items()}
+        self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
+        self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
+        self._anchors: dict[torch.device, _Anchor] = {}
+        self._accumulators: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
@@ -54,14 +68,14 @@ class Runner:
             hooks_last: hooks of parameters fire when the step is done; see `data_parallel`.
         """
         device = inputs[0].device if inputs else torch.device("cpu")
-        anchor = self._anchors.setdefault(device, torch.empty(0, device=device, requires_grad=True))
-        layouts, given = self.program.layouts, inputs
-        inputs = [_laid_out(t, layouts[Role(RoleKind.INPUT, index=i)]) for i, t in enumerate(given)]
+        anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
+        given = inputs
+        inputs = [self.input_layouts[index].of(tensor) for index, tensor in enumerate(given)]
         self._refuse_shared(given)
         parameters = [self.binding[name] for name in self.parameter_names]
         if hooks_last and not parameters:
             parameters = list({id(owner): owner for owner in self.gradient_owners().values()}.values())
-        outputs = PlannedStep.apply(self, anchor, len(inputs), *inputs, *parameters)
+        outputs = PlannedStep.apply(self, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
         for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
@@ -91,15 +105,15 @@ class Runner:
                 'place in .grad. Make the module with gradients="returned".'
             )
             raise SignatureMismatchError(msg)
+        self._hold_accumulators(owners)
         return owners
 
-    def static(self, argument: Argument, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The present tensor of a static argument."""
-        role = argument.what
-        assert isinstance(role, Role)
-        if role.kind is RoleKind.INPUT:
-            return inputs[role.index]
-        return self.program.constants[role.name] if role.kind is RoleKind.CONSTANT else self.binding[role.name]
+    def _hold_accumulators(self, owners: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it."""
+        for name, owner in owners.items():
+            held_for, _ = self._accumulators.get(name, (None, None))
+            if held_for is not owner:
+                self._accumulators[name] = owner, torch.autograd.graph.get_gradient_edge(owner).node
 
 
 class PlannedStep(torch.autograd.Function):
@@ -107,30 +121,30 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: FunctionCtx, runner: Runner, anchor: torch.Tensor, num_inputs: int, *tensors: torch.Tensor
+        ctx: FunctionCtx, runner: Runner, anchor: _Anchor, leaf: torch.Tensor, num_inputs: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with _as_captured("rockmate::forward"):
-            values = program.forward([runner.static(argument, inputs) for argument in program.forward_arguments])
-        for position in runner.updates:
-            role = program.results[position]
+        with _profiled("rockmate::forward"), autocast_off():
+            values = program.forward(runner.read_in_forward.present(inputs))
+        for place in runner.updates:
+            role = program.results[place]
             target = inputs[role.index] if role.kind is RoleKind.INPUT_UPDATE else runner.binding[role.name]
-            target.detach().copy_(values[position])
-        ordered = {program.results[position].index: values[position] for position in runner.outputs}
-        outputs = tuple(ordered[index] for index in range(len(ordered)))
-        kept = values[len(program.results) :]
-        shared = {tensor.untyped_storage()._cdata for tensor in outputs}
+            target.detach().copy_(values[place])
+        outputs = tuple([values[place] for place in runner.outputs])
+        kept: list[torch.Tensor | None] = list(values[len(program.results) :])
         # A kept tensor that the user holds too goes through autograd, which notices when it is changed in place; an alias of it,
         # since the output itself would refer to this node and never be freed.
-        held = [t.detach() if _is_held(a, t, shared) else None for a, t in zip(program.kept, kept, strict=True)]
-        ctx.save_for_backward(*[runner.static(argument, inputs) for argument in runner.statics], *held)  # pyright: ignore
-        ctx.kept = [tensor if alias is None else None for tensor, alias in zip(kept, held, strict=True)]  # pyright: ignore
+        held = [values[len(program.results) + place].detach() for place in program.held]
+        for place in program.held:
+            kept[place] = None
+        ctx.save_for_backward(*runner.read_in_backward.present(inputs), *held)
+        ctx.kept = kept  # pyright: ignore
         ctx.owners = runner.gradient_owners()  # pyright: ignore
         ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
         ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
         ctx.set_materialize_grads(False)  # outputs without a gradient would each get zeros of their size
         ctx.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]  # pyright: ignore
-        ctx.mark_non_differentiable(*[tensor for index, tensor in enumerate(outputs) if index not in runner.differentiable])
+        ctx.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 
     @staticmethod
@@ -138,77 +152,109 @@ class PlannedStep(torch.autograd.Function):
         runner, program = ctx.runner, ctx.runner.program
         _refuse_what_no_schedule_serves(ctx, hands_over=not runner.parameter_names)
         saved = ctx.saved_tensors
-        statics, held = saved[: len(runner.statics)], saved[len(runner.statics) :]
-        kept = [tensor if alias is None else alias for tensor, alias in zip(ctx.kept, held, strict=True)]
+        kept = list(ctx.kept)
+        for place, alias in zip(program.held, saved[len(runner.read_in_backward) :], strict=True):
+            kept[place] = alias
         if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
             kept = [tensor.clone() for tensor in kept]  # the planned backward works in place on what it is given
         else:
             ctx.kept = None
         sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
-        arguments = _backward_arguments(ctx, iter(statics), kept, tangents, sink)
-        del saved, statics, held, kept
-        with _as_captured("rockmate::backward"):
+        sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
+        arguments = [sources[place] for place in runner.backward_order]
+        del saved, kept, sources  # the list of arguments is the only holder of what was kept
+        with _profiled("rockmate::backward"), autocast_off():
             values = program.backward(arguments)
-        by_role = dict(zip(program.gradients, values, strict=True))
-        inputs = [by_role.get(Role(RoleKind.INPUT_GRADIENT, index=index)) for index in range(ctx.num_inputs)]
-        parameters = [by_role[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in runner.parameter_names]
+            sink.close()
+        inputs = [None] * ctx.num_inputs
+        for index, place in runner.input_gradients.items():
+            inputs[index] = values[place]
+        parameters = [values[place] for place in runner.parameter_gradients]
         if isinstance(sink, LastHooksSink):
             parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
-        return None, None, None, *inputs, *parameters
+        return None, None, None, None, *inputs, *parameters
 
 
-@contextlib.contextmanager
-def _as_captured(label: str) -> Iterator[None]:
-    """Runs a planned graph as it was written: the casts of autocast are in it, so autocast must not add its own."""
-    with contextlib.ExitStack() as stack:
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(torch.profiler.record_function(label))
-        yield
+class _Statics:
+    """The static arguments of an emitted graph, and where each stands."""
+
+    def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
+        self._places: list[tuple[Mapping[str, Any] | None, Any]] = []  # None stands for the inputs of the call
+        for role in (argument.what for argument in arguments if argument.kind is ArgumentKind.STATIC):
+            assert isinstance(role, Role)
+            if role.kind is RoleKind.INPUT:
+                self._places.append((None, role.index))
+            else:
+                self._places.append((program.constants, role.name) if role.kind is RoleKind.CONSTANT else binding.places[role.name])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def present(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that stand there now, in the order of the arguments."""
+        return [inputs[key] if holder is None else holder[key] for holder, key in self._places]
 
 
-def _is_held(argument: Argument, tensor: torch.Tensor, shared: set[int]) -> bool:
-    return isinstance(argument.what, Storage) and tensor.untyped_storage()._cdata in shared
+class _Layout:
+    """The strides that a graph was captured with, on which its views rely."""
+
+    def __init__(self, planned: torch.Tensor) -> None:
+        self._shape, self._strides = tuple(planned.shape), tuple(planned.stride())
+        self._counting = [dim for dim, size in enumerate(self._shape) if size > 1]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in this layout; itself if it has it."""
+        strides = tensor.stride()
+        if strides == self._strides or all(strides[dim] == self._strides[dim] for dim in self._counting):
+            return tensor
+        return torch.empty_strided(self._shape, self._strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _backward_arguments(
-    ctx: Any, statics: Any, kept: list[Any], tangents: Sequence[torch.Tensor | None], sink: GradientSink
-) -> list[Any]:
-    """The argument list, in order; it becomes the only holder of what was kept."""
-    runner: Runner = ctx.runner
-    kept.reverse()
-    arguments: list[Any] = []
-    for argument in runner.program.backward_arguments:
+class _Anchor:
+    """The leaf that makes a step require grad, and the node at which autograd would accumulate its gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.leaf = torch.empty(0, device=device, requires_grad=True)
+        self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+
+    def runs_to_leaves(self) -> bool:
+        """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
+        try:
+            return torch._C._will_engine_execute_node(self.node)
+        except RuntimeError:  # raised inside autograd.grad
+            return False
+
+
+def _order(program: Program, num_outputs: int) -> list[int]:
+    """For each argument of the backward its place among static arguments, kept values, the sink and the outputs' gradients."""
+    num_statics = sum(argument.kind is ArgumentKind.STATIC for argument in program.backward_arguments)
+    statics, kept = iter(range(num_statics)), iter(range(num_statics, num_statics + len(program.kept)))
+    sink = num_statics + len(program.kept)
+    order = []
+    for argument in program.backward_arguments:
         match argument.kind:
             case ArgumentKind.STATIC:
-                arguments.append(next(statics))
+                order.append(next(statics))
+            case ArgumentKind.SINK:
+                order.append(sink)
             case ArgumentKind.TANGENT:
                 assert isinstance(argument.what, Role)
-                arguments.append(_tangent(ctx, tangents, argument.what.index))
-            case ArgumentKind.SINK:
-                arguments.append(sink)
+                order.append(sink + 1 + argument.what.index)
             case _:
-                arguments.append(kept.pop())
-    return arguments
+                order.append(next(kept))
+    return order
 
 
-def _tangent(ctx: Any, tangents: Sequence[torch.Tensor | None], index: int) -> torch.Tensor:
-    """The gradient of an output; zeros for a differentiable output that the user's loss does not use."""
-    tangent = tangents[index]
-    planned = ctx.runner.program.layouts[Role(RoleKind.TANGENT, index=index)]
-    if tangent is None:
-        shape, dtype, device = ctx.output_metadata[index]
-        tangent = torch.zeros((), dtype=dtype, device=device).expand(shape)
-    return _laid_out(tangent, planned)
-
-
-def _laid_out(tensor: torch.Tensor, planned: torch.Tensor) -> torch.Tensor:
-    """The tensor with the strides that the graph was captured with, on which its views rely; itself if it has them."""
-    pairs = zip(tensor.shape, tensor.stride(), planned.stride(), strict=True)
-    if all(present == expected for size, present, expected in pairs if size > 1):
-        return tensor
-    return torch.empty_strided(planned.shape, planned.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _tangents(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients of the outputs; zeros for a differentiable output that the user's loss does not use."""
+    given = list(tangents)
+    for index, layout in ctx.runner.tangent_layouts.items():
+        tangent = tangents[index]
+        if tangent is None:
+            shape, dtype, device = ctx.output_metadata[index]
+            tangent = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        given[index] = layout.of(tangent)
+    return given
 
 
 def _refuse_what_no_schedule_serves(ctx: Any, *, hands_over: bool) -> None:
@@ -221,18 +267,9 @@ def _refuse_what_no_schedule_serves(ctx: Any, *, hands_over: bool) -> None:
     if torch.is_grad_enabled():
         msg = "create_graph=True asks for a second derivative, which a planned backward does not have. Use the plain model for it."
         raise BackwardError(msg)
-    if hands_over and not _runs_to_leaves(ctx.anchor):
+    if hands_over and not ctx.anchor.runs_to_leaves():
         msg = (
             "torch.autograd.grad and backward(inputs=...) want gradients returned, but this module hands them to .grad as they "
             'arise. Make it with gradients="returned".'
         )
         raise BackwardError(msg)
-
-
-def _runs_to_leaves(anchor: torch.Tensor) -> bool:
-    """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
-    node = torch.autograd.graph.get_gradient_edge(anchor).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # raised inside autograd.grad
-        return False

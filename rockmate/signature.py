@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,8 +109,19 @@ def flatten_call(
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
     named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional}
-    tensors, structure = flatten((args, named), what="the call")
+    tensors = [*args, *named.values()]
+    if all(type(value) is torch.Tensor for value in tensors):
+        structure = _structure_of_tensors(len(args), tuple(named))
+    else:
+        tensors, structure = flatten((args, named), what="the call")
     return tensors, CallSignature(tuple(TensorSignature.of(tensor) for tensor in tensors), structure)
+
+
+@lru_cache(maxsize=64)
+def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
+    """The structure of a call of tensors only; making and comparing it would take longer than all else about a call."""
+    anything = torch.empty(0)
+    return flatten(((anything,) * num_positional, dict.fromkeys(names, anything)), what="the call")[1]
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
 from rockmate.chunking import Chunks, chunk_loss_block, separable_feed_forward, separable_loss_block
+from rockmate.data_parallel import refuse_sharded
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
@@ -195,6 +196,7 @@ def capture_step(
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)
+    refuse_sharded(model)
     args, kwargs = sample_call(sample_input)
     tensors, call = flatten_call(args, kwargs, optional_keywords(model))
     device = _device_of_another(machine, model, tensors)

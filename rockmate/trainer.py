@@ -23,7 +23,8 @@ def wrap_trainer(
     """Wraps the model of a trainer that has not started; the plan is made for the first batch that it trains on.
 
     `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for `memory_limit`: here the optimizer is taken
-    from the trainer's arguments.
+    from the trainer's arguments, and where the trainer computes its loss itself (TRL's do, from other outputs than the model's loss), every
+    output is differentiable. A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only way.
 
     Args:
         trainer: a `transformers.Trainer`, or a subclass's.
@@ -41,6 +42,8 @@ def wrap_trainer(
     """
     if memory_limit is not None:
         options["optimizer"] = optimizer or trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if _computes_loss_itself(trainer):
+        options.setdefault("differentiable", "all")
     model = trainer.model
     if model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
@@ -48,3 +51,10 @@ def wrap_trainer(
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     trainer.model = trainer.model_wrapped = module
     return module
+
+
+def _computes_loss_itself(trainer: Trainer) -> bool:
+    """Whether the loss may come from other outputs of the model than its loss."""
+    from transformers import Trainer
+
+    return trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss

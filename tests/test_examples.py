@@ -47,9 +47,10 @@ def test_example(
     assert losses[-1] < losses[0]
 
 
-def test_data_parallel_by_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "data_parallel.py")]
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("script", ["data_parallel.py", "causal_lm.py"])
+def test_by_torchrun(script: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / script)]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     finished = subprocess.run([*command, "--steps", "4"], capture_output=True, text=True, env=environment, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
     losses = losses_of(finished.stdout)

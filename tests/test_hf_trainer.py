@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import transformers
 from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
 from helpers import differing, relative_error
 from torch import Tensor, nn
@@ -131,6 +132,45 @@ def test_wrap_trainer(tmp_path: Path) -> None:
     assert module.plan.schedule.num_recomputations() > 0
     assert record.logs == logs
     assert not differing(model.state_dict(), reference.state_dict())
+
+
+class OwnLoss(transformers.Trainer):
+    """Computes its loss from the scores, and leaves that of the model unused."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **others: Any) -> Any:
+        outputs = model(**inputs)
+        loss = sum_of_tokens(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(tmp_path: Path) -> None:
+    found = []
+    for wrap in (lambda worker: None, lambda worker: wrap_trainer(worker, 0.7)):
+        model = llama()
+        plain_worker, record = trainer(model, tmp_path)
+        worker = OwnLoss(model, plain_worker.args, train_dataset=plain_worker.train_dataset, callbacks=[record])
+        wrap(worker)
+        worker.train()
+        found.append((record.logs, model.state_dict()))
+    assert worker.model.is_planned
+    assert len(found[0][0]) > 1
+    assert found[0][0] == found[1][0]
+    assert not differing(found[0][1], found[1][1])
+
+
+def test_a_forward_that_bypasses_the_plan_is_refused() -> None:
+    """TRL replaces the forward of the model that it is given, and its own calls the layers."""
+    module = RockmateModule(llama(), budget=0.9)
+    of_wrapper = module.forward
+    module.forward = lambda **inputs: of_wrapper(**inputs)  # as accelerate does
+    module(**batch()).loss.backward()
+    assert module.is_planned
+    module.forward = lambda **inputs: module.original(**inputs)
+    with pytest.raises(RockmateError, match=r"forward was replaced .*wrap_trainer"):
+        module(**batch())
+    with torch.no_grad():
+        assert module(**batch()).loss > 0
+    assert module.eval()(**batch()).loss > 0
 
 
 def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(tmp_path: Path) -> None:

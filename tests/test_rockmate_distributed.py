@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 from helpers import assert_same, modules_of, train
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rockmate import Plan, Planner, RockmateModule
+from rockmate import Plan, Planner, RockmateModule, UnsupportedModelError
 from rockmate.agreement import agreed_plan
 
 pytestmark = pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo")
@@ -48,6 +51,32 @@ def test_data_parallel(group: None) -> None:
             parallel = DistributedDataParallel(module)
             for ours, theirs in zip(train(parallel, model, loss_of), reference, strict=True):
                 assert_same(ours, theirs)
+
+
+def first_generation(module: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
+
+
+def second_generation(module: nn.Module) -> nn.Module:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.filterwarnings("ignore")  # of FSDP, about a group of one
+@pytest.mark.parametrize(
+    "shard",
+    [first_generation, partial(first_generation, use_orig_params=True), second_generation],
+    ids=["flat", "original", "per parameter"],
+)
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_sharded_parameters_are_refused(group: None, shard: Callable[[nn.Module], nn.Module], is_outside: bool) -> None:
+    model = models.Stack(2)
+
+    def train() -> None:
+        module = shard(RockmateModule(model, budget=1.0)) if is_outside else RockmateModule(shard(model), budget=1.0)
+        module(torch.randn(8, 16)).sum().backward()
+
+    with pytest.raises(UnsupportedModelError, match=r"FSDP shards this model's parameters .* DistributedDataParallel"):
+        train()
 
 
 def test_without_a_group_a_plan_is_its_own() -> None:

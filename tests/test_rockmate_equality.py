@@ -212,3 +212,18 @@ def test_autocast_region_at_capture_and_at_the_call() -> None:
         model.zero_grad()
         for ours, theirs in zip(train(module, model, loss_of), reference, strict=True):
             assert_same(ours, theirs)
+
+
+def test_ops_are_measured_as_they_run_whatever_autocast_is_on() -> None:
+    """Under autocast a product of fp32 matrices is made from bf16 copies of them, which would show as overhead of the op."""
+
+    class Careful(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = Planner(Careful(64, 64, bias=False), torch.randn(64, 64)).plan(1.0)
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+    overheads = [cost.overhead_bytes for op, cost in zip(plan.graph.ops, plan.costs.first, strict=True) if op.node.target in products]
+    assert overheads == [0] * 2

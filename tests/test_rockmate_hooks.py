@@ -43,6 +43,45 @@ def test_post_accumulate_hooks_fire_once_a_backward(name: str, gradients: str) -
 
 
 @pytest.mark.parametrize("name", TIED)
+def test_hooks_of_accumulation_nodes_run_once_a_backward(name: str) -> None:
+    """They cannot be seen from Python, and DistributedDataParallel's are such: `.grad` is complete when each runs, as in eager."""
+    case = planned(name)
+    model, eager = case.eager(), case.eager()
+    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+        owner.zero_grad()
+        one_step(callee, owner, workload_loss(case.workload), 1)  # nodes that are hooked only after a step must be told, too
+        ran: collections.Counter[str] = collections.Counter()
+        seen: dict[str, Tensor] = {}
+
+        def note(key: str, parameter: Tensor, ran: Any = ran, seen: Any = seen) -> None:
+            ran[key] += 1
+            seen[key] = parameter.grad.clone()
+
+        nodes = {key: torch.autograd.graph.get_gradient_edge(parameter).node for key, parameter in owner.named_parameters()}
+        handles = [
+            nodes[key].register_hook(lambda *_, key=key, parameter=parameter, note=note: note(key, parameter))
+            for key, parameter in owner.named_parameters()
+        ]
+        for times in (1, 2):
+            case.workload.loss(callee, case.workload.make_batch(times))[1].backward()
+            assert ran == dict.fromkeys(nodes, times)
+            assert all(same_bits(seen[key], parameter.grad) for key, parameter in owner.named_parameters())
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_sparse_grad_is_added_to() -> None:
+    model = models.Stack()
+    reference = copy.deepcopy(model)
+    for callee, owner in ((reference, reference), *((module, model) for module in modules_of(model, X))):
+        for parameter in owner.parameters():
+            parameter.grad = torch.zeros_like(parameter).index_fill(0, torch.tensor([0]), 2.0).to_sparse()
+        torch.manual_seed(1)
+        callee(X).square().sum().backward()
+        assert not differing(gradients_of(model if owner is model else reference), gradients_of(reference))
+
+
+@pytest.mark.parametrize("name", TIED)
 def test_tensor_hooks_see_the_summed_gradient_once_and_may_replace_it(name: str) -> None:
     case = planned(name)
     model, eager = case.eager(), case.eager()

@@ -10,6 +10,7 @@ from torch import nn
 
 from rockmate.agreement import agreed_plan
 from rockmate.budget import Budget
+from rockmate.errors import PlanMismatchError
 from rockmate.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class PlanRequest:
         from rockmate.step import capture_step
 
         options: dict[str, Any] = dict(planned.plan.options)
-        step = capture_step(model, sample_input, **options)
+        try:
+            step = capture_step(model, sample_input, **options)
+        except PlanMismatchError:  # it has fewer rows than the plan has chunks
+            return None
         plan = step.adapted(planned.plan)
         return None if plan is None else step.planned_call(plan)

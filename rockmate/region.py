@@ -175,8 +175,9 @@ def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
         while made.target in _VIEWS:
             made = made.all_input_nodes[0]
         operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
-        is_apart = isinstance(operand, fx.Node) and operand not in pieces and made not in pieces
-        if is_apart and prod(_shape(operand)[:-1]) == num_rows:
+        if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
+            continue
+        if prod(_shape(operand)[:-1]) == num_rows:
             found[made] = operand
     return found
 

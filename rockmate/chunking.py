@@ -28,7 +28,7 @@ from torch import fx
 from rockmate.capture import Capture, Role, RoleKind
 from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
-from rockmate.kernels import target_weight
+from rockmate.kernels import cross_entropy_backward, dropout_apply, target_weight
 from rockmate.linearity import check_linear, depending_on, reading_from
 from rockmate.region import Refusal, Region, find_feed_forward, find_loss_block, region_of
 from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
@@ -38,6 +38,13 @@ _HALF = {torch.float16, torch.bfloat16}
 _FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
 _MEAN, _SUM = 1, 2  # ATen's numbers for reductions
 _VIEWS = {_aten.t.default, _aten.view.default, _aten.transpose.int, _aten._unsafe_view.default, _aten.detach.default}
+
+
+_RESULTS: dict[Any, Any] = {
+    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+}
+"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,7 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[s
     node.meta = {key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}}
     given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     with _fake_mode(like), torch.no_grad():
-        node.meta["val"] = target(*given[0], **given[1])
+        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
     return node
 
 

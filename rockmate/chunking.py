@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from torch import fx
 from rockmate.capture import Capture, Role, RoleKind
 from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
-from rockmate.kernels import target_weight
+from rockmate.kernels import cross_entropy_backward, dropout_apply, target_weight
 from rockmate.linearity import check_linear, depending_on, reading_from
 from rockmate.region import Refusal, Region, find_feed_forward, find_loss_block, region_of
 from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
@@ -38,6 +38,13 @@ _HALF = {torch.float16, torch.bfloat16}
 _FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
 _MEAN, _SUM = 1, 2  # ATen's numbers for reductions
 _VIEWS = {_aten.t.default, _aten.view.default, _aten.transpose.int, _aten._unsafe_view.default, _aten.detach.default}
+
+
+_RESULTS: dict[Any, Any] = {
+    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+}
+"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Chunks:
 
 
 def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bool = False) -> Capture | Refusal:
-    """The captured step with its loss block in chunks, or why it cannot be.
+    """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
 
     Args:
         capture: the step, which stays as it is.
@@ -157,21 +164,23 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[s
     node.meta = {key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}}
     given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     with _fake_mode(like), torch.no_grad():
-        node.meta["val"] = target(*given[0], **given[1])
+        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
     return node
 
 
 @contextmanager
-def _fake_mode(node: fx.Node):  # noqa: ANN202
+def _fake_mode(node: fx.Node) -> Iterator[None]:
+    """The mode in which the fake tensors of the graph are made, which calls that take no tensor must run in."""
     value = node.meta["val"]
     fake = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
     with fake.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
 
-def _memory(node: fx.Node) -> int | None:
+def _memories(node: fx.Node) -> set[int]:
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    values = value if isinstance(value, tuple | list) else (value,)
+    return {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
 
 
 class _Unroller:
@@ -309,13 +318,13 @@ class _Unroller:
 
     def _give_way(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
         """Lets readers outside the region read `whole` instead of `node`; their views are taken anew."""
-        memory = _memory(node)
+        memory = _memories(node)
         for reader in readers:
             reader.replace_input_with(node, whole)
         pending = [reader for reader in readers if reader.op == "call_function"]
         while pending:
             reader = pending.pop()
-            if _memory(reader) == memory:
+            if not memory.isdisjoint(_memories(reader)):
                 args, kwargs = fx.map_arg((reader.args, reader.kwargs), lambda argument: argument.meta["val"])
                 with _fake_mode(reader), torch.no_grad():
                     reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

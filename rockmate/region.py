@@ -84,6 +84,8 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
     losses = _losses(capture)
     if len(losses) != 1:
         return Refusal(call="", module="", reason=f"the step has {len(losses)} differentiable outputs, and a loss block has one")
+    if _numel(losses[0]) != 1:
+        return Refusal(call="", module="", reason="the step's differentiable output is no scalar, so the loss is computed outside of it")
     before_loss = _ancestors(losses, capture)
     products = [node for node in capture.joint.graph.nodes if node.target in _PRODUCTS and node in before_loss]
     if not products:
@@ -156,11 +158,15 @@ def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, 
         readers = [user for node in given for user in node.users if user not in given]
         nodes = _members(capture, parts, given, readers, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)
+    forward = tuple(node for node in nodes if node in halves.forward)
+    backward = tuple(node for node in nodes if node in halves.backward)
+    if not forward or not backward:
+        raise InseparableError(product, "has nothing behind it that could run in chunks")
     return Region(
         name=module,
         num_rows=num_rows,
-        forward=tuple(node for node in nodes if node in halves.forward),
-        backward=tuple(node for node in nodes if node in halves.backward),
+        forward=forward,
+        backward=backward,
         given=given,
         pieces=pieces,
         num_bytes=product.meta["val"].nbytes,
@@ -175,8 +181,9 @@ def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
         while made.target in _VIEWS:
             made = made.all_input_nodes[0]
         operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
-        is_apart = isinstance(operand, fx.Node) and operand not in pieces and made not in pieces
-        if is_apart and prod(_shape(operand)[:-1]) == num_rows:
+        if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
+            continue
+        if prod(_shape(operand)[:-1]) == num_rows:
             found[made] = operand
     return found
 

@@ -146,10 +146,7 @@ class Variants:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
         found = self.plain.search(strategy).best_within(budget_bytes)
         best = None if found is None else (self.plain, found)
-        is_fast = found is not None and (
-            not self._allow_chunking or found.simulation.time_ms <= self.plain.baseline.time_ms  # which chunks do not beat
-        )
-        if strategy != _CHUNKING or is_fast:
+        if strategy != _CHUNKING or (best is not None and not self._allow_chunking):
             return best
         for variant in self.chunked:
             found = variant.search(strategy).best_within(budget_bytes)

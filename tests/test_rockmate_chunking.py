@@ -275,6 +275,12 @@ def test_refused_where_rows_mix(loss: str) -> None:
     assert re.search(says, str(found)), str(found)
 
 
+def test_refused_where_the_loss_is_outside() -> None:
+    layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).train()
+    step = capture_step(layers, torch.randn(32, 16))
+    assert "is no scalar" in str(step.in_chunks(Chunks.parse("2 at_once")))
+
+
 def test_more_chunks_than_rows() -> None:
     found = capture_step(make(cross_entropy()), sample()).in_chunks(Chunks.parse("23 recompute"))
     assert isinstance(found, Refusal)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
 from rockmate import planner as planner_file
+from rockmate import variants as variants_file
 
 LARGEST = (4, 48)
 SMALLER = [(4, 31), (2, 48), (3, 7)]
@@ -53,7 +54,7 @@ def no_more_planning(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a smaller shape was measured and solved for")
 
     monkeypatch.setattr(planner_file, "measure_costs", refuse)
-    monkeypatch.setattr(planner_file, "make_search", refuse)
+    monkeypatch.setattr(variants_file, "make_search", refuse)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

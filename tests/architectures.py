@@ -281,7 +281,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }  # fmt: skip
 
-_NEXT_STEP = "replace it by a tensor operation, or keep that part outside"
+_NEXT_STEP = "replace it by a tensor operation, or run that submodule as it is"
 
 REFUSED: dict[str, Refused] = {
     # Which tokens attend to all is read from the mask.
@@ -294,7 +294,7 @@ REFUSED: dict[str, Refused] = {
     "wav2vec2-ctc": Refused(
         partial(_model, "Wav2Vec2", "ForCTC", _SOUND, apply_spec_augment=False, layerdrop=0.0),
         _transcribed_sounds,
-        ("labels.max", _NEXT_STEP),
+        ("labels.max", "replace it by a tensor operation, or keep that part outside"),
     ),
     # Time steps are masked by NumPy's random numbers.
     "wav2vec2-augmented": Refused(

@@ -444,7 +444,7 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose shape depends on values{where}, in "
             f"forward or backward ({text}). Such shapes have no single schedule; replace it by a tensor operation of fixed shape "
-            "(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(path)}."
+            f"(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(path)}."
         )
         return UnsupportedModelError(msg)
     if any(_reads_values(cause) for cause in causes):

@@ -36,6 +36,7 @@ from rockmate.signature import (
 )
 from rockmate.step_family import StepFamily
 from rockmate.structure import Structure
+from rockmate.untraced import untraced_modules, untraced_names
 
 if TYPE_CHECKING:
     from rockmate.step import CapturedStep
@@ -363,13 +364,20 @@ class RockmateModule(nn.Module):
         return self.original.load_state_dict(state_dict, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RockmateModule:
-        """A copy of the wrapped module under the same plan."""
+        """A copy of the wrapped module under the same plan; with untraced submodules it is planned anew, for its first training call."""
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
         module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
         planned = next((runnable.planned for runnable in self._runnables if not runnable.is_adapted), None)
-        if planned is not None:
+        apart = planned is not None and bool(untraced_modules(self.original, untraced_names(planned.plan.options)))
+        if apart and self._request is None:
+            msg = (
+                "the plan runs untraced submodules of the module that it was loaded for, so a copy cannot share it. Copy the model itself "
+                "(`module.original`), and load the plan for the copy."
+            )
+            raise RockmateError(msg)
+        if planned is not None and not apart:
             module._use(replace(planned, state=ModelSignature.of(model)))
         return memo.setdefault(id(self), module)
 

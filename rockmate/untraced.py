@@ -110,6 +110,7 @@ class UntracedCall:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 leaves, outputs = self.run(self.inputs, buffers=buffers)  # held, so that no two storages have one address
             self.draws = not torch.equal(state, keep_state(device))
+        self._refuse_foreign(leaves, outputs)
         for tensor in self.inputs:  # leaves of the graph, which holds on to them
             note(tensor)
         self.saved_bytes = sum(saved.values()) + 1  # of the handle itself
@@ -127,14 +128,33 @@ class UntracedCall:
         num_arguments = len(leaves) - len(self.parameter_names)
         args, kwargs = self.arguments.rebuild(leaves[:num_arguments])
         state = {**dict(zip(self.parameter_names, leaves[num_arguments:], strict=True)), **(buffers or {})}
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            result = functional_call(self.module, state, args, kwargs)
+            result = functional_call(_Hookless(self.module), state, args, kwargs)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
         return leaves, outputs
+
+    def _refuse_foreign(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Raises if the outputs depend on a tensor that needs a gradient and is neither an input nor a parameter of the submodule."""
+        known = {id(leaf) for leaf in leaves}
+        pending, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
+            if variable is not None and id(variable) not in known:
+                msg = (
+                    f"the untraced submodule {self.name} uses a tensor of shape {tuple(variable.shape)} that needs a gradient and is "
+                    "neither its input nor its parameter. Pass it in, or leave a larger part of the model untraced."
+                )
+                raise UnsupportedModelError(msg)
+            pending += [parent for parent, _ in node.next_functions if parent is not None]
 
     def _check(self, outputs: Sequence[Tensor], structure: Structure) -> None:
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
@@ -145,6 +165,17 @@ class UntracedCall:
                 "shapes in every step: pad it, or leave a larger part of the model untraced."
             )
             raise UnsupportedModelError(msg)
+
+
+class _Hookless(nn.Module):
+    """A submodule without its own hooks, which are part of what is traced around it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
 
 
 class UntracedForward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,3 +200,39 @@ def test_a_second_backward_is_refused() -> None:
     planned = RockmateModule(Tower(), IMAGE, 1.0, untraced=["halting"])
     with pytest.raises(BackwardError, match="retain_graph=True is not possible with the untraced submodule halting"):
         planned(IMAGE).backward(retain_graph=True)
+
+
+def test_hooks_of_the_submodule_itself_run_once() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    model.halting.register_forward_hook(lambda module, inputs, output: output * 3)
+    model.halting.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["halting"]), IMAGE)
+
+
+def test_a_copy_runs_its_own_submodules() -> None:
+    torch.manual_seed(0)
+    model = Tower(normalizes=True)
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=["halting"])
+    twin = copy.deepcopy(planned)
+    before = [buffer.clone() for buffer in model.buffers()]
+    _agree(twin.original, twin, IMAGE)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+class Borrowing(nn.Module):
+    """Reads the weight of another layer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.borrowed = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.borrowed[0] if x.sum().item() < 1e9 else x
+
+
+def test_a_parameter_of_somebody_else_is_refused() -> None:
+    first = nn.Linear(16, 16)
+    model = nn.Sequential(first, Borrowing(first.weight), nn.Linear(16, 1))
+    with pytest.raises(UnsupportedModelError, match="neither its input nor its parameter"):
+        Planner(model, IMAGE, untraced=("1",))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
 
 def autocast_off() -> contextlib.AbstractContextManager[None]:
     """Runs ops as they were captured; the user's autocast would cast what the graph leaves as it is. Costs nothing where it is off."""
-    enabled = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
+    enabled = autocast_dtypes()
     return _switched_off(enabled) if enabled else contextlib.nullcontext()
 
 
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """For each kind of device on which autocast is on, what it casts to."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
 @contextlib.contextmanager
-def _switched_off(device_types: Sequence[str]) -> Iterator[None]:
+def _switched_off(device_types: Iterable[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -31,7 +31,7 @@ _NEAR, _RATHER_NEAR = 5e-4, 5e-3  # to the bound, of the time of no recomputatio
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
-_FRONTIER_POINTS = 17
+FRONTIER_POINTS = 17  # of the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class Search:
         """Budgets and the best within them: growing budgets, falling times."""
         low, high = self._minimum.simulation.peak_bytes, self.baseline.simulation.peak_bytes
         if self._improves:
-            budgets = evenly(low, high, _FRONTIER_POINTS)
+            budgets = evenly(low, high, FRONTIER_POINTS)
         else:
             budgets = sorted({candidate.simulation.peak_bytes for candidate in self.grid})
         return falling(budgets, self.best_within)

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
+from rockmate.autocast import autocast_dtypes
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
 from rockmate.random_state import keep_state
 from rockmate.structure import Structure, flatten
@@ -293,7 +294,7 @@ def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, 
     for path, module in modules.items():
 
         def note(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
-            seen.append((path, module, (args, kwargs), result, _autocast()))
+            seen.append((path, module, (args, kwargs), result, autocast_dtypes()))
 
         handles.append(module.register_forward_hook(note, with_kwargs=True))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -348,10 +349,6 @@ def _nothing_saved() -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
         yield
-
-
-def _autocast() -> dict[str, torch.dtype]:
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
 def _recorded(name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]) -> UntracedCall:
@@ -424,6 +421,7 @@ def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
     for call in calls.values():
         by_module.setdefault(call.module, []).append(call)
     _traced_calls.update(calls)
+    before = {module: vars(module)["forward"] for module in by_module if "forward" in vars(module)}  # assigned by somebody else
     try:
         for module, own in by_module.items():
             module.forward = partial(_call_op, module, itertools.cycle(own))  # the tracer runs the model more than once
@@ -432,6 +430,7 @@ def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
         _traced_calls.clear()
         for module in by_module:
             vars(module).pop("forward", None)
+            vars(module).update({"forward": before[module]} if module in before else {})
 
 
 def _call_op(module: nn.Module, order: Iterator[UntracedCall], *args: Any, **kwargs: Any) -> Any:

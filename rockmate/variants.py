@@ -17,13 +17,12 @@ from rockmate.partition import BlockChain, partition
 from rockmate.plan import LossBlockNote
 from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
-from rockmate.search import Candidate, Searcher, evenly, falling
+from rockmate.search import FRONTIER_POINTS, Candidate, Searcher, evenly, falling
 from rockmate.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
 from rockmate.strategies import make_search
 
 _NUM_CHUNKS = (2, 4, 8, 16)
-_FRONTIER_POINTS = 17
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
@@ -167,7 +166,7 @@ class Variants:
         """Budgets and the best within them: growing budgets, falling times."""
         if not self._allow_chunking or strategy != _CHUNKING or not self.chunked:
             return self.plain.search(strategy).frontier()
-        budgets = evenly(self.least(strategy).simulation.peak_bytes, self.plain.baseline.peak_bytes, _FRONTIER_POINTS)
+        budgets = evenly(self.least(strategy).simulation.peak_bytes, self.plain.baseline.peak_bytes, FRONTIER_POINTS)
 
         def candidate_within(budget_bytes: int) -> Candidate | None:
             best = self.best_within(budget_bytes, strategy)

@@ -236,3 +236,10 @@ def test_a_parameter_of_somebody_else_is_refused() -> None:
     model = nn.Sequential(first, Borrowing(first.weight), nn.Linear(16, 1))
     with pytest.raises(UnsupportedModelError, match="neither its input nor its parameter"):
         Planner(model, IMAGE, untraced=("1",))
+
+
+def test_a_forward_that_somebody_assigned_stays() -> None:
+    model = Tower()
+    assigned = model.halting.forward = lambda x, run=model.halting.forward: run(x) * 2
+    Planner(model, IMAGE, untraced=("halting",))
+    assert model.halting.forward is assigned

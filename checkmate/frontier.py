@@ -197,17 +197,15 @@ def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> To
         num_points = len(front.saved_bytes)
         if len(saved) * num_points > 8 * _SUM_LABELS:
             raise TooManyLabelsError
-        all_saved = np.add.outer(saved, front.saved_bytes).ravel()
-        all_ticks = np.add.outer(ticks, front.ticks).ravel()
+        # By point of the part: one rising run for each, which a stable sort merges instead of sorting.
+        all_saved = np.add.outer(front.saved_bytes, saved).ravel()
+        all_ticks = np.add.outer(front.ticks, ticks).ravel()
         keep = np.arange(len(all_saved))
         if bound is not None:
             keep = keep[bound.may_win(which, all_saved, all_ticks)]
-        if len(keep):
-            order = keep[np.lexsort((all_ticks[keep], all_saved[keep]))]
-            least = np.minimum.accumulate(all_ticks[order])
-            keep = order[np.concatenate(([True], least[1:] < least[:-1]))]
+        keep = keep[_useful(all_saved[keep], all_ticks[keep])]
+        history.append((keep % len(saved), keep // len(saved)))
         saved, ticks = all_saved[keep], all_ticks[keep]
-        history.append((keep // num_points, keep % num_points))
         if len(saved) > _SUM_LABELS:
             raise TooManyLabelsError
         if monotonic() > deadline:
@@ -215,6 +213,17 @@ def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> To
     if bound is not None and not fronts and bound.limit < 0:
         saved, ticks = saved[:0], ticks[:0]
     return Total(saved_bytes=saved, ticks=ticks, history=tuple(history))
+
+
+def _useful(saved: Ints, ticks: Ints) -> Ints:
+    """Indices of the labels that none beats, by rising bytes; of labels that are equal in both one stays."""
+    if not len(saved):
+        return np.zeros(0, dtype=np.int64)
+    order = np.argsort(saved, kind="stable")
+    least = np.minimum.accumulate(ticks[order])
+    falling = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    is_last_of_its_bytes = np.concatenate((np.diff(saved[falling]) > 0, [True]))
+    return falling[is_last_of_its_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

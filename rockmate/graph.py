@@ -212,6 +212,13 @@ class Graph:
         return reads, [tuple(storage for storage in op.writes if storage not in self.held) for op in self.ops]
 
     @cached_property
+    def made_storages(self) -> tuple[list[tuple[Storage, ...]], list[tuple[Storage, ...]], list[tuple[Storage, ...]]]:
+        """For each op what it reads of the storages that ops make, what it makes, and what of that a second run makes anew."""
+        reads = [tuple(storage for storage in op.reads if storage.producer) for op in self.ops]
+        again = [tuple(storage for storage in op.writes if not storage.is_result) for op in self.ops]
+        return reads, [op.writes for op in self.ops], again
+
+    @cached_property
     def written_bytes(self) -> tuple[int, ...]:
         """For each op the bytes of all storages that it makes."""
         return tuple(op.written_bytes for op in self.ops)

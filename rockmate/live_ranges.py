@@ -28,11 +28,13 @@ class LiveRange:
         storage: the value.
         start: position of the run that makes it.
         reads: positions that read it, ascending.
+        number: in the order in which ranges were made.
     """
 
     storage: Storage
     start: int
     reads: list[int]
+    number: int
 
     @property
     def end(self) -> int:
@@ -55,6 +57,7 @@ class LiveRanges:
         self._dropped: set[int] = set()
         self.inserted: dict[int, set[int]] = {}
         self._drawn: dict[Op, list[int]] = {}  # positions at which random ops run
+        self._ranges: list[LiveRange] = []
         for position, index in enumerate(self._steps):
             op = graph.ops[index]
             for storage in op.reads:
@@ -64,7 +67,8 @@ class LiveRanges:
                 self._drawn.setdefault(op, []).append(position)
             for storage in op.writes:
                 if not storage.is_result:
-                    self.of.setdefault(storage, []).append(LiveRange(storage, position, []))
+                    self.of.setdefault(storage, []).append(self._new(storage, position, []))
+        self._extents = np.array([_extent(live) for live in self._ranges], dtype=np.int64).reshape(-1, 2)
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
 
     def runs_again(self) -> list[int]:
@@ -98,12 +102,9 @@ class LiveRanges:
 
     def over(self, position: int) -> list[LiveRange]:
         """Ranges that start before `position` and end after it, of values that take memory."""
-        return [
-            live
-            for stays in self.of.values()
-            for live in stays
-            if live.start < position and live.reads and position < live.reads[-1] and live.storage.num_bytes
-        ]
+        extents = self._extents
+        numbers = np.flatnonzero((extents[:, 0] < position) & (extents[:, 1] > position))
+        return [self._ranges[number] for number in numbers.tolist()]
 
     def gap_around(self, live: LiveRange, position: int) -> tuple[int, int] | None:
         """The last event of the range before `position` and the next read after, None where it is read or made there."""
@@ -118,6 +119,14 @@ class LiveRanges:
         taken = op.writes[0].num_bytes if position in self._in_place else 0
         made = op.written_bytes + self.costs.first[op.index].overhead_bytes - taken
         return int(self.bytes_in_use[position]) - made
+
+    def _new(self, storage: Storage, start: int, reads: list[int]) -> LiveRange:
+        self._ranges.append(LiveRange(storage, start, reads, len(self._ranges)))
+        return self._ranges[-1]
+
+    def _note_reads(self, *changed: LiveRange) -> None:
+        for live in changed:
+            self._extents[live.number] = _extent(live)
 
     # --- changes -------------------------------------------------------------------------------------------------------------
 
@@ -146,6 +155,7 @@ class LiveRanges:
             if place:
                 ranges[place - 1].reads += ranges[place].reads
                 ranges[place].reads = []
+                self._note_reads(ranges[place - 1], ranges[place])
         self._forget(position)
 
     def _forget(self, position: int) -> None:
@@ -159,6 +169,7 @@ class LiveRanges:
             if live is None:
                 continue
             live.reads.remove(position)
+            self._note_reads(live)
             if live.end < position:
                 self.bytes_in_use[live.end + 1 : position + 1] -= storage.num_bytes
             ranges = self.of[storage]
@@ -175,8 +186,10 @@ class LiveRanges:
         last, following = gap
         place = bisect_right(live.reads, last)
         ranges = self.of[live.storage]
-        ranges.insert(ranges.index(live) + 1, LiveRange(live.storage, following, live.reads[place:]))
+        ranges.insert(ranges.index(live) + 1, self._new(live.storage, following, live.reads[place:]))
+        self._extents = np.concatenate([self._extents, [_extent(self._ranges[-1])]])
         del live.reads[place:]
+        self._note_reads(live)
         self.bytes_in_use[last + 1 : following] -= live.storage.num_bytes
         for op in runs:
             self.inserted.setdefault(following, set()).add(op.index)
@@ -208,6 +221,11 @@ class LiveRanges:
             if position not in self._dropped:
                 half.append(index)
         return finish(self.graph, forward, backward)
+
+
+def _extent(live: LiveRange) -> tuple[int, int]:
+    """Start and last read; nothing where it is never read or takes no memory."""
+    return (live.start, live.reads[-1]) if live.reads and live.storage.num_bytes else (0, -1)
 
 
 def can_run_again(op: Op | None) -> TypeGuard[Op]:

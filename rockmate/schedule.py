@@ -9,6 +9,7 @@ runs that may write into the memory of an input which dies there.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,24 +123,23 @@ def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Sch
 def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tuple[list[int], list[int]]:
     """Removes each run that makes nothing that is read before it is made anew, returned, handed over or drawn."""
     steps = [*forward, *backward]
-    first_run = {}
-    for position, index in enumerate(steps):
-        first_run.setdefault(index, position)
+    first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
+    reads, writes, writes_again = graph.made_storages
     needed = {graph.storage_of[node] for node, _ in graph.outputs}
-    kept: list[tuple[int, int]] = []
+    kept: list[int] = []
     for position in range(len(steps) - 1, -1, -1):
-        op = graph.ops[steps[position]]
-        is_first = first_run[op.index] == position
-        if needed.isdisjoint(op.writes) and not (op.delivers or (is_first and op.is_random)):
-            continue
-        kept.append((position, op.index))
-        needed.difference_update(op.writes if is_first else [storage for storage in op.writes if not storage.is_result])
-        needed.update(op.reads)
+        index = steps[position]
+        is_first = first_run[index] == position
+        if needed.isdisjoint(writes[index]):
+            op = graph.ops[index]
+            if not (op.delivers or (is_first and op.is_random)):
+                continue
+        kept.append(position)
+        needed.difference_update(writes[index] if is_first else writes_again[index])
+        needed.update(reads[index])
     kept.reverse()
-    return (
-        [index for position, index in kept if position < len(forward)],
-        [index for position, index in kept if position >= len(forward)],
-    )
+    in_forward = bisect_left(kept, len(forward))
+    return [steps[position] for position in kept[:in_forward]], [steps[position] for position in kept[in_forward:]]
 
 
 def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> list[list[Storage]]:

@@ -58,16 +58,15 @@ class LiveRanges:
         self.inserted: dict[int, set[int]] = {}
         self._drawn: dict[Op, list[int]] = {}  # positions at which random ops run
         self._ranges: list[LiveRange] = []
+        reads, _, makes = graph.made_storages
         for position, index in enumerate(self._steps):
-            op = graph.ops[index]
-            for storage in op.reads:
+            for storage in reads[index]:
                 if storage in self.of:
                     self.of[storage][-1].reads.append(position)
-            if op.is_random:
-                self._drawn.setdefault(op, []).append(position)
-            for storage in op.writes:
-                if not storage.is_result:
-                    self.of.setdefault(storage, []).append(self._new(storage, position, []))
+            if graph.ops[index].is_random:
+                self._drawn.setdefault(graph.ops[index], []).append(position)
+            for storage in makes[index]:
+                self.of.setdefault(storage, []).append(self._new(storage, position, []))
         self._extents = np.array([_extent(live) for live in self._ranges], dtype=np.int64).reshape(-1, 2)
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
 
@@ -121,8 +120,9 @@ class LiveRanges:
         return int(self.bytes_in_use[position]) - made
 
     def _new(self, storage: Storage, start: int, reads: list[int]) -> LiveRange:
-        self._ranges.append(LiveRange(storage, start, reads, len(self._ranges)))
-        return self._ranges[-1]
+        live = LiveRange(storage, start, reads, len(self._ranges))
+        self._ranges.append(live)
+        return live
 
     def _note_reads(self, *changed: LiveRange) -> None:
         for live in changed:
@@ -217,7 +217,8 @@ class LiveRanges:
         backward: list[int] = []
         for position, index in enumerate(self._steps):
             half = forward if position < self._num_forward else backward
-            half += sorted(self.inserted.get(position, ()))
+            if position in self.inserted:
+                half += sorted(self.inserted[position])
             if position not in self._dropped:
                 half.append(index)
         return finish(self.graph, forward, backward)

@@ -51,6 +51,7 @@ MODELS = (
 TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
 PLANNING_MODELS = ("gpt2-12", "gpt2-96")
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
+MACHINE = "cpu-avx2"
 NUM_BOUNDS = 48  # budgets at which the lower bound is drawn
 PAGE_BYTES = 4096
 SAVED_SHARES = (0.85, 0.6, 0.4, 0.2, 0.1)  # of what is saved with nothing recomputed: the yardstick's limits
@@ -186,7 +187,15 @@ class _Run:
                 strategy: [(point.budget_bytes, point.predicted_ms) for point in planner.frontier(strategy=strategy)]
                 for strategy in STRATEGIES
             },
+            "loss_only_minimum_bytes": self._loss_only_minimum_bytes(),
         }
+
+    def _loss_only_minimum_bytes(self) -> dict[str, int]:
+        """Smallest peaks where the loss alone is returned, so that blocks may run in chunks; op times do not matter there."""
+        self.say("smallest peak in chunks")
+        workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
+        planner = Planner(workload.model, workload.sample, outputs="loss", allow_chunking=True, machine=MACHINE)
+        return {strategy: planner.minimum_peak(strategy) for strategy in ("rotor", DEFAULT)}
 
     def _proved_minimum_bytes(self) -> int:
         """The largest number of bytes, to the page, below which no schedule has its peak: there the lower bound is infinite."""

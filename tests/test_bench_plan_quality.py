@@ -104,6 +104,7 @@ def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
         "minimum_peak_bytes": {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 100},
         "minimum_places": {"rotor": "one place", "rockmate": "another"},
         "proved_minimum_bytes": 90,
+        "loss_only_minimum_bytes": {"rotor": 200, "rockmate": 60},
         "frontiers": {"rockmate": [[100, 150.0], [500, 110.0], [1000, 100.0]]},
     }
     return line | changes
@@ -137,7 +138,7 @@ def row(start: str, *lines: dict[str, Any]) -> Row:
 
 def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
-    del bare["minimum_peak_bytes"]
+    del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
     assert {found.is_hit for found in quality_table.rows([bare])} == {None}
     assert "not measured" in str(row("llama at 0.48", bare))
 
@@ -197,6 +198,8 @@ def test_soundness_rows_name_what_fails() -> None:
 def test_smallest_peak_planning_and_strategy_rows() -> None:
     assert row("smallest feasible peak", model_line()).figure == "0.500"
     assert row("smallest feasible peak", model_line(minimum_peak_bytes={"rotor": 100, "rockmate": 71})).is_hit is False
+    assert row("the same where the loss", model_line()).figure == "0.300"
+    assert row("the same where the loss", model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71})).is_hit is False
     assert row("planning, capture not counted, 12", model_line("gpt2-12")).figure == "2.8 s"
     assert row("planning, capture not counted, 12", model_line("gpt2-12", first_plan_s=0.6)).is_hit is False
     pair = [plan_line(0.5, 110.0, strategy="chen"), plan_line(0.5, 109.0)]

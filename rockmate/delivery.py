@@ -15,7 +15,7 @@ zero but for the rows of the tokens at hand, so only those are made and added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -31,17 +31,18 @@ _VISITED_AT_ONCE = 8  # parameters
 _VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
 
 
-def split_handovers(graph: Graph, *, like: Graph | None = None) -> None:
+def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
     """Marks, in place, the ops whose result can be added to `.grad` piece by piece; their storage then has a piece's size.
 
     Args:
         graph: ops and storages.
         like: the graph of the same step at sizes that are nowhere smaller; only ops that are marked there are marked.
+        but: ops that are not to be marked.
     """
     read = {storage for op in graph.ops for storage in op.reads}
     contributions = Counter(role.name for op in graph.ops for _, role in op.delivers)
     for op in graph.ops if like is None else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]:
-        is_own = len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
+        is_own = op not in but and len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
         is_product = op.node.target is torch.ops.aten.mm.default
         if is_own and is_product and contributions[op.delivers[0][1].name] > 1:
             _add_whole_product(op)
@@ -162,6 +163,7 @@ class GradientSink:
         """Takes the parameters that the forward ran with, by name."""
         self._parameters = parameters
         self._waiting: dict[int, torch.Tensor] = {}
+        self._unused: set[int] = set()  # parameters of which a use has come to nothing
         self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
         self._complete: list[torch.Tensor] = []  # their `.grad` is, and their nodes are yet to be visited
         self._complete_bytes = 0
@@ -175,7 +177,8 @@ class GradientSink:
         if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
             return
         if is_unused(gradient):
-            if is_final and id(parameter) in self._begun:
+            self._unused.add(id(parameter))
+            if is_final:
                 self.finish(name)
             return
         self._begin(parameter, is_final=is_final)
@@ -200,7 +203,7 @@ class GradientSink:
     def finish(self, name: str) -> None:
         """Fires the hooks of parameter `name`, whose gradient has been accepted as not final; none if the step has not used it."""
         parameter = self._parameters[name]
-        if not parameter.requires_grad or id(parameter) not in self._begun:
+        if not parameter.requires_grad or id(parameter) in self._unused - self._begun:
             return
         if self.fires_hooks and id(parameter) in self._waiting:
             _accumulate((parameter,), (self._waiting.pop(id(parameter)),))

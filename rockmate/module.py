@@ -82,9 +82,35 @@ class _Runnable:
         self.runner = Runner(planned.program, model)
         self.watch = ModelWatch(model)
 
-    def difference(self, model: nn.Module) -> str:
-        """What has changed in the model since it was planned, in words; empty if nothing has."""
-        return self.planned.state.difference(ModelSignature.of(model)) if self.watch.has_changed() else ""
+    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
+        """What has changed in the model since it was planned, in words; empty if nothing has.
+
+        A tensor hook asks for another plan if there can be one. It does no harm but to memory, so else it is only warned of.
+        """
+        if not self.watch.has_changed():
+            return ""
+        now = ModelSignature.of(model)
+        found = self.planned.state.difference(now)
+        hooked = sorted(now.hooked - self.planned.state.hooked)
+        if found or not hooked:
+            return found
+        if replans:
+            return f"{hooked[0]} has a tensor hook, which must see its whole gradient"
+        self.warn_of_hooks(model)
+        self.watch = ModelWatch(model)
+        return ""
+
+    def warn_of_hooks(self, model: nn.Module) -> None:
+        """Warns of parameters with a tensor hook that the plan does not count."""
+        size = {name: 2 * parameter.nbytes for name, parameter in model.named_parameters(remove_duplicate=False)}
+        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
+        if hooked:
+            largest = max(hooked, key=size.__getitem__)
+            logger.warning(
+                "the tensor hook on %s must see the whole gradient, which the plan does not count: up to %s bytes beyond the budget "
+                "(%d parameters have such a hook). Register hooks before planning.",
+                largest, f"{size[largest]:,}", len(hooked),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +190,8 @@ class RockmateModule(nn.Module):
             strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
             replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
                 frozen, autocast, modes) or a call has other keywords or shapes, or an input begins to require a gradient; False raises
-                `SignatureMismatchError` instead, as is always done with a `plan`. Shapes no larger than the sample's take over its schedule.
+                `SignatureMismatchError` instead, as is always done with a `plan`. Shapes no larger than the sample's take over its
+                schedule.
             larger: "refuse" raises `SignatureMismatchError` for a call with a tensor larger than the sample's; "plan" plans for it,
                 within the same bytes.
             **planner_options: as for `Planner`; a plan brings those that it was made with.
@@ -189,7 +216,8 @@ class RockmateModule(nn.Module):
                 msg = f"{what} with a plan, which has been made with {dict(plan.options)}."
                 raise TypeError(msg)
             options: dict[str, Any] = dict(plan.options)
-            self._use(capture_step(model, sample_input, **options).planned_call(plan))
+            self._use(capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan))
+            self._runnables[0].warn_of_hooks(model)
             return
         limit = None
         if memory_limit is not None:
@@ -310,7 +338,7 @@ class RockmateModule(nn.Module):
         if not self._runnables:
             return self._planned_now("this is the first training call", call, tensors)
         first = self._runnables[0]
-        changed = first.difference(self.original)
+        changed = first.difference(self.original, replans=self._replan)
         if not changed and call == first.planned.call:
             return first
         if not self._replan:

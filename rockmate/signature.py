@@ -224,6 +224,7 @@ class ModelSignature:
 
     Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers and which names share
     one, who is in training mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
+    Which parameters have a tensor hook (`hooked`) is no difference, since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -233,6 +234,7 @@ class ModelSignature:
     hooks: tuple[tuple[int, ...], ...]
     autocast: tuple[torch.dtype | None, torch.dtype | None]
     sharing: tuple[int, ...] = ()
+    hooked: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSignature:
@@ -246,6 +248,7 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
+            frozenset(name for name, tensor in named if tensor._backward_hooks),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -301,7 +304,8 @@ class ModelWatch:
                 for tensor in tensors.values():
                     if tensor is not None:
                         identities.append(id(tensor))
-                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+                        is_hooked = bool(tensor._backward_hooks)
+                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), is_hooked)
         seen.append(len(set(identities)))
         return seen
 

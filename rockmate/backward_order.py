@@ -14,12 +14,12 @@ from rockmate.capture import RoleKind
 from rockmate.graph import Graph, Op, Phase, Storage
 
 
-def weight_gradients_first(graph: Graph) -> Graph:
-    """The graph with the backward ops that serve only gradients of parameters as early as what they read allows.
+def weight_gradients_first(graph: Graph, *, but: Collection[Op] = ()) -> Graph:
+    """The graph with the backward ops that serve only gradients of parameters, those in `but` aside, as early as what they read allows.
 
     Contributions to one parameter keep their order, so that their sum is rounded the same.
     """
-    pinned: set[Op] = set()
+    pinned: set[Op] = set(but)
     while True:
         order = _early(graph, _serving_one_parameter(graph) - pinned)
         swapped = _swapped(graph, order) - pinned

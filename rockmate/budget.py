@@ -26,6 +26,11 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def is_share(budget: Budget | None) -> bool:
+    """Whether a budget is a fraction of a peak, and not a number of bytes."""
+    return isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral)
+
+
 def parse_budget(budget: Budget, baseline_peak_bytes: int) -> int:
     """A budget in bytes, rounded down.
 

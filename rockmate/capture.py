@@ -138,6 +138,7 @@ def capture_joint(
         stack.enter_context(_training_only_features_off(model))
         stack.enter_context(_random_state_kept(tensors))
         stack.enter_context(_attributes_kept(model))
+        stack.enter_context(_tensors_kept(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(_module_trail(model))
         try:
@@ -380,6 +381,18 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
                 if vars(module).get(name) != value:
                     logger.warning("the forward changes %s.%s, which planned steps do not", type(module).__name__, name)
                     setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def _tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Puts parameters and buffers back where the tracer leaves its own: in a module with two names, which it swaps once for each."""
+    places: list[dict[str, Any]] = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    before = [dict(tensors) for tensors in places]
+    try:
+        yield
+    finally:
+        for tensors, own in zip(places, before, strict=True):
+            tensors.update({name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ zero but for the rows of the tokens at hand, so only those are made and added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import fx, nn
 
 from rockmate.graph import EmbeddingRows, Graph, Op, Product
+from rockmate.unused import is_unused
 
 _SPLIT_ABOVE_BYTES = 1 << 22
 _SLICE_BYTES = 1 << 21
@@ -30,17 +31,18 @@ _VISITED_AT_ONCE = 8  # parameters
 _VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
 
 
-def split_handovers(graph: Graph, *, like: Graph | None = None) -> None:
+def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
     """Marks, in place, the ops whose result can be added to `.grad` piece by piece; their storage then has a piece's size.
 
     Args:
         graph: ops and storages.
         like: the graph of the same step at sizes that are nowhere smaller; only ops that are marked there are marked.
+        but: ops that are not to be marked.
     """
     read = {storage for op in graph.ops for storage in op.reads}
     contributions = Counter(role.name for op in graph.ops for _, role in op.delivers)
     for op in graph.ops if like is None else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]:
-        is_own = len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
+        is_own = op not in but and len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
         is_product = op.node.target is torch.ops.aten.mm.default
         if is_own and is_product and contributions[op.delivers[0][1].name] > 1:
             _add_whole_product(op)
@@ -161,14 +163,25 @@ class GradientSink:
         """Takes the parameters that the forward ran with, by name."""
         self._parameters = parameters
         self._waiting: dict[int, torch.Tensor] = {}
+        self._unused: set[int] = set()  # parameters of which a use has come to nothing
+        self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
         self._complete: list[torch.Tensor] = []  # their `.grad` is, and their nodes are yet to be visited
         self._complete_bytes = 0
 
     def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
-        """Adds `gradient` to the `.grad` of parameter `name`; hooks fire if it is the parameter's last of this backward."""
+        """Adds `gradient` to the `.grad` of parameter `name`; hooks fire if it is the parameter's last of this backward.
+
+        One that is marked as unused leaves all as it is, as autograd does.
+        """
         parameter = self._parameters[name]
         if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
             return
+        if is_unused(gradient):
+            self._unused.add(id(parameter))
+            if is_final:
+                self.finish(name)
+            return
+        self._begin(parameter, is_final=is_final)
         if self._must_see_whole(parameter):
             waiting = self._waiting.pop(id(parameter), None)
             whole = gradient if waiting is None else waiting + gradient
@@ -188,9 +201,9 @@ class GradientSink:
             self._visit(parameter)
 
     def finish(self, name: str) -> None:
-        """Fires the hooks of parameter `name`, whose gradient has been accepted as not final."""
+        """Fires the hooks of parameter `name`, whose gradient has been accepted as not final; none if the step has not used it."""
         parameter = self._parameters[name]
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or id(parameter) in self._unused - self._begun:
             return
         if self.fires_hooks and id(parameter) in self._waiting:
             _accumulate((parameter,), (self._waiting.pop(id(parameter)),))
@@ -222,6 +235,7 @@ class GradientSink:
             whole = torch.mm(left, right)
             self.accept(name, whole.t() if product.is_flipped else whole, is_final=is_final)
             return
+        self._begin(parameter, is_final=is_final)
         gradient = _gradient_at_rest(parameter)
         total = gradient.t() if product.is_flipped else gradient
         if product.is_one_of_several:
@@ -252,6 +266,7 @@ class GradientSink:
         if self._must_see_whole(parameter):
             self.accept(name, backward(gradient, indices, num_weights, padding_idx, False), is_final=is_final)
             return
+        self._begin(parameter, is_final=is_final)
         touched, row_of_token = torch.unique(indices, return_inverse=True)
         rows = backward(gradient, row_of_token, touched.numel(), -1, False)
         if padding_idx >= 0:
@@ -259,6 +274,10 @@ class GradientSink:
         _gradient_at_rest(parameter).index_add_(0, touched, rows)
         if is_final:
             self._visit(parameter)
+
+    def _begin(self, parameter: torch.Tensor, *, is_final: bool) -> None:
+        if not is_final:
+            self._begun.add(id(parameter))
 
     def _must_see_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""

@@ -6,13 +6,13 @@ import copy
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.data_parallel import SHARDED, finds_unused_parameters
@@ -31,8 +31,10 @@ from rockmate.signature import (
     differs_in_keywords,
     differs_in_shapes,
     flatten_call,
+    has_same_form,
     is_no_larger,
     optional_keywords,
+    resized_call,
 )
 from rockmate.step_family import StepFamily
 from rockmate.structure import Structure
@@ -80,9 +82,48 @@ class _Runnable:
         self.runner = Runner(planned.program, model)
         self.watch = ModelWatch(model)
 
-    def difference(self, model: nn.Module) -> str:
-        """What has changed in the model since it was planned, in words; empty if nothing has."""
-        return self.planned.state.difference(ModelSignature.of(model)) if self.watch.has_changed() else ""
+    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
+        """What has changed in the model since it was planned, in words; empty if nothing has.
+
+        A tensor hook asks for another plan if there can be one. It does no harm but to memory, so else it is only warned of.
+        """
+        if not self.watch.has_changed():
+            return ""
+        now = ModelSignature.of(model)
+        found = self.planned.state.difference(now)
+        hooked = sorted(now.hooked - self.planned.state.hooked)
+        if found or not hooked:
+            return found
+        if replans:
+            return f"{hooked[0]} has a tensor hook, which must see its whole gradient"
+        self.warn_of_hooks(model)
+        self.watch = ModelWatch(model)
+        return ""
+
+    def warn_of_hooks(self, model: nn.Module) -> None:
+        """Warns of parameters with a tensor hook that the plan does not count."""
+        size = {name: 2 * parameter.nbytes for name, parameter in model.named_parameters(remove_duplicate=False)}
+        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
+        if hooked:
+            largest = max(hooked, key=size.__getitem__)
+            logger.warning(
+                "the tensor hook on %s must see the whole gradient, which the plan does not count: up to %s bytes beyond the budget "
+                "(%d parameters have such a hook). Register hooks before planning.",
+                largest, f"{size[largest]:,}", len(hooked),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The first call with its keywords: a budget that is a share is one of its peak, or was made bytes when it came.
+
+    Attributes:
+        call: its signature.
+        share_bytes: those bytes.
+    """
+
+    call: CallSignature
+    share_bytes: int | None = None
 
 
 class _Forward:
@@ -138,7 +179,9 @@ class RockmateModule(nn.Module):
             model: a module in training mode, on the device that it will train on.
             sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. None plans when the
                 first training call comes, for that call.
-            budget: the activation budget: bytes, "6GiB", or a fraction in (0, 1] of the peak with nothing recomputed.
+            budget: the activation budget: bytes, "6GiB", or a fraction in (0, 1] of the sample's peak with nothing recomputed. When the
+                module changes, it is that of the sample's shapes in the new state; with other keywords on a call that is smaller than
+                the sample, the bytes of the sample's plan.
             memory_limit: instead of a budget, a bound on the whole device in bytes or as a size: parameters, gradients and the
                 optimizer's state included; see `rockmate.memory_limit`.
             optimizer: with `memory_limit`, what will step: an optimizer, or the name or class of one that is not made yet.
@@ -146,8 +189,9 @@ class RockmateModule(nn.Module):
             plan: instead of a budget, a plan for the same model and sample (`Plan.load`): nothing is measured or solved.
             strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
             replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
-                frozen, autocast, modes) or a call has other keywords or shapes; False raises `SignatureMismatchError` instead, as is
-                always done with a `plan`. Shapes no larger than the sample's take over its schedule.
+                frozen, autocast, modes) or a call has other keywords or shapes, or an input begins to require a gradient; False raises
+                `SignatureMismatchError` instead, as is always done with a `plan`. Shapes no larger than the sample's take over its
+                schedule.
             larger: "refuse" raises `SignatureMismatchError` for a call with a tensor larger than the sample's; "plan" plans for it,
                 within the same bytes.
             **planner_options: as for `Planner`; a plan brings those that it was made with.
@@ -172,7 +216,8 @@ class RockmateModule(nn.Module):
                 msg = f"{what} with a plan, which has been made with {dict(plan.options)}."
                 raise TypeError(msg)
             options: dict[str, Any] = dict(plan.options)
-            self._use(capture_step(model, sample_input, **options).planned_call(plan))
+            self._use(capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan))
+            self._runnables[0].warn_of_hooks(model)
             return
         limit = None
         if memory_limit is not None:
@@ -183,6 +228,7 @@ class RockmateModule(nn.Module):
         self._refuses_larger = larger == "refuse"
         if sample_input is not None:
             self._use(request.planned_call(model, sample_input))
+            self._samples.append(_Sample(self._runnables[0].planned.call))
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
@@ -204,6 +250,7 @@ class RockmateModule(nn.Module):
         self._request: PlanRequest | None = None
         self._replan = self._refuses_larger = False
         self._runnables: list[_Runnable] = []  # the one in use first
+        self._samples: list[_Sample] = []  # one for each set of keywords
         self._num_runs = 0
 
     def _use(self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False) -> None:
@@ -251,7 +298,7 @@ class RockmateModule(nn.Module):
         """The wrapped module's forward: planned in training, as it is otherwise.
 
         Raises:
-            SignatureMismatchError: in training, the call differs from what was planned for in more than keywords and shapes; a tensor is
+            SignatureMismatchError: in training, the call differs from what was planned for in a constant, dtype or device; a tensor is
                 larger than planned for and `larger` is "refuse"; or the call or the module's state differs in any way, and the module
                 was made with a plan or with `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: what is planned now cannot be.
@@ -282,48 +329,59 @@ class RockmateModule(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
-        runnable = self._runnable_for(call, args, kwargs)
+        runnable = self._runnable_for(call, tensors)
         outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self))
         return runnable.planned.output_structure.rebuild(list(outputs))
 
-    def _runnable_for(self, call: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+    def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
         """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
         if not self._runnables:
-            return self._planned_now("this is the first training call", args, kwargs)
+            return self._planned_now("this is the first training call", call, tensors)
         first = self._runnables[0]
-        changed = first.difference(self.original)
+        changed = first.difference(self.original, replans=self._replan)
         if not changed and call == first.planned.call:
             return first
         if not self._replan:
             check_call(first.planned.call, call)
             msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
             raise SignatureMismatchError(msg)
-        for place, runnable in enumerate(self._runnables):
-            if call == runnable.planned.call and not runnable.difference(self.original):
-                self._runnables.insert(0, self._runnables.pop(place))
+        fitting = [runnable for runnable in self._runnables if not runnable.difference(self.original)]
+        for runnable in fitting:
+            if call == runnable.planned.call:
+                self._runnables.remove(runnable)
+                self._runnables.insert(0, runnable)
                 return runnable
-        if not changed and differs_in_shapes(first.planned.call, call):
-            return self._planned_for_shapes(call, args, kwargs)
-        if not changed:
-            if not differs_in_keywords(first.planned.call, call):
-                check_call(first.planned.call, call)
-            changed = "the call has other keywords than the sample"
-        return self._planned_now(changed, args, kwargs)
+        self._check_size(call)
+        alike = [runnable for runnable in fitting if differs_in_shapes(runnable.planned.call, call)]
+        if alike:
+            return self._planned_for_shapes(alike, call, tensors)
+        return self._planned_now(changed or self._difference_in(call), call, tensors)
 
-    def _planned_for_shapes(self, call: CallSignature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+    def _difference_in(self, call: CallSignature) -> str:
+        """What there is in a call that has not been planned for, in words; an error if that is neither keywords nor shapes."""
+        known = [sample.call for sample in self._samples]
+        if any(call.kind == sample.kind for sample in known):
+            return "an input requires a gradient that did not, or the other way"
+        alike = next((sample for sample in known if call.keywords == sample.keywords), None)
+        if alike is not None or not differs_in_keywords(known[0], call):
+            check_call(alike or known[0], call)
+        return "the call has other keywords than the sample"
+
+    def _check_size(self, call: CallSignature) -> None:
+        """Raises for a call that is larger than every sample, in the arguments that both have, if such are refused."""
+        pairs = [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples] if self._refuses_larger else []
+        sized = [pair for pair in pairs if has_same_form(*pair)]
+        if sized and not any(is_no_larger(*pair) for pair in sized):
+            check_call(self._samples[0].call, call)
+
+    def _planned_for_shapes(self, alike: Sequence[_Runnable], call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
         """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
-        alike = [
-            runnable
-            for runnable in self._runnables
-            if not runnable.is_adapted and differs_in_shapes(runnable.planned.call, call) and not runnable.difference(self.original)
-        ] or self._runnables[:1]  # which fits, but may be the last of its kind
+        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[:1]  # which may be the last of its kind
         larger = [runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)]
-        if not larger and self._refuses_larger:
-            check_call(alike[-1].planned.call, call)
         family = alike[-1].family  # all of them are of one
         adapted = family.resized(larger[-1], call) if larger else None
         if adapted is None:
-            step = family.step(SampleCall(args, kwargs), call)
+            step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
@@ -339,11 +397,29 @@ class RockmateModule(nn.Module):
         self._log_plan("its tensors have other shapes than the sample's")
         return self._runnables[0]
 
-    def _planned_now(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Runnable:
+    def _planned_now(self, reason: str, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
+        """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
         assert self._request is not None
-        self._use(self._request.planned_call(self.original, SampleCall(args, kwargs)))
+        sample = next((sample for sample in self._samples if has_same_form(sample.call, call)), None)
+        if sample is None:
+            sample = _Sample(call, self._share_bytes(call))
+        planned = self._request.planned_call(self.original, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes)
+        if sample not in self._samples:
+            self._samples.append(sample)
+        self._use(planned)
         self._log_plan(reason)
-        return self._runnables[0]
+        if planned.call == call:
+            return self._runnables[0]
+        return self._planned_for_shapes(self._runnables[:1], call, tensors)
+
+    def _share_bytes(self, call: CallSignature) -> int | None:
+        """What a share of the sample's peak stands for in a call with other keywords; None if that has the size of a sample."""
+        pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
+        is_sample_sized = any(pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs)
+        if not self._runnables or is_sample_sized:
+            return None
+        fitting = [runnable for runnable in self._runnables if not runnable.difference(self.original)]
+        return (fitting or self._runnables)[0].planned.plan.budget_bytes
 
     def _log_plan(self, reason: str) -> None:
         plan = self.plan
@@ -369,6 +445,7 @@ class RockmateModule(nn.Module):
         module = type(self).__new__(type(self))
         module._wrap(model)
         module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
+        module._samples = list(self._samples)
         planned = next((runnable.planned for runnable in self._runnables if not runnable.is_adapted), None)
         apart = planned is not None and bool(untraced_modules(self.original, untraced_names(planned.plan.options)))
         if apart and self._request is None:

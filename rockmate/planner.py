@@ -173,7 +173,7 @@ class Planner:
         return self._plans[budget_bytes, strategy]
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
-        """A module that trains within `budget`; see `plan`."""
+        """A module that trains within `budget`; see `plan`. It refuses calls of other shapes, which `RockmateModule` itself plans for."""
         return RockmateModule.of(self._step.model, self.planned_call(budget, strategy=strategy))
 
     def planned_call(self, budget: Budget, *, strategy: str = "rockmate") -> PlannedCall:

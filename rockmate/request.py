@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.agreement import agreed_plan
-from rockmate.budget import Budget
+from rockmate.budget import Budget, is_share
 from rockmate.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
@@ -34,12 +34,18 @@ class PlanRequest:
     strategy: str = "rockmate"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def planned_call(self, model: nn.Module, sample_input: Any) -> PlannedCall:
-        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`."""
+    def planned_call(self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None) -> PlannedCall:
+        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`.
+
+        Args:
+            model: the model.
+            sample_input: as for `Planner`.
+            share_bytes: what a budget that is a share stands for; None if it is one of this sample's own peak.
+        """
         from rockmate.planner import Planner
 
         planner = Planner(model, sample_input, **self.options)
-        budget = self.budget
+        budget = share_bytes if share_bytes is not None and is_share(self.budget) else self.budget
         if budget is None:
             assert self.memory_limit is not None
             budget = self.memory_limit.activation_budget_bytes(model)

@@ -27,6 +27,7 @@ from rockmate.data_parallel import LastHooksSink
 from rockmate.delivery import Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
+from rockmate.unused import is_unused
 
 # A label in profiles; torch.profiler.record_function takes 30 times as long.
 _profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,8 +169,8 @@ class PlannedStep(torch.autograd.Function):
             sink.close()
         inputs = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
-            inputs[index] = values[place]
-        parameters = [values[place] for place in runner.parameter_gradients]
+            inputs[index] = None if is_unused(values[place]) else values[place]
+        parameters = [None if is_unused(values[place]) else values[place] for place in runner.parameter_gradients]
         if isinstance(sink, LastHooksSink):
             parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
         return None, None, None, None, *inputs, *parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -49,6 +49,26 @@ class CallSignature:
     def on(self, device: torch.device) -> CallSignature:
         """The same call with all its tensors on `device`."""
         return replace(self, tensors=tuple(replace(tensor, device=device) for tensor in self.tensors))
+
+    @property
+    def keywords(self) -> frozenset[str]:
+        """Names of its keyword arguments."""
+        return frozenset(self.structure.rebuild(list(self.tensors))[1])
+
+    @property
+    def kind(self) -> CallSignature:
+        """The same call, whatever its sizes and whether its inputs require a gradient."""
+        tensors = (replace(tensor, shape=(0,) * len(tensor.shape), requires_grad=False) for tensor in self.tensors)
+        return replace(self, tensors=tuple(tensors))
+
+    def part_in(self, other: CallSignature) -> CallSignature:
+        """The same call without the keywords that `other` has not."""
+        stand_ins = [torch.empty(0) for _ in self.tensors]
+        args, named = self.structure.rebuild(list(stand_ins))
+        kept = {name: value for name, value in named.items() if name in other.keywords}
+        tensors, structure = flatten((args, kept), what="the call")
+        signature_of = {id(stand_in): signature for stand_in, signature in zip(stand_ins, self.tensors, strict=True)}
+        return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
 
     def __str__(self) -> str:
         return f"{self.structure.rebuild([str(tensor) for tensor in self.tensors])}"
@@ -129,20 +149,24 @@ def check_call(planned: CallSignature, actual: CallSignature) -> None:
     if actual != planned:
         msg = (
             f"this call differs from the sample that the plan was made for.\n  planned: {planned}\n  called:  {actual}\n"
-            "Pad to the planned shapes, or make another RockmateModule (or Planner) with a sample like this call."
+            f"{_advice(planned, actual)}, or make another RockmateModule (or Planner) with a sample like this call."
         )
         raise SignatureMismatchError(msg)
 
 
+def _advice(planned: CallSignature, actual: CallSignature) -> str:
+    if planned.structure != actual.structure:
+        return "Pass the planned keywords and constants"
+    if differs_in_shapes(planned, actual):
+        return "Pad to the planned shapes"
+    if planned.kind == actual.kind:
+        return "An input requires a gradient in one of them alone: set its requires_grad as planned"
+    return "Pass tensors of the planned dtypes and devices"
+
+
 def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
-    """Whether the calls have different keywords and are alike in everything that both have."""
-    (args, named), (other_args, other_named) = (call.structure.rebuild(list(call.tensors)) for call in (planned, actual))
-    common = named.keys() & other_named.keys()
-    alike, other_alike = (
-        flatten((positional, {name: keywords[name] for name in sorted(common)}), what="the call")[1]
-        for positional, keywords in ((args, named), (other_args, other_named))
-    )
-    return named.keys() != other_named.keys() and alike == other_alike
+    """Whether the calls have different keywords and are alike, but for sizes, in everything that both have."""
+    return planned.keywords != actual.keywords and planned.part_in(actual).kind == actual.part_in(planned).kind
 
 
 def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
@@ -153,10 +177,39 @@ def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
     return all(replace(mine, shape=theirs.shape) == theirs and len(mine.shape) == len(theirs.shape) for mine, theirs in pairs)
 
 
+def has_same_form(planned: CallSignature, actual: CallSignature) -> bool:
+    """Whether the calls have the same structure and numbers of dimensions, whatever their sizes, dtypes and devices."""
+    ranks, other_ranks = ([len(tensor.shape) for tensor in call.tensors] for call in (planned, actual))
+    return planned.structure == actual.structure and ranks == other_ranks
+
+
 def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:
     """Whether no tensor of a call that differs in shapes is larger than planned, in any dimension."""
     pairs = zip(actual.tensors, planned.tensors, strict=True)
     return all(size <= limit for mine, theirs in pairs for size, limit in zip(mine.shape, theirs.shape, strict=True))
+
+
+def resized_call(tensors: Sequence[torch.Tensor], call: CallSignature, like: CallSignature) -> SampleCall:
+    """A call with the sizes of another one, its values those at hand over and over: a model may not run on values made up for it.
+
+    Args:
+        tensors: of the call at hand.
+        call: its signature.
+        like: the call that has the sizes, of the same structure and numbers of dimensions.
+    """
+    shapes = (signature.shape for signature in like.tensors)
+    args, kwargs = call.structure.rebuild([_repeated(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)])
+    return SampleCall(args, kwargs)
+
+
+def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tensor.shape == shape:
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride(dim), reverse=True)  # of memory, which the result keeps
+    result = tensor.detach().permute(order)
+    for dim, original in enumerate(order):
+        result = result.index_select(dim, torch.arange(shape[original], device=tensor.device) % result.shape[dim])
+    return result.permute([order.index(dim) for dim in range(tensor.ndim)]).requires_grad_(tensor.requires_grad)
 
 
 def hook_keys(module: nn.Module) -> tuple[int, ...]:
@@ -171,6 +224,7 @@ class ModelSignature:
 
     Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers and which names share
     one, who is in training mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
+    Which parameters have a tensor hook (`hooked`) is no difference, since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -180,6 +234,7 @@ class ModelSignature:
     hooks: tuple[tuple[int, ...], ...]
     autocast: tuple[torch.dtype | None, torch.dtype | None]
     sharing: tuple[int, ...] = ()
+    hooked: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSignature:
@@ -193,6 +248,7 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
+            frozenset(name for name, tensor in named if tensor._backward_hooks),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -248,7 +304,8 @@ class ModelWatch:
                 for tensor in tensors.values():
                     if tensor is not None:
                         identities.append(id(tensor))
-                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+                        is_hooked = bool(tensor._backward_hooks)
+                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), is_hooked)
         seen.append(len(set(identities)))
         return seen
 

@@ -31,6 +31,7 @@ from rockmate.simulate import simulate
 from rockmate.source_lines import source_lines
 from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
 from rockmate.untraced import untraced_modules
+from rockmate.whole_gradients import made_last, with_sums
 
 logger = logging.getLogger("rockmate")
 
@@ -180,9 +181,11 @@ def capture_step(
     untraced: str | Sequence[str] = (),
     machine: Machine | None = None,
     loss_chunks: str = "",
+    hooked: str | None = None,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`.
 
+    The gradients of the parameters `hooked`, names with commas between, are made whole; None takes those that have a tensor hook.
     With `loss_chunks`, as `Chunks` writes it, the loss block runs in chunks; `PlanMismatchError` if it cannot.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
@@ -208,9 +211,13 @@ def capture_step(
         )
         raise UnsupportedModelError(msg)
     state = ModelSignature.of(model)
-    hooked = [path for path, module in model.named_modules() if path and hook_keys(module)]
-    if hooked:
-        logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(hooked))
+    if hooked is not None:
+        state = replace(state, hooked=frozenset(_names(hooked)))
+    if state.hooked and gradients == "accumulated":
+        options["hooked"] = ",".join(sorted(state.hooked))
+    with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
+    if with_hooks:
+        logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(with_hooks))
     with source_lines(), nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced:
         capture = capture_joint(model, traced, call.structure, differentiable=differentiable, outputs=outputs, untraced=names)
     if device is not None:
@@ -240,9 +247,12 @@ def step_of(
     like: Graph | None = None,
 ) -> CapturedStep:
     """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `split_handovers`."""
+    hooked, owner_of = _names(options.get("hooked", "")), owner_names(model)
+    capture = with_sums(capture, hooked, owner_of)
     graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
-    graph = weight_gradients_first(graph)
-    split_handovers(graph, like=like)
+    graph, whole = made_last(graph, hooked, owner_of)
+    graph = weight_gradients_first(graph, but=whole)
+    split_handovers(graph, like=like, but=whole)
     return CapturedStep(
         model=model, capture=capture, graph=graph, call=call, state=state, options=options, allocation_bytes=allocation_bytes
     )
@@ -260,6 +270,10 @@ def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[
         raise InvalidSampleError(msg)
     check_devices(model, tensors)
     return None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 _CHOICES = {"differentiable": ("loss", "all"), "outputs": ("all", "loss"), "gradients": ("accumulated", "returned")}

@@ -119,7 +119,8 @@ class StepFamily:
                 return self._step_of(capture, call)
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
-            options: dict[str, Any] = {name: value for name, value in self._planned.plan.options.items() if name != "loss_chunks"}
+            options: dict[str, Any] = {"hooked": "", **self._planned.plan.options}
+            options.pop("loss_chunks", None)
             return capture_step(self._model, sample, **options)
 
     def _symbolic_capture(self, call: CallSignature) -> SymbolicCapture:

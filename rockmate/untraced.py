@@ -29,6 +29,7 @@ from rockmate.autocast import autocast_dtypes
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
 from rockmate.random_state import keep_state
 from rockmate.structure import Structure, flatten
+from rockmate.unused import marked_unused
 
 _traced_calls: dict[str, UntracedCall] = {}  # of the capture that is going on, which a lock makes the only one
 
@@ -129,12 +130,15 @@ class UntracedCall:
         num_arguments = len(leaves) - len(self.parameter_names)
         args, kwargs = self.arguments.rebuild(leaves[:num_arguments])
         state = {**dict(zip(self.parameter_names, leaves[num_arguments:], strict=True)), **(buffers or {})}
-        state = {f"module.{name}": tensor for name, tensor in state.items()}
+        state = {f"module.{name}": tensor for name, tensor in _in_their_places(self.module, state).items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            result = functional_call(_Hookless(self.module), state, args, kwargs)
+            before = _versions(inputs[:num_arguments])
+            result = functional_call(_Hookless(self.module), state, args, kwargs, tie_weights=False)
+            if _versions(inputs[:num_arguments]) != before:
+                raise _changes_its_input(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
         return leaves, outputs
@@ -160,7 +164,15 @@ class UntracedCall:
     def _check(self, outputs: Sequence[Tensor], structure: Structure) -> None:
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
         planned = [(layout.shape, layout.dtype) for layout in self.outputs]
-        if structure != self.result or found != planned:
+        if len(found) == len(planned) and structure != self.result:
+            kinds = ["tensor"] * len(found)
+            msg = (
+                f"the untraced submodule {self.name} returned {structure.rebuild(kinds)}, and {self.result.rebuild(kinds)} for the sample. "
+                "What it returns beside tensors is fixed when the step is planned: return it as a tensor, or leave a larger part of the "
+                "model untraced."
+            )
+            raise UnsupportedModelError(msg)
+        if found != planned:
             msg = (
                 f"the untraced submodule {self.name} returned {found}, and {planned} for the sample. What it returns must have the same "
                 "shapes in every step: pad it, or leave a larger part of the model untraced."
@@ -269,7 +281,8 @@ class _Graph:
         values, seen = [], {gradient.untyped_storage()._cdata for gradient in gradients}
         for gradient, leaf in zip(found, self.leaves, strict=True):  # each is memory of its own: the plan counts it so
             made = torch.zeros_like(leaf) if gradient is None else gradient
-            values.append(Layout.of(leaf).laid_out(made.clone() if made.untyped_storage()._cdata in seen else made))
+            value = Layout.of(leaf).laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
+            values.append(value if gradient is not None else marked_unused(value))
             seen.add(made.untyped_storage()._cdata)
         return values
 
@@ -291,22 +304,29 @@ def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, 
         return {}
     seen: list[tuple[str, nn.Module, Any, Any, dict[str, torch.dtype]]] = []
     handles = []
+    given_versions: dict[str, list[int]] = {}
     for path, module in modules.items():
 
+        def begin(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            given_versions[path] = _versions(flatten((args, kwargs), what=f"the arguments of {path}")[0])
+
         def note(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
+            if _versions(flatten((args, kwargs), what=f"the arguments of {path}")[0]) != given_versions[path]:
+                raise _changes_its_input(path)
             seen.append((path, module, (args, kwargs), result, autocast_dtypes()))
 
-        handles.append(module.register_forward_hook(note, with_kwargs=True))
+        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(note, with_kwargs=True)]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
     devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), _nothing_saved():
-            functional_call(model, buffers, args, kwargs)
+            functional_call(model, _in_their_places(model, buffers), args, kwargs, tie_weights=False)
     finally:
         for handle in handles:
             handle.remove()
-    missing = [path for path in modules if path in names and all(path != entry[0] for entry in seen)]
+    named, called = {model.get_submodule(name) for name in names}, {module for _, module, *_ in seen}
+    missing = [path for path, module in modules.items() if module in named and module not in called]
     if missing:
         msg = f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of `untraced`."
         raise InvalidSampleError(msg)
@@ -330,15 +350,45 @@ def untraced_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     Raises:
         InvalidSampleError: there is no submodule of such a name.
     """
-    modules = dict(model.named_modules())
-    unknown = [name for name in names if not name or name not in modules]
+    paths = dict(model.named_modules(remove_duplicate=False))  # a module may have several
+    unknown = [name for name in names if not name or name not in paths]
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0], modules, n=3, cutoff=0.3)
+        nearest = difflib.get_close_matches(unknown[0], paths, n=3, cutoff=0.3)
         hint = f" Near it: {', '.join(nearest)}." if nearest else ""
         msg = f"untraced names {unknown[0]!r}, which is no submodule of {type(model).__name__}.{hint}"
         raise InvalidSampleError(msg)
-    chosen = [path for path, module in modules.items() if path in names or isinstance(module, nn.RNNBase)]
-    return {path: modules[path] for path in chosen if not any(path.startswith(f"{other}.") for other in chosen)}
+    named = {paths[name] for name in names}
+    chosen = {path: module for path, module in model.named_modules() if module in named or isinstance(module, nn.RNNBase)}
+    return {path: module for path, module in chosen.items() if not any(path.startswith(f"{other}.") for other in chosen)}
+
+
+def _in_their_places(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replacements of parameters and buffers, once for each place that holds one.
+
+    A tied tensor has several places. A module with two names has one: PyTorch, left to find them, swaps it twice and puts back the wrong
+    one.
+    """
+    present = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    replacement = {id(present[name]): tensor for name, tensor in state.items()}
+    places = {
+        f"{path}.{name}" if path else name: tensor
+        for path, part in module.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+    }
+    return {place: replacement[id(tensor)] for place, tensor in places.items() if id(tensor) in replacement}
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor has been changed in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def _changes_its_input(name: str) -> UnsupportedModelError:
+    msg = (
+        f"the untraced submodule {name} changes an input in place, which the rest of the step would not see. Change a copy in its forward "
+        "(x = x.clone()), or leave a larger part of the model untraced."
+    )
+    return UnsupportedModelError(msg)
 
 
 @contextlib.contextmanager

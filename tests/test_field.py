@@ -297,3 +297,30 @@ def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         next(inner for inner in model.modules() if isinstance(inner, nn.Dropout)).p = 0.05 * index
         module(X)
     assert len(module._runnables) == 3
+
+
+# --- recomputation --------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Tokens go to the better of two experts, by scores that noise moves from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.router(x) + torch.rand(len(x), 2)
+        weights, chosen = scores.softmax(-1).topk(1)
+        results = torch.stack([expert(x) for expert in self.experts], 1)
+        return weights * results.gather(1, chosen[..., None].expand(-1, -1, 16)).squeeze(1)
+
+
+def test_noisy_routing_is_the_same_when_recomputed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Routed(), Routed()).train()
+    planner = Planner(model, X)
+    module = planner.module(planner.minimum_peak_bytes)
+    assert module.plan.schedule.num_recomputations() > 0
+    assert_same_step(module, model, copy.deepcopy(model), {})

@@ -57,3 +57,10 @@ def test_every_declared_requirement_is_pinned() -> None:
         declared += requirements
     names = {re.split(r"[\[<>=~! ]", requirement)[0] for requirement in declared} - {PROJECT["project"]["name"]}
     assert names <= pins.keys()
+
+
+def test_solvers_are_free_for_any_use() -> None:
+    from importlib.metadata import metadata
+
+    for name in ("pulp", "highspy"):
+        assert metadata(name).get("License-Expression") == "MIT"

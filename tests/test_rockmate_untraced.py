@@ -220,6 +220,138 @@ def test_a_copy_runs_its_own_submodules() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
 
 
+class Choosing(nn.Module):
+    """Runs one of two layers, as its input says, with a scale that only the first one uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.first(x) if x.sum().item() > 0 else self.second(x)
+
+
+class Chosen(nn.Module):
+    """The second layer of two to choose from is tied to one outside if wanted."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.choosing = Choosing()
+        self.head = nn.Linear(16, 16)
+        if tied:
+            self.choosing.second.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.choosing(x)).square().mean()
+
+
+@pytest.mark.parametrize("gradients", ["accumulated", "returned"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_parameter_that_a_step_does_not_use_is_left_alone(tied: bool, gradients: str) -> None:
+    torch.manual_seed(0)
+    model = Chosen(tied=tied)
+    reference = copy.deepcopy(model)
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=["choosing"], gradients=gradients)
+    fired: list[tuple[int, str]] = []
+    for place, owner in enumerate((model, reference)):
+        for name, parameter in owner.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, place=place, name=name: fired.append((place, name)))
+    for x in (IMAGE.abs(), IMAGE.abs(), -IMAGE.abs()):  # gradients accumulate
+        fired.clear()
+        planned(x).backward()
+        reference(x).backward()
+        if gradients == "accumulated":  # the engine visits what an autograd function takes, whatever it returns
+            assert sorted(name for place, name in fired if place == 0) == sorted(name for place, name in fired if place == 1)
+        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None), name
+            if other.grad is not None:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
+    assert reference.choosing.first.weight.grad is not None
+
+
+class Doubled(nn.Module):
+    """Layers that stand under two names each: one that is traced, a recurrent one, and one that is named to run as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = self.entrance = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        self.recur = self.recurrence = nn.GRU(16, 16)
+        self.halting = self.halt = Halting(normalizes=True)
+        self.halting.inside = self.halting.inner  # and one within
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrence(self.halt(self.entrance(self.enter(x))))[0].square().mean()
+
+
+@pytest.mark.parametrize("name", ["halting", "halt"])
+def test_layers_under_two_names_train_as_in_eager_and_stay_as_they_were(name: str) -> None:
+    torch.manual_seed(0)
+    model = Doubled()
+    before = {key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    planned = RockmateModule(model, IMAGE, 1.0, untraced=[name])
+    for seed in (1, 2):
+        start = {key: value.clone() for key, value in model.state_dict().items()}
+        expected = _trained(model, lambda: model(IMAGE), seed)
+        model.load_state_dict(start)
+        found = _trained(model, lambda: planned(IMAGE), seed)
+        for a, b in zip(expected, found, strict=True):  # eager adds up the contributions of a layer's calls one by one
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert before == {key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+class Overwriting(nn.Module):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1) if x.sum().item() < 1e9 else x
+
+
+@pytest.mark.parametrize("first", [nn.Linear(16, 16), nn.Identity()])
+def test_an_input_that_is_changed_in_place_is_refused_in_words(first: nn.Module) -> None:
+    given = IMAGE.clone()
+    with pytest.raises(UnsupportedModelError, match=r"submodule 1 changes an input in place.*x = x.clone\(\)"):
+        Planner(nn.Sequential(first, Overwriting(), nn.Linear(16, 1)), given, untraced=("1",))
+    assert torch.equal(given, IMAGE)
+
+
+class Later(nn.Module):
+    """Changes its input in place where that is negative, which the sample's is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1).clone() if x.sum().item() < 0 else x * 2
+
+
+def test_an_input_that_a_later_step_changes_in_place_is_refused_in_words() -> None:
+    planned = RockmateModule(nn.Sequential(Later(), nn.Linear(16, 1)), IMAGE.abs(), 1.0, untraced=["0"])
+    with pytest.raises(UnsupportedModelError, match="submodule 0 changes an input in place"):
+        planned(-IMAGE.abs())
+
+
+class Counting(nn.Module):
+    """Returns a number beside its tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x * 2, int(x.sum().item() > 0)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.counting = nn.Linear(16, 16), Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, number = self.counting(self.enter(x) + 10 * x)
+        return y.mean() * (1 + number)
+
+
+def test_another_constant_is_refused_as_such() -> None:
+    planned = RockmateModule(Counted(), IMAGE.abs(), 1.0, untraced=["counting"])
+    with pytest.raises(UnsupportedModelError, match=r"returned \('tensor', 0\), and \('tensor', 1\) for the sample") as caught:
+        planned(-IMAGE.abs())
+    assert "shapes" not in str(caught.value)
+
+
 class Borrowing(nn.Module):
     """Reads the weight of another layer."""
 

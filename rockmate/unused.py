@@ -1,0 +1,16 @@
+"""Gradients that are none: a graph has one for each of its values, and autograd has none for what a step has not used."""
+
+from __future__ import annotations
+
+import torch
+
+
+def marked_unused(gradient: torch.Tensor) -> torch.Tensor:
+    """Zeros that stand for no gradient at all: the step has not used what they are of."""
+    gradient.unused_at = gradient._version  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient
+
+
+def is_unused(gradient: torch.Tensor) -> bool:
+    """Whether these are such zeros, to which nothing has been added since."""
+    return getattr(gradient, "unused_at", None) == gradient._version

@@ -387,7 +387,7 @@ class _Unroller:
             for node in self.region.backward:
                 total = self.total.get(node)
                 if total is not None:
-                    total.meta[IN_FORWARD] = True
+                    _maker(total).meta[IN_FORWARD] = True
                     if node in dependent:
                         self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
 
@@ -411,6 +411,13 @@ class _Unroller:
         return self.instead[node]
 
 
+def _maker(value: fx.Node) -> fx.Node:
+    """The call that makes the memory that `value` views."""
+    while value.target in _VIEWS:
+        value = value.all_input_nodes[0]
+    return value
+
+
 def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
     """First row and the one after the last of each chunk."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
@@ -418,18 +425,19 @@ def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Puts every node behind what it reads, and otherwise leaves the order."""
-    placed: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        pending = [node]
+    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
+    order = list(graph.nodes)
+    missing = {node: len(node.all_input_nodes) for node in order}
+    reached: set[fx.Node] = set()
+    last: fx.Node | None = None
+    for node in order:
+        reached.add(node)
+        pending = [node] if not missing[node] else []
         while pending:
-            waiting = [operand for operand in pending[-1].all_input_nodes if operand not in placed]
-            if waiting:
-                pending += reversed(waiting)
-            else:
-                placed.setdefault(pending.pop())
-    last = next(iter(graph.nodes))
-    for node in placed:
-        if node is not last:
-            last.append(node)
-            last = node
+            placed = pending.pop()
+            if last is not None:
+                last.append(placed)
+            last = placed
+            for user in placed.users:
+                missing[user] -= 1
+            pending += [user for user in reversed(placed.users) if not missing[user] and user in reached]

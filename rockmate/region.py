@@ -20,7 +20,7 @@ from torch import fx
 
 from rockmate.capture import Capture, RoleKind
 from rockmate.random_state import is_random
-from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, rows_within, separate
+from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, is_elementwise, rows_within, separate
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
@@ -146,11 +146,11 @@ def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, 
     while True:
         nodes = _members(capture, parts, given, starts, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)
-        more = {} if at_once else _further_products(pieces, num_rows, least)
+        more = _further_elementwise(pieces, num_rows, least) or ({} if at_once else _further_products(pieces, num_rows, least))
         if not more:
             break
         starts += more
-        given |= {more[start]: rows_within(_shape(more[start]), 0, len(_shape(more[start])) - 1) for start in more}
+        given |= dict(more.values())
     held = _held_outputs(capture)
     outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
@@ -173,10 +173,10 @@ def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, 
     )
 
 
-def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, fx.Node]:
+def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
     """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
     found = {}
-    for value in [value for piece in pieces.values() for value in piece.slices if _numel(value) >= least]:
+    for value in _large_from_outside(pieces, least):
         made = value
         while made.target in _VIEWS:
             made = made.all_input_nodes[0]
@@ -184,8 +184,30 @@ def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
         if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
             continue
         if prod(_shape(operand)[:-1]) == num_rows:
-            found[made] = operand
+            found[made] = operand, rows_within(_shape(operand), 0, len(_shape(operand)) - 1)
     return found
+
+
+def _further_elementwise(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
+    """Elementwise calls that broadcast small operands to a large value that the region takes by rows, and an operand with the rows.
+
+    Class weights along the vocabulary times a gradient along the tokens is one: no reason to have it as a whole.
+    """
+    found = {}
+    for made, rows in _large_from_outside(pieces, least).items():
+        if made in pieces or not is_elementwise(made) or any(_num_own(operand) >= least for operand in made.all_input_nodes):
+            continue
+        for operand in made.all_input_nodes:
+            shift = len(_shape(made)) - len(_shape(operand))
+            start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
+            if operand not in pieces and prod(_shape(operand)[start:stop]) == num_rows:
+                found[made] = operand, rows_within(_shape(operand), start, stop)
+    return found
+
+
+def _large_from_outside(pieces: Mapping[fx.Node, Piece], least: int) -> dict[fx.Node, Rows]:
+    """Large values that the region takes by rows from outside, and where they have them."""
+    return {value: rows for piece in pieces.values() for value, rows in piece.slices.items() if _numel(value) >= least}
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -260,6 +282,12 @@ def _makes_several(node: fx.Node) -> bool:
 def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _num_own(node: fx.Node) -> int:
+    """Elements that a value has in memory: fewer than it shows where it is expanded."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() // value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _memories(node: fx.Node) -> set[int]:

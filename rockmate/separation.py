@@ -233,13 +233,18 @@ def _rule(node: fx.Node) -> _Rule:
     found = _RULES.get(target)
     if found is not None:
         return found
-    if isinstance(target, torch._ops.OpOverload) and _is_elementwise(target):
+    if is_elementwise(node):
         return _elementwise
     raise InseparableError(node, "has no rule for rows")
 
 
-def _is_elementwise(target: torch._ops.OpOverload) -> bool:
-    return torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of its result is made from the elements at the same place of its operands, broadcast."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return _RULES.get(target) is _elementwise
+    pointwise = torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
+    return pointwise or _RULES.get(target) is _elementwise
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

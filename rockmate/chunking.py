@@ -10,7 +10,7 @@ recomputed is the planner's choice, as for all others. Two forms:
   gradient of one, and the backward multiplies them by the true one (which changes nothing where that is one). No logits are ever made
   again; the gradients of the region's weights wait in memory from the forward to the backward.
 
-Sums in half precision are accumulated in float32, and rounded once.
+Sums in half precision are made and accumulated in float32, and rounded once, as kernels do it over all rows.
 """
 
 from __future__ import annotations
@@ -239,14 +239,30 @@ class _Unroller:
     def _accumulate(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before = self.total.get(node)
         is_half = node.meta["val"].dtype in _HALF
-        if before is not None and target is _aten.mm.default and not is_half:
+        if is_half:
+            target, args, kwargs = self._in_float32(node, target, args, kwargs)
+        if before is not None and target is _aten.mm.default:
             self.total[node] = self._new(_aten.addmm.default, (before, *args), like=node)
             return
         part = self._new(target, args, kwargs, like=node)
         if before is not None:
             self.total[node] = self._new(_aten.add.Tensor, (before, part), like=node)
+        elif is_half and part.meta["val"].dtype in _HALF:
+            self.total[node] = self._new(_aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node)
         else:
-            self.total[node] = self._new(_aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node) if is_half else part
+            self.total[node] = part
+
+    def _in_float32(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        """A call on half precision that gives its sum in float32, as kernels add it up: rounding each chunk's would add to the error."""
+        if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
+            return _aten.mm.dtype, (*args, torch.float32), kwargs
+        if target is _aten.mm.default:
+            return target, tuple(self._new(_aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node) for arg in args), kwargs
+        if target in (_aten.sum.dim_IntList, _aten.sum.default):
+            return target, args, {**kwargs, "dtype": torch.float32}
+        return target, args, kwargs
 
     def _of_chunk(self, node: fx.Node, value: Any, chunk: int) -> Any:
         """What stands in the place of an argument."""

@@ -190,9 +190,11 @@ def test_no_token_counts() -> None:
     assert all(train(chunked(step, chunks), batch).isnan() for chunks in FORMS)
 
 
+@pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
 @pytest.mark.parametrize("loss", ["mean", "soft cap", "label smoothing"])
-def test_bfloat16_within_the_rounding_of_eager(loss: str) -> None:
-    model = make(LOSSES[loss])
+def test_bfloat16_within_the_rounding_of_eager(loss: str, options: dict[str, bool]) -> None:
+    """Against float64. Both add up in float32 and round once; the order may turn a rounding of one value in many thousands."""
+    model = make(LOSSES[loss], **options)
     _, exact = eager(model.double(), sample())
     model.bfloat16()
     _, rounded = eager(model, sample())
@@ -200,7 +202,7 @@ def test_bfloat16_within_the_rounding_of_eager(loss: str) -> None:
     for chunks in FORMS:
         train(chunked(step, chunks), sample())
         ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
-        assert all(ours[name] <= 1.5 * of_eager[name] for name in ours), (chunks, ours, of_eager)
+        assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (chunks, ours, of_eager)
 
 
 def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,15 @@ from rockmate.graph import IN_FORWARD
 from rockmate.kernels import cross_entropy_backward, dropout_apply, target_weight
 from rockmate.linearity import check_linear, depending_on, reading_from
 from rockmate.region import Refusal, Region, find_feed_forward, find_loss_block, region_of
-from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
+from rockmate.separation import (
+    CHUNK_ROWS,
+    PARTIAL,
+    SUMMED_LOSSES,
+    SUMMED_LOSSES_BACKWARD,
+    InseparableError,
+    Rows,
+    chunk_shape,
+)
 
 _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
@@ -141,7 +150,9 @@ def _copy(capture: Capture) -> Capture:
 def _sum_losses(graph: fx.Graph) -> None:
     """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
     for node in list(graph.nodes):
-        if node.target is not _aten.nll_loss_forward.default:
+        if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
+            _sum_elements(graph, node)
+        if node.target not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
             continue
         scores, target, weight, reduction, ignore_index = node.args
         assert isinstance(scores, fx.Node)
@@ -156,6 +167,27 @@ def _sum_losses(graph: fx.Graph) -> None:
             with graph.inserting_after(items[0]):
                 mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
             items[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+
+
+def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
+    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
+    is_backward = node.target in SUMMED_LOSSES_BACKWARD
+    place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
+    operands = [argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)]
+    args = [*node.args, *[None] * (place - len(node.args)), *[_MEAN] * (len(node.args) <= place)]
+    if args[place] != _MEAN:
+        return
+    num_elements = prod(torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands)))
+    args[place] = _SUM
+    if is_backward:
+        with graph.inserting_before(node):
+            args[0] = _call(graph, _aten.div.Scalar, (args[0], num_elements), like=node)
+        node.args = tuple(args)
+        return
+    node.args = tuple(args)
+    with graph.inserting_after(node):
+        mean = _call(graph, _aten.div.Scalar, (node, num_elements), like=node)
+    node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: fx.Node) -> fx.Node:

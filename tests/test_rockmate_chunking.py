@@ -94,7 +94,31 @@ def per_token(scores: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.linspace(0.0, 1.0, len(labels))).sum()
 
 
+def values_in_01(scores: Tensor) -> Tensor:
+    return torch.linspace(0.0, 1.0, scores.numel(), dtype=scores.dtype).view(scores.shape)
+
+
+def of_elements(loss: Callable[..., Tensor], **options: object) -> Loss:
+    """Of each score and a number."""
+    return lambda scores, labels: loss(scores, values_in_01(scores), **options)
+
+
+def of_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(torch.sigmoid(scores), values_in_01(scores))
+
+
 LOSSES: Mapping[str, Loss] = {
+    "squared error": of_elements(functional.mse_loss),
+    "squared error, summed": of_elements(functional.mse_loss, reduction="sum"),
+    "squared errors": lambda scores, labels: of_elements(functional.mse_loss, reduction="none")(scores, labels).mean(),
+    "absolute error": of_elements(functional.l1_loss),
+    "smooth l1": of_elements(functional.smooth_l1_loss, beta=0.3),
+    "huber, summed": of_elements(functional.huber_loss, reduction="sum", delta=0.3),
+    "binary": of_elements(functional.binary_cross_entropy_with_logits),
+    "binary, summed": of_elements(functional.binary_cross_entropy_with_logits, reduction="sum"),
+    "binary of probabilities": of_probabilities,
+    "soft margin": lambda scores, labels: functional.soft_margin_loss(scores, values_in_01(scores) - 0.5),
+    "divergence": lambda scores, labels: functional.kl_div(scores.log_softmax(-1), values_in_01(scores), reduction="batchmean"),
     "mean": cross_entropy(),
     "sum": cross_entropy(reduction="sum"),
     "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(scores, labels.clamp(min=7)),
@@ -174,6 +198,20 @@ def test_heads(options: dict[str, bool]) -> None:
         assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
 
 
+def test_classes_before_tokens() -> None:
+    """As PyTorch has losses of images and sequences: apart only where a batch has one sample."""
+    model = make(lambda scores, labels: functional.cross_entropy(scores.transpose(1, 2), labels))
+    batch = {name: value[:1] for name, value in sample().items()}
+    step = capture_step(model, batch)
+    expected, reference = eager(model, batch)
+    for chunks in FORMS:
+        assert distance(train(chunked(step, chunks), batch), expected) <= 1e-6
+        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
+    assert isinstance(found, Refusal)
+    assert "takes the dims of the rows apart" in str(found)
+
+
 def test_rows_do_not_divide_into_chunks_of_one_size() -> None:
     model = make(cross_entropy())
     step = capture_step(model, sample())
@@ -251,8 +289,8 @@ def softmax_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.nll_loss(functional.log_softmax(rows, dim=0), labels)
 
 
-def squared_error(scores: Tensor, labels: Tensor) -> Tensor:
-    return functional.mse_loss(scores, torch.zeros_like(scores))
+def sorted_scores(scores: Tensor, labels: Tensor) -> Tensor:
+    return (scores.sort(dim=-1).values * values_in_01(scores)).mean()
 
 
 def shifted(scores: Tensor, labels: Tensor) -> Tensor:
@@ -264,7 +302,7 @@ INSEPARABLE: Mapping[str, tuple[Loss, str]] = {
     "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|takes rows)"),
     "normalised over tokens": (normalised_over_tokens, r"reads mean.*, a sum over all rows"),
     "softmax over tokens": (softmax_over_tokens, r"aten\._log_softmax\.default .* runs along the rows"),
-    "squared error": (squared_error, r"aten\.mse_loss\.default .* has no rule"),
+    "sorted scores": (sorted_scores, r"aten\.sort\.default .* has no rule"),
     "shifted": (shifted, r"aten\.slice\.Tensor .* runs along the rows"),
 }
 

@@ -26,6 +26,7 @@ _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 """Matrix products, and the place of the operand whose rows their result has."""
+_BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
 
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
@@ -123,21 +124,35 @@ def _is_narrowed(region: Region, num_elements: int) -> bool:
 def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
     """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
     module = capture.module_of_sequence.get(product.meta.get("seq_nr", -1), "")
-    try:
-        return _region(capture, product, module, halves or Halves(capture), at_once=at_once)
-    except InseparableError as error:
-        of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
-        return Refusal(call=error.call, module=of_call, reason=error.reason, block=module)
-
-
-def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, at_once: bool) -> Region:
-    parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
-    joined = frozenset() if at_once else halves.backward
+    halves = halves or Halves(capture)
     operand = product.args[_PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
-    shape = tuple(operand.meta["val"].shape)
-    given = {operand: rows_within(shape, 0, len(shape) - 1)}
-    num_rows, least = prod(shape[:-1]), _numel(product) // 2
+    refusals: list[Refusal] = []
+    for rows in _rows_of_operand(product, operand):
+        try:
+            return _region(capture, product, operand, rows, module, halves, at_once=at_once)
+        except InseparableError as error:
+            of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
+            refusals.append(Refusal(call=error.call, module=of_call, reason=error.reason, block=module))
+    return refusals[0]
+
+
+def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
+    """What may be the rows of a product's operand: all dims but the last; of a batched one also the middle one alone (experts)."""
+    shape = _shape(operand)
+    found = [rows_within(shape, 0, len(shape) - 1)]
+    if product.target in _BATCHED and Rows(1, 2) not in found:
+        found.append(Rows(1, 2))
+    return found
+
+
+def _region(
+    capture: Capture, product: fx.Node, operand: fx.Node, rows: Rows, module: str, halves: Halves, *, at_once: bool
+) -> Region:
+    parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
+    joined = frozenset() if at_once else halves.backward
+    given = {operand: rows}
+    num_rows, least = prod(_shape(operand)[rows.start : rows.stop]), _numel(product) // 2
     if _numel(product) > _numel(operand):  # what is as narrow as the operand is none of the region's large values
         least = max(least, _numel(operand) + 1)
     if not num_rows or num_rows < 2:
@@ -183,8 +198,9 @@ def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
         operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
         if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
             continue
-        if prod(_shape(operand)[:-1]) == num_rows:
-            found[made] = operand, rows_within(_shape(operand), 0, len(_shape(operand)) - 1)
+        for rows in _rows_of_operand(made, operand):
+            if prod(_shape(operand)[rows.start : rows.stop]) == num_rows:
+                found.setdefault(made, (operand, rows))
     return found
 
 

@@ -358,6 +358,13 @@ def _along_another_dim(call: _Call) -> Piece:
     return call.result(rows)
 
 
+def _split(call: _Call) -> Piece:
+    """A call (operand, sizes, dim) that makes several parts along another dim."""
+    rows = call.only(call.args[0])
+    call.outside_dims(rows, [call.option(2, 0)], len(_shape(call.args[0])))
+    return Piece(forms=(rows,) * len(call.node.meta["val"]))
+
+
 def _select(call: _Call) -> Piece:
     rows, dim = call.only(call.args[0]), call.args[1] % len(_shape(call.args[0]))
     call.outside_dims(rows, [dim], len(_shape(call.args[0])))
@@ -663,6 +670,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((_aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
     _aten.slice.Tensor: _along_another_dim,
     _aten.select.int: _select,
+    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _split),
     _aten.constant_pad_nd.default: _pad,
     _aten.cat.default: _cat,
     **dict.fromkeys((_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default), _like),

@@ -169,7 +169,7 @@ def _region(
     held = _held_outputs(capture)
     outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
-        given = {node: rows for node in outputs if isinstance(rows := pieces[node].forms[0], Rows)}
+        given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
         readers = [user for node in given for user in node.users if user not in given]
         nodes = _members(capture, parts, given, readers, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)

@@ -174,6 +174,14 @@ def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> di
     return {name: distance(gradient, reference[name]) for name, gradient in ours.items()}
 
 
+def check_as_eager(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> None:
+    """In chunks of both forms: the loss and the gradients of eager's own step."""
+    expected, reference = eager(step.model, batch, scale)
+    for chunks in FORMS:
+        assert distance(train(chunked(step, chunks), batch, scale), expected) <= 1e-6, chunks
+        assert max(distances(gradients(step.model), reference).values()) <= 1e-6, chunks
+
+
 # --- the same sum --------------------------------------------------------------------------------------
 
 
@@ -181,21 +189,14 @@ def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> di
 def test_same_loss_and_gradients(loss: str) -> None:
     model = make(LOSSES[loss])
     step = capture_step(model, sample())
-    expected, reference = eager(model, sample(), scale=3.0)
-    for chunks in FORMS:
-        found = train(chunked(step, chunks), sample(), scale=3.0)
-        assert distance(found, expected) <= 1e-6
-        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    check_as_eager(step, sample(), scale=3.0)
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
 def test_heads(options: dict[str, bool]) -> None:
     model = make(cross_entropy(), **options)
     step = capture_step(model, sample())
-    _, reference = eager(model, sample())
-    for chunks in FORMS:
-        train(chunked(step, chunks), sample())
-        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    check_as_eager(step, sample())
 
 
 def test_classes_before_tokens() -> None:
@@ -203,10 +204,7 @@ def test_classes_before_tokens() -> None:
     model = make(lambda scores, labels: functional.cross_entropy(scores.transpose(1, 2), labels))
     batch = {name: value[:1] for name, value in sample().items()}
     step = capture_step(model, batch)
-    expected, reference = eager(model, batch)
-    for chunks in FORMS:
-        assert distance(train(chunked(step, chunks), batch), expected) <= 1e-6
-        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    check_as_eager(step, batch)
     found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
     assert isinstance(found, Refusal)
     assert "takes the dims of the rows apart" in str(found)
@@ -264,10 +262,7 @@ def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:
 def test_returned_gradients() -> None:
     model = make(cross_entropy(), tied=True)
     step = capture_step(model, sample(), gradients="returned")
-    _, reference = eager(model, sample())
-    for chunks in FORMS:
-        train(chunked(step, chunks), sample())
-        assert max(distances(gradients(model), reference).values()) <= 1e-6
+    check_as_eager(step, sample())
 
 
 # --- what stands in the way ----------------------------------------------------------------------------

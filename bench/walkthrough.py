@@ -41,6 +41,7 @@ from rockmate.runtime import Runner
 from rockmate.schedule import Schedule, last_reads, no_recomputation
 from rockmate.search import Candidate, Searcher
 from rockmate.simulate import Simulation, simulate, state_bytes
+from rockmate.solver_time import SolverTime
 from rockmate.strategies import make_search
 from rockmate.structure import flatten
 
@@ -131,19 +132,19 @@ def sections() -> Iterator[Section]:
     yield Section(name="chain", language="text", text=str(chain), is_exact=True)
 
     baseline = simulate(graph, no_recomputation(graph), costs)
-    levels = SeveralLevels(graph, chain, costs, max_bytes=baseline.peak_bytes, time_limit_s=_TIME_LIMIT_S)
+    levels = SeveralLevels(graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=SolverTime(_TIME_LIMIT_S))
     yield Section(name="options", language="text", text=_options_text(levels), is_exact=False)
     yield Section(name="rotor", language="text", text=_rotor_text(levels), is_exact=False)
 
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
     yield Section(name="improvement", language="text", text=_improvement_text(levels, budget_bytes), is_exact=False)
 
-    search = make_search("rockmate", graph, chain, costs, time_limit_s=_TIME_LIMIT_S)
+    search = make_search("rockmate", graph, chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
     yield Section(name="frontier", language="text", text=_frontier_text(search, baseline, budget_bytes), is_exact=False)
 
-    certificate = Certificate(graph, costs, baseline.time_ms, time_limit_s=_TIME_LIMIT_S)
+    certificate = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
     yield Section(name="certificate", language="text", text=_certificate_text(certificate, search, baseline), is_exact=False)
     yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
     yield Section(name="simulation", language="text", text=_simulation_text(graph, costs, chosen, budget_bytes), is_exact=False)

@@ -24,10 +24,9 @@ class Curve:
 
         Args:
             problem: What may be saved or recomputed.
-            time_limit_s: Wall time for this, and again for each limit, after which the convex hull answers.
+            time_limit_s: Wall time for this, in seconds, after which the convex hull is all there is.
         """
         self._problem = problem
-        self._time_limit_s = time_limit_s
         self._fronts: tuple[Front, ...] | None = None
         self._hulls: Hulls | None = None
         try:
@@ -40,14 +39,17 @@ class Curve:
             self._hull_bytes = np.array([plan.saved_bytes for plan in plans])
             self._hull_ms = [plan.time_ms for plan in plans]
 
-    def bound_ms(self, max_saved_bytes: int) -> float:
-        """A time that no plan within the limit beats, in milliseconds; infinite if there is no plan."""
+    def bound_ms(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> float:
+        """A time that no plan within the limit beats, in milliseconds; infinite if there is no plan.
+
+        After `time_limit_s` seconds of wall time the convex hull answers.
+        """
         if max_saved_bytes < self._hull_bytes[0]:
             return inf
         if self._fronts is not None:
             try:
                 total = best_within(
-                    self._fronts, max_saved_bytes, deadline=monotonic() + self._time_limit_s, hulls=self._hulls
+                    self._fronts, max_saved_bytes, deadline=monotonic() + time_limit_s, hulls=self._hulls
                 )
                 return ms_of_ticks(self._problem, int(total.ticks[-1]))
             except (TooManyLabelsError, OutOfTimeError):

@@ -12,7 +12,7 @@ Relaxed away: everything that happens between b and the reads, and any other mom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
+from rockmate.solver_time import SolverTime
 
 _MAX_MOMENTS = 12
 
@@ -48,27 +49,37 @@ class Moment:
 class Certificate:
     """Lower bounds on the time of one graph's schedules."""
 
-    def __init__(self, graph: Graph, costs: Costs, least_ms: float, *, time_limit_s: float) -> None:
+    def __init__(self, graph: Graph, costs: Costs, least_ms: float, *, solver_time: SolverTime) -> None:
         """Bounds for `graph`.
 
         Args:
             graph: ops and storages.
             costs: of its ops.
             least_ms: time of every op's first run.
-            time_limit_s: cap on each solve.
+            solver_time: what preparing its moments shares with others; a budget's answer may take as much again.
         """
         self._graph = graph
         self._costs = costs
         self._least_ms = least_ms
-        self._time_limit_s = time_limit_s
+        self._solver_time = solver_time
         self._known_ms: dict[int, float] = {}
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
         if budget_bytes not in self._known_ms:
-            again_ms = [curve.bound_ms(budget_bytes - moment.num_bytes) for moment, curve in self._curves]
-            self._known_ms[budget_bytes] = self._least_ms + max(again_ms, default=0.0)
+            self._known_ms[budget_bytes] = self._least_ms + max(self._again_ms(budget_bytes), default=0.0)
         return self._known_ms[budget_bytes]
+
+    def _again_ms(self, budget_bytes: int) -> Iterator[float]:
+        solver_time = SolverTime(self._solver_time.limit_s)
+        for moment, curve in self._curves:
+            with solver_time.for_one_solve() as time_limit_s:
+                yield curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """A peak that no schedule is below."""
+        return max((moment.num_bytes for moment in self.moments), default=0)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
@@ -123,7 +134,8 @@ class Certificate:
         curves = []
         for moment in self.moments:
             problem, _ = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
-            curves.append((moment, Curve(problem, time_limit_s=self._time_limit_s)))
+            with self._solver_time.for_one_solve() as time_limit_s:
+                curves.append((moment, Curve(problem, time_limit_s=time_limit_s)))
         return curves
 
     def _own_bytes(self, op: Op) -> int:

@@ -10,7 +10,7 @@ recomputed is the planner's choice, as for all others. Two forms:
   gradient of one, and the backward multiplies them by the true one (which changes nothing where that is one). No logits are ever made
   again; the gradients of the region's weights wait in memory from the forward to the backward.
 
-Sums in half precision are accumulated in float32, and rounded once.
+Sums in half precision are made and accumulated in float32, and rounded once, as kernels do it over all rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,15 @@ from rockmate.graph import IN_FORWARD
 from rockmate.kernels import cross_entropy_backward, dropout_apply, target_weight
 from rockmate.linearity import check_linear, depending_on, reading_from
 from rockmate.region import Refusal, Region, find_feed_forward, find_loss_block, region_of
-from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
+from rockmate.separation import (
+    CHUNK_ROWS,
+    PARTIAL,
+    SUMMED_LOSSES,
+    SUMMED_LOSSES_BACKWARD,
+    InseparableError,
+    Rows,
+    chunk_shape,
+)
 
 _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
@@ -141,7 +150,9 @@ def _copy(capture: Capture) -> Capture:
 def _sum_losses(graph: fx.Graph) -> None:
     """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
     for node in list(graph.nodes):
-        if node.target is not _aten.nll_loss_forward.default:
+        if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
+            _sum_elements(graph, node)
+        if node.target not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
             continue
         scores, target, weight, reduction, ignore_index = node.args
         assert isinstance(scores, fx.Node)
@@ -156,6 +167,27 @@ def _sum_losses(graph: fx.Graph) -> None:
             with graph.inserting_after(items[0]):
                 mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
             items[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+
+
+def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
+    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
+    is_backward = node.target in SUMMED_LOSSES_BACKWARD
+    place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
+    operands = [argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)]
+    args = [*node.args, *[None] * (place - len(node.args)), *[_MEAN] * (len(node.args) <= place)]
+    if args[place] != _MEAN:
+        return
+    num_elements = prod(torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands)))
+    args[place] = _SUM
+    if is_backward:
+        with graph.inserting_before(node):
+            args[0] = _call(graph, _aten.div.Scalar, (args[0], num_elements), like=node)
+        node.args = tuple(args)
+        return
+    node.args = tuple(args)
+    with graph.inserting_after(node):
+        mean = _call(graph, _aten.div.Scalar, (node, num_elements), like=node)
+    node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
@@ -239,14 +271,30 @@ class _Unroller:
     def _accumulate(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before = self.total.get(node)
         is_half = node.meta["val"].dtype in _HALF
-        if before is not None and target is _aten.mm.default and not is_half:
+        if is_half:
+            target, args, kwargs = self._in_float32(node, target, args, kwargs)
+        if before is not None and target is _aten.mm.default:
             self.total[node] = self._new(_aten.addmm.default, (before, *args), like=node)
             return
         part = self._new(target, args, kwargs, like=node)
         if before is not None:
             self.total[node] = self._new(_aten.add.Tensor, (before, part), like=node)
+        elif is_half and part.meta["val"].dtype in _HALF:
+            self.total[node] = self._new(_aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node)
         else:
-            self.total[node] = self._new(_aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node) if is_half else part
+            self.total[node] = part
+
+    def _in_float32(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        """A call on half precision that gives its sum in float32, as kernels add it up: rounding each chunk's would add to the error."""
+        if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
+            return _aten.mm.dtype, (*args, torch.float32), kwargs
+        if target is _aten.mm.default:
+            return target, tuple(self._new(_aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node) for arg in args), kwargs
+        if target in (_aten.sum.dim_IntList, _aten.sum.default):
+            return target, args, {**kwargs, "dtype": torch.float32}
+        return target, args, kwargs
 
     def _of_chunk(self, node: fx.Node, value: Any, chunk: int) -> Any:
         """What stands in the place of an argument."""
@@ -387,7 +435,7 @@ class _Unroller:
             for node in self.region.backward:
                 total = self.total.get(node)
                 if total is not None:
-                    total.meta[IN_FORWARD] = True
+                    _maker(total).meta[IN_FORWARD] = True
                     if node in dependent:
                         self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
 
@@ -411,6 +459,13 @@ class _Unroller:
         return self.instead[node]
 
 
+def _maker(value: fx.Node) -> fx.Node:
+    """The call that makes the memory that `value` views."""
+    while value.target in _VIEWS:
+        value = value.all_input_nodes[0]
+    return value
+
+
 def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
     """First row and the one after the last of each chunk."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
@@ -418,18 +473,19 @@ def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Puts every node behind what it reads, and otherwise leaves the order."""
-    placed: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        pending = [node]
+    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
+    order = list(graph.nodes)
+    missing = {node: len(node.all_input_nodes) for node in order}
+    reached: set[fx.Node] = set()
+    last: fx.Node | None = None
+    for node in order:
+        reached.add(node)
+        pending = [node] if not missing[node] else []
         while pending:
-            waiting = [operand for operand in pending[-1].all_input_nodes if operand not in placed]
-            if waiting:
-                pending += reversed(waiting)
-            else:
-                placed.setdefault(pending.pop())
-    last = next(iter(graph.nodes))
-    for node in placed:
-        if node is not last:
-            last.append(node)
-            last = node
+            placed = pending.pop()
+            if last is not None:
+                last.append(placed)
+            last = placed
+            for user in placed.users:
+                missing[user] -= 1
+            pending += [user for user in reversed(placed.users) if not missing[user] and user in reached]

@@ -25,7 +25,7 @@ from rockmate.random_state import is_random
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _CUDA_BLOCK_BYTES = 512
 IN_FORWARD = "in_forward"
-"""Key in a node's `meta`: what only the backward reads is made in the forward."""
+"""Key in a node's `meta`: what only the backward reads is made in the forward, and only there."""
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
@@ -431,7 +431,7 @@ class _Builder:
 
     def _find_recomputable(self) -> None:
         for op in self.ops:
-            if op.phase is Phase.BACKWARD:
+            if op.phase is Phase.BACKWARD or op.node.meta.get(IN_FORWARD):
                 continue
             if op.node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
                 op.recompute_target = batch_norm_again

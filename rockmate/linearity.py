@@ -32,6 +32,8 @@ _LINEAR_IN_FIRST = {
     *(_aten.div.Tensor, _aten.gather.default, _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
     *(_aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.gelu_backward.default, _aten.silu_backward.default),
     *(_aten.threshold_backward.default, _aten.hardtanh_backward.default, _aten.native_layer_norm_backward.default),
+    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default),
+    *(_aten.soft_margin_loss_backward.default, _aten.binary_cross_entropy_backward.default, _aten.nll_loss2d_backward.default),
     *(_aten.nll_loss_backward.default, cross_entropy_backward, dropout_apply, _aten.slice_backward.default),
 }  # fmt: skip
 _BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}

@@ -17,6 +17,7 @@ from rockmate.knapsack import knapsack_of
 from rockmate.lowering import backward_steps
 from rockmate.partition import Block, BlockChain, storages_of, structure_of
 from rockmate.simulate import PartSimulation, simulate_part, state_bytes
+from rockmate.solver_time import SolverTime
 
 logger = logging.getLogger("rockmate")
 
@@ -38,43 +39,74 @@ class BlockOption:
     backward: PartSimulation
 
 
+@dataclass(frozen=True, slots=True)
+class SolvedBlock:
+    """The options of a block, and whether the solver got to the end."""
+
+    options: tuple[BlockOption, ...]
+    is_proved: bool
+
+
+SolvedBlocks = dict[Hashable, SolvedBlock]
+"""By structure and costs, so that graphs which have blocks in common can share them."""
+
+
 class OptionSolver:
     """Solves blocks, each distinct one once."""
 
-    def __init__(self, graph: Graph, chain: BlockChain, costs: Costs, *, max_options: int, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        chain: BlockChain,
+        costs: Costs,
+        *,
+        max_options: int,
+        solver_time: SolverTime,
+        solved: SolvedBlocks | None = None,
+    ) -> None:
+        """Nothing is solved yet, but for what others put in `solved`."""
         self.graph = graph
         self.chain = chain
         self.costs = costs
         self.max_options = max_options
-        self.time_limit_s = time_limit_s
+        self.solver_time = solver_time
         self.num_unproved = 0
-        self._solved: dict[Hashable, tuple[BlockOption, ...]] = {}
+        self._solved: SolvedBlocks = {} if solved is None else solved
+        self._used: set[Hashable] = set()
         self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
 
     @property
     def num_distinct(self) -> int:
-        """Distinct blocks solved so far."""
-        return len(self._solved)
+        """Distinct blocks asked for so far."""
+        return len(self._used)
 
     def options(self, block: Block) -> tuple[BlockOption, ...]:
         """The block's options, from the one that saves most to the one that saves least."""
-        key = structure_of(block, self.chain.carried)
+        costs = tuple((self.costs.first[op.index], self.costs.again[op.index]) for op in (*block.forward, *block.backward))
+        key = structure_of(block, self.chain.carried), costs, self.max_options
         if key not in self._solved:
-            self._solved[key] = self._solve(block)
-        return self._solved[key]
+            num_unproved = self.num_unproved
+            options = self._solve(block)
+            self._solved[key] = SolvedBlock(options, is_proved=self.num_unproved == num_unproved)
+        elif key not in self._used and not self._solved[key].is_proved:
+            self.num_unproved += 1
+        self._used.add(key)
+        return self._solved[key].options
 
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()
         problem, values = knapsack_of(block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept)
-        solutions = pareto(problem, max_points=self.max_options, time_limit_s=self.time_limit_s)
-        self.note_status(problem, solutions)
+        solutions = self.solve(problem, self.max_options)
         return [{values[value] for value in solution.saved} for solution in solutions]
 
-    def note_status(self, problem: Knapsack, solutions: Sequence[Solution]) -> None:
-        """Counts and reports a problem that was not solved to proven optimality."""
+    def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
+        """The problem's Pareto set, or so many points of it; counts and reports one that is not solved to proven optimality."""
+        with self.solver_time.for_one_solve() as time_limit_s:
+            solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
         if any(solution.status is not Status.OPTIMAL for solution in solutions):
             self.num_unproved += 1
-            logger.warning("a block of %d ops was not solved to the end in %.0f s", len(problem.ops), self.time_limit_s)
+            logger.warning("a block of %d ops was not solved to the end in %.3g s", len(problem.ops), time_limit_s)
+        return solutions
 
     def forward_only(self, block: Block) -> PartSimulation:
         """The forward that saves nothing but its output."""

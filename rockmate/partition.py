@@ -217,6 +217,8 @@ def structure_of(block: Block, carried: frozenset[Storage]) -> Hashable:
         reads = tuple(number[s] if not s.is_static else -1 for s in op.reads)
         return (
             op.call_key,
+            op.phase,
+            op.recompute_target is None,
             reads,
             tuple((number[s], s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
             len(op.delivers),

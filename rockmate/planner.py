@@ -81,7 +81,9 @@ class Planner:
             outputs: "loss" returns `None` for all output tensors but the loss, whose memory then need not be held.
             gradients: "accumulated" adds each parameter's gradient to `.grad` as soon as it is final; "returned" returns them all at
                 the end of the backward, which `torch.autograd.grad` needs and which takes their memory at once.
-            time_limit_s: cap on each call of a solver.
+            time_limit_s: wall time that all solves of the default strategy may take together, those in chunks included, one at most half
+                of what is left. A problem cut short is answered from the vertices of its convex hull, found in polynomial time. The
+                lower bound of a budget may take as long again, and so may "checkmate" for each budget.
             progress: shows a progress bar while ops are measured.
             machine: estimates costs for it instead of measuring them here: a name as "h100", or the path of a description of your own
                 (see `rockmate.machine`). If the model is not on such a device, there is a plan and a frontier but no module.

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import isqrt
 
-from checkmate import pareto
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Storage
 from rockmate.knapsack import knapsack_of
 from rockmate.lowering import lower_saved, lower_sequence
-from rockmate.options import BlockOption, OptionSolver, storages_at
+from rockmate.options import BlockOption, OptionSolver, SolvedBlocks, storages_at
 from rockmate.partition import Block, BlockChain, storages_of
 from rockmate.schedule import Schedule
+from rockmate.solver_time import SolverTime
 from rotor import Backward, Chain, ForwardKeep, ForwardOnly, Option, Stage, Step, Table, solve_table
 from rotor import Sequence as RotorSequence
 
@@ -38,8 +38,7 @@ def one_level(graph: Graph, chain: BlockChain, solver: OptionSolver) -> list[Sch
     """Schedules that recompute at most once."""
     held = {storage for storage in graph.storages if storage.is_output}
     problem, values = knapsack_of(graph.forward_ops, graph.backward_ops, solver.costs, at_hand=held)
-    solutions = pareto(problem, max_points=_MAX_SAVED_SETS, time_limit_s=solver.time_limit_s)
-    solver.note_status(problem, solutions)
+    solutions = solver.solve(problem, _MAX_SAVED_SETS)
     return [partial(lower_saved, graph, chain, {values[value] for value in solution.saved}) for solution in reversed(solutions)]
 
 
@@ -72,8 +71,9 @@ class SeveralLevels:
         costs: Costs,
         *,
         max_bytes: int,
-        time_limit_s: float,
+        solver_time: SolverTime,
         max_slots: int = 2000,
+        solved: SolvedBlocks | None = None,
         is_all_or_nothing: bool = False,
     ) -> None:
         """Solves the blocks and the table.
@@ -83,13 +83,14 @@ class SeveralLevels:
             chain: its blocks.
             costs: of its ops.
             max_bytes: the largest budget that matters.
-            time_limit_s: cap on each call of a solver.
+            solver_time: what the solves of its blocks share.
             max_slots: bounds the table's resolution; its smallest peak is exact at any.
+            solved: blocks that need not be solved again.
             is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
         """
         self.graph = graph
         self.chain = chain
-        self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, time_limit_s=time_limit_s)
+        self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved)
         self._spans = (1,) if is_all_or_nothing else SPANS
         self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
         self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}

@@ -20,12 +20,13 @@ from torch import fx
 
 from rockmate.capture import Capture, RoleKind
 from rockmate.random_state import is_random
-from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, rows_within, separate
+from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, is_elementwise, rows_within, separate
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 """Matrix products, and the place of the operand whose rows their result has."""
+_BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
 
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
@@ -123,21 +124,35 @@ def _is_narrowed(region: Region, num_elements: int) -> bool:
 def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
     """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
     module = capture.module_of_sequence.get(product.meta.get("seq_nr", -1), "")
-    try:
-        return _region(capture, product, module, halves or Halves(capture), at_once=at_once)
-    except InseparableError as error:
-        of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
-        return Refusal(call=error.call, module=of_call, reason=error.reason, block=module)
-
-
-def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, at_once: bool) -> Region:
-    parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
-    joined = frozenset() if at_once else halves.backward
+    halves = halves or Halves(capture)
     operand = product.args[_PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
-    shape = tuple(operand.meta["val"].shape)
-    given = {operand: rows_within(shape, 0, len(shape) - 1)}
-    num_rows, least = prod(shape[:-1]), _numel(product) // 2
+    refusals: list[Refusal] = []
+    for rows in _rows_of_operand(product, operand):
+        try:
+            return _region(capture, product, operand, rows, module, halves, at_once=at_once)
+        except InseparableError as error:
+            of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
+            refusals.append(Refusal(call=error.call, module=of_call, reason=error.reason, block=module))
+    return refusals[0]
+
+
+def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
+    """What may be the rows of a product's operand: all dims but the last; of a batched one also the middle one alone (experts)."""
+    shape = _shape(operand)
+    found = [rows_within(shape, 0, len(shape) - 1)]
+    if product.target in _BATCHED and Rows(1, 2) not in found:
+        found.append(Rows(1, 2))
+    return found
+
+
+def _region(
+    capture: Capture, product: fx.Node, operand: fx.Node, rows: Rows, module: str, halves: Halves, *, at_once: bool
+) -> Region:
+    parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
+    joined = frozenset() if at_once else halves.backward
+    given = {operand: rows}
+    num_rows, least = prod(_shape(operand)[rows.start : rows.stop]), _numel(product) // 2
     if _numel(product) > _numel(operand):  # what is as narrow as the operand is none of the region's large values
         least = max(least, _numel(operand) + 1)
     if not num_rows or num_rows < 2:
@@ -146,15 +161,15 @@ def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, 
     while True:
         nodes = _members(capture, parts, given, starts, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)
-        more = {} if at_once else _further_products(pieces, num_rows, least)
+        more = _further_elementwise(pieces, num_rows, least) or ({} if at_once else _further_products(pieces, num_rows, least))
         if not more:
             break
         starts += more
-        given |= {more[start]: rows_within(_shape(more[start]), 0, len(_shape(more[start])) - 1) for start in more}
+        given |= dict(more.values())
     held = _held_outputs(capture)
     outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
-        given = {node: rows for node in outputs if isinstance(rows := pieces[node].forms[0], Rows)}
+        given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
         readers = [user for node in given for user in node.users if user not in given]
         nodes = _members(capture, parts, given, readers, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)
@@ -173,19 +188,42 @@ def _region(capture: Capture, product: fx.Node, module: str, halves: Halves, *, 
     )
 
 
-def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, fx.Node]:
+def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
     """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
     found = {}
-    for value in [value for piece in pieces.values() for value in piece.slices if _numel(value) >= least]:
+    for value in _large_from_outside(pieces, least):
         made = value
         while made.target in _VIEWS:
             made = made.all_input_nodes[0]
         operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
         if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
             continue
-        if prod(_shape(operand)[:-1]) == num_rows:
-            found[made] = operand
+        for rows in _rows_of_operand(made, operand):
+            if prod(_shape(operand)[rows.start : rows.stop]) == num_rows:
+                found.setdefault(made, (operand, rows))
     return found
+
+
+def _further_elementwise(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
+    """Elementwise calls that broadcast small operands to a large value that the region takes by rows, and an operand with the rows.
+
+    Class weights along the vocabulary times a gradient along the tokens is one: no reason to have it as a whole.
+    """
+    found = {}
+    for made, rows in _large_from_outside(pieces, least).items():
+        if made in pieces or not is_elementwise(made) or any(_num_own(operand) >= least for operand in made.all_input_nodes):
+            continue
+        for operand in made.all_input_nodes:
+            shift = len(_shape(made)) - len(_shape(operand))
+            start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
+            if operand not in pieces and prod(_shape(operand)[start:stop]) == num_rows:
+                found[made] = operand, rows_within(_shape(operand), start, stop)
+    return found
+
+
+def _large_from_outside(pieces: Mapping[fx.Node, Piece], least: int) -> dict[fx.Node, Rows]:
+    """Large values that the region takes by rows from outside, and where they have them."""
+    return {value: rows for piece in pieces.values() for value, rows in piece.slices.items() if _numel(value) >= least}
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -260,6 +298,12 @@ def _makes_several(node: fx.Node) -> bool:
 def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _num_own(node: fx.Node) -> int:
+    """Elements that a value has in memory: fewer than it shows where it is expanded."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() // value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _memories(node: fx.Node) -> set[int]:

@@ -233,13 +233,18 @@ def _rule(node: fx.Node) -> _Rule:
     found = _RULES.get(target)
     if found is not None:
         return found
-    if isinstance(target, torch._ops.OpOverload) and _is_elementwise(target):
+    if is_elementwise(node):
         return _elementwise
     raise InseparableError(node, "has no rule for rows")
 
 
-def _is_elementwise(target: torch._ops.OpOverload) -> bool:
-    return torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of its result is made from the elements at the same place of its operands, broadcast."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return _RULES.get(target) is _elementwise
+    pointwise = torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
+    return pointwise or _RULES.get(target) is _elementwise
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -258,7 +263,13 @@ def _tensors(values: Iterable[Any]) -> list[fx.Node]:
 
 def _elementwise(call: _Call) -> Piece:
     """Operands broadcast against each other, aligned at the last dim."""
-    shape, operands = call.shape, _tensors(call.node.all_input_nodes)
+    rows, slices = _broadcast(call, call.shape)
+    return call.result(rows, slices=slices)
+
+
+def _broadcast(call: _Call, shape: Sequence[int]) -> tuple[Rows, dict[fx.Node, Rows]]:
+    """Where operands that broadcast to a shape have the rows there, and which of them are sliced."""
+    operands = _tensors(call.node.all_input_nodes)
     shifts = {operand: len(shape) - len(_shape(operand)) for operand in operands}
     found = {
         Rows(rows.start + shifts[operand], rows.stop + shifts[operand]) for operand in operands if (rows := call.rows(operand)) is not None
@@ -275,7 +286,7 @@ def _elementwise(call: _Call) -> Piece:
                 slices[operand] = rows_within(_shape(operand), start, stop)
             elif across != 1:
                 raise call.refuse(f"broadcasts {operand.name} along a part of the rows")
-    return call.result(rows, slices=slices)
+    return rows, slices
 
 
 # --- views ---------------------------------------------------------------------------------------------
@@ -345,6 +356,13 @@ def _along_another_dim(call: _Call) -> Piece:
     rows = call.only(call.args[0])
     call.outside_dims(rows, [call.option(1, 0)], len(_shape(call.args[0])))
     return call.result(rows)
+
+
+def _split(call: _Call) -> Piece:
+    """A call (operand, sizes, dim) that makes several parts along another dim."""
+    rows = call.only(call.args[0])
+    call.outside_dims(rows, [call.option(2, 0)], len(_shape(call.args[0])))
+    return Piece(forms=(rows,) * len(call.node.meta["val"]))
 
 
 def _select(call: _Call) -> Piece:
@@ -569,7 +587,79 @@ def _nll_loss_backward(call: _Call) -> Piece:
     return call.result(rows, slices=slices)
 
 
+def _nll_loss2d(call: _Call) -> Piece:
+    """Classes along dim 1 of the scores, which the targets have not."""
+    scores, target, weight, reduction, _ = call.args
+    rows, slices = call.only(scores), dict[fx.Node, Rows]()
+    call.outside_dims(rows, [1], len(_shape(scores)))
+    if reduction == _MEAN:
+        raise call.refuse("divides by a count of all rows")
+    of_target = _without_classes(rows)
+    call.at(target, of_target, slices)
+    call.must_be_whole(weight)
+    return Piece(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+
+
+def _nll_loss2d_backward(call: _Call) -> Piece:
+    gradient, scores, target, weight, _, _, total_weight = call.args
+    rows, slices = call.rows(scores), dict[fx.Node, Rows]()
+    if rows is None:
+        of_target = call.only(gradient if _shape(gradient) else target)
+        rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
+    call.outside_dims(rows, [1], len(_shape(scores)))
+    call.at(scores, rows, slices)
+    if rows.start and scores in slices:
+        raise call.refuse(f"wants {scores.name} side by side, which its slices are not")
+    call.at(target, _without_classes(rows), slices)
+    if _shape(gradient):
+        call.at(gradient, _without_classes(rows), slices)
+    call.must_be_whole(weight, total_weight)
+    return call.result(rows, slices=slices)
+
+
+def _without_classes(rows: Rows) -> Rows:
+    """The rows where dim 1 is missing."""
+    return Rows(rows.start - (rows.start > 1), rows.stop - (rows.start > 1))
+
+
+def _elementwise_loss(call: _Call) -> Piece:
+    """A loss of each element, added up or not; `SUMMED_LOSSES` says where its reduction stands."""
+    reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
+    if reduction == _MEAN:
+        raise call.refuse("divides by a count of all rows")
+    rows, slices = _broadcast(call, _broadcast_shape(call))
+    return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
+
+
+def _elementwise_loss_backward(call: _Call) -> Piece:
+    if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
+        raise call.refuse("divides by a count of all rows")
+    return _elementwise(call)
+
+
+def _broadcast_shape(call: _Call) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(_shape(operand) for operand in call.node.all_input_nodes)))
+
+
+SUMMED_LOSSES: dict[Any, int] = {
+    **dict.fromkeys((_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default, _aten.soft_margin_loss.default), 2),
+    _aten.binary_cross_entropy.default: 3,
+    _aten.binary_cross_entropy_with_logits.default: 4,
+}
+"""Losses of single elements, and the place among their arguments of how they are reduced."""
+SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
+    **dict.fromkeys((_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default), 3),
+    _aten.soft_margin_loss_backward.default: 3,
+    _aten.binary_cross_entropy_backward.default: 4,
+}
+"""Their gradients, of arguments (gradient, values, ...)."""
+
+
 _RULES: dict[Any, _Rule] = {
+    _aten.nll_loss2d_forward.default: _nll_loss2d,
+    _aten.nll_loss2d_backward.default: _nll_loss2d_backward,
+    **dict.fromkeys(SUMMED_LOSSES, _elementwise_loss),
+    **dict.fromkeys(SUMMED_LOSSES_BACKWARD, _elementwise_loss_backward),
     **dict.fromkeys((_aten._to_copy.default, _aten.detach.default, _aten.alias.default, _aten.hardtanh_backward.default), _elementwise),
     dropout_apply: _elementwise,
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), _view),
@@ -580,6 +670,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((_aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
     _aten.slice.Tensor: _along_another_dim,
     _aten.select.int: _select,
+    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _split),
     _aten.constant_pad_nd.default: _pad,
     _aten.cat.default: _cat,
     **dict.fromkeys((_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default), _like),

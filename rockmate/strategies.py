@@ -7,11 +7,13 @@ from typing import Any
 
 from rockmate.costs import Costs, unit_times
 from rockmate.graph import Graph
+from rockmate.options import SolvedBlocks
 from rockmate.partition import BlockChain
 from rockmate.proposals import SeveralLevels, one_level, square_root
 from rockmate.schedule import no_recomputation
 from rockmate.search import Search, Searcher
 from rockmate.simulate import simulate
+from rockmate.solver_time import SolverTime
 from rockmate.whole_graph import WholeGraphSearch
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
@@ -25,8 +27,9 @@ def make_search(
     chain: BlockChain,
     costs: Costs,
     *,
-    time_limit_s: float,
+    solver_time: SolverTime,
     bound_ms: Callable[[int], float] | None = None,
+    solved: SolvedBlocks | None = None,
 ) -> Searcher:
     """Solves what `strategy` needs once for all budgets.
 
@@ -38,8 +41,9 @@ def make_search(
         graph: ops and storages.
         chain: its blocks.
         costs: of its ops.
-        time_limit_s: cap on each call of a solver.
+        solver_time: what its solves share; of "checkmate" each budget may take all of it.
         bound_ms: a time that no schedule of so many bytes beats; where given, "rockmate" stops searching near it.
+        solved: blocks that other graphs of the same step have had solved; those solved here join them.
 
     Raises:
         ValueError: there is no such strategy.
@@ -52,10 +56,12 @@ def make_search(
     if strategy == "chen":
         return Search(graph, costs, [[square_root(graph, chain)]])
     if strategy == "checkmate":
-        return WholeGraphSearch(graph, costs, time_limit_s=time_limit_s)
+        return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
     max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+    solved = {} if solved is None else solved
+
     def several_levels(costs: Costs, **options: Any) -> SeveralLevels:
-        return SeveralLevels(graph, chain, costs, max_bytes=max_bytes, time_limit_s=time_limit_s, **options)
+        return SeveralLevels(graph, chain, costs, max_bytes=max_bytes, solver_time=solver_time, solved=solved, **options)
 
     if strategy == "rotor":
         rotor = several_levels(costs, is_all_or_nothing=True)

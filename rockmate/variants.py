@@ -1,17 +1,21 @@
 """A step as it was captured, and with its loss block in chunks: which of them runs within a budget, and fastest.
 
 Each variant is a captured step of its own (`CapturedStep.in_chunks`), measured and planned like any other, when it is first wanted.
+Few are: one whose chunk alone exceeds the budget is not even written out, one that cannot be faster by its certificate is not solved,
+and since smaller chunks take no less time and no more memory, as a rule, one that fails for what it would take ends the walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from math import inf
 
 from rockmate.certificate import Certificate
 from rockmate.chunking import Chunks
 from rockmate.costs import Costs
 from rockmate.graph import Graph
+from rockmate.options import SolvedBlocks
 from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
 from rockmate.partition import BlockChain, partition
 from rockmate.plan import LossBlockNote
@@ -19,6 +23,7 @@ from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
 from rockmate.search import FRONTIER_POINTS, Candidate, Searcher, evenly, falling
 from rockmate.simulate import Simulation, simulate
+from rockmate.solver_time import SolverTime
 from rockmate.step import CapturedStep
 from rockmate.strategies import make_search
 
@@ -32,11 +37,12 @@ _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there
 class Variant:
     """A captured step with all that planning it takes."""
 
-    def __init__(self, step: CapturedStep, costs: Costs, time_limit_s: float) -> None:
-        """Nothing is solved yet; `time_limit_s` caps each call of a solver."""
+    def __init__(self, step: CapturedStep, costs: Costs, solver_time: SolverTime, solved: SolvedBlocks) -> None:
+        """Nothing is solved yet; all solves take of `solver_time`, and share blocks through `solved`."""
         self.step = step
         self.costs = costs
-        self._time_limit_s = time_limit_s
+        self._solver_time = solver_time
+        self._solved = solved
         self._searches: dict[str, Searcher] = {}
 
     @property
@@ -57,7 +63,7 @@ class Variant:
     @cached_property
     def certificate(self) -> Certificate:
         """What bounds the time of its schedules."""
-        return Certificate(self.graph, self.costs, self.baseline.time_ms, time_limit_s=self._time_limit_s)
+        return Certificate(self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time)
 
     @cached_property
     def outline(self) -> Outline:
@@ -77,8 +83,9 @@ class Variant:
                 self.graph,
                 self.blocks,
                 self.costs,
-                time_limit_s=self._time_limit_s,
+                solver_time=self._solver_time,
                 bound_ms=self.certificate.bound_ms,
+                solved=self._solved,
             )
         return self._searches[strategy]
 
@@ -95,12 +102,14 @@ class Variants:
             step: as it was captured.
             costs_of: measures or estimates a graph.
             allow_chunking: as for `Planner`.
-            time_limit_s: cap on each call of a solver.
+            time_limit_s: wall time of all solves together, those of every variant; see `SolverTime`.
         """
         self._costs_of = costs_of
         self._allow_chunking = allow_chunking
-        self._time_limit_s = time_limit_s
-        self.plain = Variant(step, costs_of(step.graph), time_limit_s)
+        self._solver_time = SolverTime(time_limit_s)
+        self._solved: SolvedBlocks = {}
+        self._known: dict[Chunks, Variant | None] = {}
+        self.plain = self._planned(step)
 
     @cached_property
     def loss_block(self) -> Region | Refusal:
@@ -122,18 +131,34 @@ class Variants:
         return ""
 
     @cached_property
-    def chunked(self) -> tuple[Variant, ...]:
-        """The variants in chunks."""
+    def _walks(self) -> tuple[tuple[Chunks, ...], ...]:
+        """Ways to run in chunks, form by form, each from the largest chunks to the smallest; those of the smallest peak come first."""
         if self._allow_chunking is False:
             return ()
         block = self.loss_block
         num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
         numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _LEAST_ROWS]
-        ways = [Chunks(number, form) for form in ("recompute", "at_once") for number in numbers]
+        walks = [tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")]
         if self._has_large_layers():
-            ways.append(Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS))
-        steps = [self.plain.step.in_chunks(way) for way in ways]
-        return tuple(Variant(step, self._costs_of(step.graph), self._time_limit_s) for step in steps if isinstance(step, CapturedStep))
+            walks.insert(0, (Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS),))
+        return tuple(walk for walk in walks if walk)
+
+    def _chunk_bytes(self, way: Chunks) -> int:
+        """Of the loss block's largest value in its largest chunk, which is in memory at some time."""
+        if way.number == 1 or isinstance(self.loss_block, Refusal):
+            return 0
+        num_rows = self.loss_block.num_rows
+        return self.loss_block.num_bytes // num_rows * -(-num_rows // way.number)
+
+    def _variant(self, way: Chunks) -> Variant | None:
+        """The step in such chunks, None if it cannot be."""
+        if way not in self._known:
+            step = self.plain.step.in_chunks(way)
+            self._known[way] = None if isinstance(step, Refusal) else self._planned(step)
+        return self._known[way]
+
+    def _planned(self, step: CapturedStep) -> Variant:
+        return Variant(step, self._costs_of(step.graph), self._solver_time, self._solved)
 
     def _has_large_layers(self) -> bool:
         """Whether there are feed-forward blocks large enough for chunks."""
@@ -147,10 +172,24 @@ class Variants:
         best = None if found is None else (self.plain, found)
         if strategy != _CHUNKING or (best is not None and not self._allow_chunking):
             return best
-        for variant in self.chunked:
-            found = variant.search(strategy).best_within(budget_bytes)
-            if found is not None and (best is None or found.simulation.time_ms < best[1].simulation.time_ms):
-                best = variant, found
+        for walk in self._walks:
+            last_ms = inf
+            for way in walk:
+                if self._chunk_bytes(way) > budget_bytes or (variant := self._variant(way)) is None:
+                    continue
+                known_ms = inf if best is None else best[1].simulation.time_ms
+                if variant.baseline.time_ms >= known_ms:
+                    break
+                if variant.certificate.bound_ms(budget_bytes) >= known_ms:
+                    continue
+                found = variant.search(strategy).best_within(budget_bytes)
+                if found is None:
+                    continue
+                if found.simulation.time_ms < known_ms:
+                    best = variant, found
+                if found.simulation.time_ms >= last_ms:
+                    break
+                last_ms = found.simulation.time_ms
         return best
 
     def minimum(self, strategy: str) -> Candidate:
@@ -159,12 +198,21 @@ class Variants:
 
     def least(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak, in chunks if that is smaller."""
-        minima = [variant.search(strategy).minimum() for variant in (self.plain, *(self.chunked if strategy == _CHUNKING else ()))]
-        return min(minima, key=lambda candidate: candidate.simulation.peak_bytes)
+        best = self.plain.search(strategy).minimum()
+        if strategy != _CHUNKING:
+            return best
+        for walk in self._walks:
+            for way in reversed(walk):
+                if self._chunk_bytes(way) >= best.simulation.peak_bytes or (variant := self._variant(way)) is None:
+                    continue
+                if way.form == "at_once" or variant.certificate.least_peak_bytes >= best.simulation.peak_bytes:
+                    break
+                best = min(best, variant.search(strategy).minimum(), key=lambda candidate: candidate.simulation.peak_bytes)
+        return best
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
-        if not self._allow_chunking or strategy != _CHUNKING or not self.chunked:
+        if not self._allow_chunking or strategy != _CHUNKING or not self._walks:
             return self.plain.search(strategy).frontier()
         budgets = evenly(self.least(strategy).simulation.peak_bytes, self.plain.baseline.peak_bytes, FRONTIER_POINTS)
 
@@ -184,7 +232,8 @@ class Variants:
 
     def of(self, options: Mapping[str, str]) -> CapturedStep:
         """The step that was captured, and put in chunks, with these options."""
-        known = next((v.step for v in (self.plain, *self.__dict__.get("chunked", ())) if dict(v.step.options) == dict(options)), None)
+        variants = (self.plain, *(variant for variant in self._known.values() if variant is not None))
+        known = next((variant.step for variant in variants if dict(variant.step.options) == dict(options)), None)
         if known is not None or "loss_chunks" not in options:
             return known or self.plain.step
         step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))

@@ -8,6 +8,8 @@ import architectures
 import pytest
 import torch
 from test_rockmate_chunking import chunked, distance, eager, gradients, train
+from torch import nn
+from torch.nn import functional
 
 from rockmate.chunking import Chunks
 from rockmate.graph import Op, Phase
@@ -46,3 +48,54 @@ def _widens(op: Op) -> bool:
         return False
     inner, outer = op.node.args[-1].meta["val"].shape  # pyright: ignore
     return inner < outer and re.search(r"mlp|intermediate", op.module) is not None
+
+
+class DenseExperts(nn.Module):
+    """Every expert sees every token; what the router does not choose counts for nothing."""
+
+    def __init__(self, num_experts: int = 3, width: int = 8, inner: int = 24) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * inner) / 4)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, width) / 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.router(tokens).softmax(-1)
+        scores = torch.where(scores >= scores.topk(2, dim=-1).values[:, -1:], scores, 0.0)
+        gate, up = torch.bmm(tokens.expand(len(self.up), *tokens.shape), self.up).chunk(2, dim=-1)
+        out = torch.bmm(functional.silu(gate) * up, self.down)
+        return (out * scores.t().unsqueeze(-1)).sum(0)
+
+
+class Mixture(nn.Module):
+    """Two residual layers of dense experts, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseExperts() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            tokens = tokens + layer(tokens)
+        return {"loss": tokens.square().mean()}
+
+
+def test_dense_experts_run_in_chunks_of_tokens() -> None:
+    torch.manual_seed(0)
+    model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
+    step = capture_step(model, batch)
+    assert [(block.name, block.num_rows) for block in step.feed_forward_blocks()] == [("layers.0", 20), ("layers.1", 20)]
+    in_chunks = chunked(step, "1 recompute, 3 in layers")
+    shapes = {tuple(op.node.meta["val"].shape) for op in in_chunks.graph.ops if op.node.target is torch.ops.aten.bmm.default}
+    assert not any(20 in shape and (24 in shape or 48 in shape) for shape in shapes)
+    expected, reference = eager(model, batch)
+    assert distance(train(in_chunks, batch), expected) <= 1e-6
+    ours = gradients(model)
+    assert max(distance(ours[name], reference[name]) for name in reference) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_grouped_experts_stay_whole(name: str) -> None:
+    """Tokens are sorted by expert: which rows an expert has depends on values."""
+    step = capture_step(architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss")
+    assert step.feed_forward_blocks() == []

@@ -26,6 +26,7 @@ from rockmate.costs import Cost, Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.schedule import Schedule, finish, no_recomputation
 from rockmate.simulate import simulate
+from rockmate.solver_time import SolverTime
 from rockmate.step import capture_step
 
 HEURISTIC = ("none", "chen", "rotor", "rockmate")
@@ -242,7 +243,7 @@ def reached(name: str) -> tuple[tuple[int, float], ...]:
 def certificate(name: str) -> Certificate:
     graph, costs = small(name)
     least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
-    return Certificate(graph, costs, least_ms, time_limit_s=10.0)
+    return Certificate(graph, costs, least_ms, solver_time=SolverTime(10.0))
 
 
 # --- no schedule beats the bound -----------------------------------------------------------------------

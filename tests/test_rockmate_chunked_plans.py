@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Mapping
 
 import pytest
 import torch
-from test_rockmate_chunking import CLASSES, chunked, distances, eager, gradients, make, sample, squared_error
+from test_rockmate_chunking import CLASSES, chunked, distances, eager, gradients, make, sample, sorted_scores
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,6 +21,7 @@ from rockmate.emit import emit
 from rockmate.runtime import Runner
 from rockmate.schedule import no_recomputation
 from rockmate.simulate import simulate
+from rockmate.solver_time import SolverTime
 from rockmate.step import capture_step
 
 # --- plans ---------------------------------------------------------------------------------------------
@@ -119,8 +121,8 @@ def test_plans_in_chunks_are_files_like_others() -> None:
 def test_a_plan_in_chunks_for_a_loss_that_has_none() -> None:
     _, batch, planner = wide()
     plan = planner.plan(planner.minimum_peak_bytes // 3)
-    with pytest.raises(PlanMismatchError, match=r"in chunks .* cannot be: .*mse_loss.* has no rule.*Plan again"):
-        RockmateModule(make(squared_error), batch | {"words": batch["words"] % CLASSES}, plan=plan)
+    with pytest.raises(PlanMismatchError, match=r"in chunks .* cannot be: .*sort.* has no rule.*Plan again"):
+        RockmateModule(make(sorted_scores), batch | {"words": batch["words"] % CLASSES}, plan=plan)
 
 
 def test_not_allowed() -> None:
@@ -140,7 +142,59 @@ def test_allowed_wherever_they_are_faster() -> None:
     assert free.plan(planner.minimum_peak_bytes).predicted_ms <= free.baseline_ms * 2
 
 
+class Smoothed(nn.Module):
+    """A tied head, a soft cap, class weights and label smoothing: everything that makes the loss block long."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2048, 32)
+        self.head = nn.Linear(32, 2048, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("weight", torch.linspace(0.5, 2.0, 2048))
+
+    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        scores = torch.tanh(self.head(self.words(words)) / 30.0) * 30.0
+        return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight=self.weight, label_smoothing=0.1)}
+
+
+def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to an integer program, and no value of tokens x classes is in memory as a whole."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("an integer program is solved")
+
+    monkeypatch.setattr(sys.modules["checkmate.pareto"], "solve_by_ilp", refuse)
+    words = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0))
+    planner = Planner(Smoothed().train(), {"words": words, "labels": words.flip(0)}, allow_chunking=True)
+    assert planner.minimum_peak_bytes < 256 * 2048 * 4 // 4
+    assert planner.plan(planner.minimum_peak_bytes).num_unproved_blocks == 0
+
+
+def test_solvers_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rockmate.solver_time.monotonic", lambda: now[0])
+    solver_time = SolverTime(8.0)
+    given = []
+    for taken in (4.0, 1.0, 0.0, 3.0, 0.0):
+        with solver_time.for_one_solve() as limit_s:
+            given.append(limit_s)
+            now[0] += taken
+    assert given == [4.0, 2.0, 1.5, 1.5, pytest.approx(1e-3)]
+    assert solver_time.spent_s == 8.0
+
+
+def test_plans_without_time_to_solve() -> None:
+    """Convex hulls are there in any case."""
+    model, batch, planner = wide()
+    for budget in (planner.minimum_peak_bytes, planner.minimum_peak_bytes // 3):
+        assert Planner(model, batch, time_limit_s=1e-9).plan(budget).predicted_peak_bytes <= budget
+    with pytest.raises(ValueError, match=r"time_limit_s is 0\.0; it must be above 0"):
+        Planner(model, batch, time_limit_s=0.0)
+
+
 def test_the_reason_is_told() -> None:
-    plan = Planner(make(squared_error), sample()).plan(1.0)
-    assert "loss block: not in chunks: aten.mse_loss.default" in str(plan.explain("head"))
+    plan = Planner(make(sorted_scores), sample()).plan(1.0)
+    assert "loss block: not in chunks: aten.sort.default" in str(plan.explain("head"))
     assert "loss block" not in str(plan.explain("words"))

@@ -94,7 +94,31 @@ def per_token(scores: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.linspace(0.0, 1.0, len(labels))).sum()
 
 
+def values_in_01(scores: Tensor) -> Tensor:
+    return torch.linspace(0.0, 1.0, scores.numel(), dtype=scores.dtype).view(scores.shape)
+
+
+def of_elements(loss: Callable[..., Tensor], **options: object) -> Loss:
+    """Of each score and a number."""
+    return lambda scores, labels: loss(scores, values_in_01(scores), **options)
+
+
+def of_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(torch.sigmoid(scores), values_in_01(scores))
+
+
 LOSSES: Mapping[str, Loss] = {
+    "squared error": of_elements(functional.mse_loss),
+    "squared error, summed": of_elements(functional.mse_loss, reduction="sum"),
+    "squared errors": lambda scores, labels: of_elements(functional.mse_loss, reduction="none")(scores, labels).mean(),
+    "absolute error": of_elements(functional.l1_loss),
+    "smooth l1": of_elements(functional.smooth_l1_loss, beta=0.3),
+    "huber, summed": of_elements(functional.huber_loss, reduction="sum", delta=0.3),
+    "binary": of_elements(functional.binary_cross_entropy_with_logits),
+    "binary, summed": of_elements(functional.binary_cross_entropy_with_logits, reduction="sum"),
+    "binary of probabilities": of_probabilities,
+    "soft margin": lambda scores, labels: functional.soft_margin_loss(scores, values_in_01(scores) - 0.5),
+    "divergence": lambda scores, labels: functional.kl_div(scores.log_softmax(-1), values_in_01(scores), reduction="batchmean"),
     "mean": cross_entropy(),
     "sum": cross_entropy(reduction="sum"),
     "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(scores, labels.clamp(min=7)),
@@ -150,6 +174,14 @@ def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> di
     return {name: distance(gradient, reference[name]) for name, gradient in ours.items()}
 
 
+def check_as_eager(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> None:
+    """In chunks of both forms: the loss and the gradients of eager's own step."""
+    expected, reference = eager(step.model, batch, scale)
+    for chunks in FORMS:
+        assert distance(train(chunked(step, chunks), batch, scale), expected) <= 1e-6, chunks
+        assert max(distances(gradients(step.model), reference).values()) <= 1e-6, chunks
+
+
 # --- the same sum --------------------------------------------------------------------------------------
 
 
@@ -157,21 +189,25 @@ def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> di
 def test_same_loss_and_gradients(loss: str) -> None:
     model = make(LOSSES[loss])
     step = capture_step(model, sample())
-    expected, reference = eager(model, sample(), scale=3.0)
-    for chunks in FORMS:
-        found = train(chunked(step, chunks), sample(), scale=3.0)
-        assert distance(found, expected) <= 1e-6
-        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    check_as_eager(step, sample(), scale=3.0)
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
 def test_heads(options: dict[str, bool]) -> None:
     model = make(cross_entropy(), **options)
     step = capture_step(model, sample())
-    _, reference = eager(model, sample())
-    for chunks in FORMS:
-        train(chunked(step, chunks), sample())
-        assert max(distances(gradients(model), reference).values()) <= 1e-6, chunks
+    check_as_eager(step, sample())
+
+
+def test_classes_before_tokens() -> None:
+    """As PyTorch has losses of images and sequences: apart only where a batch has one sample."""
+    model = make(lambda scores, labels: functional.cross_entropy(scores.transpose(1, 2), labels))
+    batch = {name: value[:1] for name, value in sample().items()}
+    step = capture_step(model, batch)
+    check_as_eager(step, batch)
+    found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
+    assert isinstance(found, Refusal)
+    assert "takes the dims of the rows apart" in str(found)
 
 
 def test_rows_do_not_divide_into_chunks_of_one_size() -> None:
@@ -190,9 +226,11 @@ def test_no_token_counts() -> None:
     assert all(train(chunked(step, chunks), batch).isnan() for chunks in FORMS)
 
 
+@pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
 @pytest.mark.parametrize("loss", ["mean", "soft cap", "label smoothing"])
-def test_bfloat16_within_the_rounding_of_eager(loss: str) -> None:
-    model = make(LOSSES[loss])
+def test_bfloat16_within_the_rounding_of_eager(loss: str, options: dict[str, bool]) -> None:
+    """Against float64. Both add up in float32 and round once; the order may turn a rounding of one value in many thousands."""
+    model = make(LOSSES[loss], **options)
     _, exact = eager(model.double(), sample())
     model.bfloat16()
     _, rounded = eager(model, sample())
@@ -200,7 +238,7 @@ def test_bfloat16_within_the_rounding_of_eager(loss: str) -> None:
     for chunks in FORMS:
         train(chunked(step, chunks), sample())
         ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
-        assert all(ours[name] <= 1.5 * of_eager[name] for name in ours), (chunks, ours, of_eager)
+        assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (chunks, ours, of_eager)
 
 
 def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:
@@ -224,10 +262,7 @@ def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:
 def test_returned_gradients() -> None:
     model = make(cross_entropy(), tied=True)
     step = capture_step(model, sample(), gradients="returned")
-    _, reference = eager(model, sample())
-    for chunks in FORMS:
-        train(chunked(step, chunks), sample())
-        assert max(distances(gradients(model), reference).values()) <= 1e-6
+    check_as_eager(step, sample())
 
 
 # --- what stands in the way ----------------------------------------------------------------------------
@@ -249,8 +284,8 @@ def softmax_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.nll_loss(functional.log_softmax(rows, dim=0), labels)
 
 
-def squared_error(scores: Tensor, labels: Tensor) -> Tensor:
-    return functional.mse_loss(scores, torch.zeros_like(scores))
+def sorted_scores(scores: Tensor, labels: Tensor) -> Tensor:
+    return (scores.sort(dim=-1).values * values_in_01(scores)).mean()
 
 
 def shifted(scores: Tensor, labels: Tensor) -> Tensor:
@@ -262,7 +297,7 @@ INSEPARABLE: Mapping[str, tuple[Loss, str]] = {
     "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|takes rows)"),
     "normalised over tokens": (normalised_over_tokens, r"reads mean.*, a sum over all rows"),
     "softmax over tokens": (softmax_over_tokens, r"aten\._log_softmax\.default .* runs along the rows"),
-    "squared error": (squared_error, r"aten\.mse_loss\.default .* has no rule"),
+    "sorted scores": (sorted_scores, r"aten\.sort\.default .* has no rule"),
     "shifted": (shifted, r"aten\.slice\.Tensor .* runs along the rows"),
 }
 

@@ -114,6 +114,8 @@ CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
     "unsqueeze": (lambda x: x.unsqueeze(0).unsqueeze(-1), tensors(FLAT), 1),
     "squeeze": (lambda x: x.squeeze(1), tensors((_ROWS, 1, 5)), 1),
     "slice": (lambda x: x[:, 1:4], tensors(FLAT), 1),
+    "split": (lambda x: x.split(2, -1)[1], tensors(SPLIT), 2),
+    "split into sizes": (lambda x: x.split([1, 4], 1)[1], tensors(FLAT), 1),
     "select": (lambda x: x[:, 2], tensors(FLAT), 1),
     "pad": (lambda x: functional.pad(x, (1, 2)), tensors(FLAT), 1),
     "cat": (lambda x, y: torch.cat([x, y], 1), tensors(FLAT, FLAT), 1),
@@ -143,6 +145,35 @@ CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
     "product added to rows": (lambda x, w, b: torch.addmm(b, x, w), tensors(FLAT, (5, 4), (_ROWS, 4)), 1),
     "batched product": (lambda x, y: torch.bmm(x, y), tensors((_ROWS, 2, 5), (_ROWS, 5, 3)), 1),
     "nll": (lambda x, i: functional.nll_loss(x, i, reduction="sum"), [*tensors(FLAT), labels(5)], 1),
+    "squared error": (lambda x, y: functional.mse_loss(x, y, reduction="sum"), tensors(SPLIT, SPLIT), 2),
+    "squared errors": (lambda x, y: _aten.mse_loss(x, y, 0), tensors(FLAT, FLAT), 1),
+    "gradient of squared error": (lambda x, y, g: _aten.mse_loss_backward(g, x, y, 2), tensors(FLAT, FLAT, ()), 1),
+    "smooth l1": (lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.3), tensors(FLAT, FLAT), 1),
+    "gradient of smooth l1": (lambda x, y, g: _aten.smooth_l1_loss_backward(g, x, y, 2, 0.3), tensors(FLAT, FLAT, ()), 1),
+    "huber": (lambda x, y: functional.huber_loss(x, y, reduction="sum", delta=0.3), tensors(FLAT, FLAT), 1),
+    "gradient of huber": (lambda x, y, g: _aten.huber_loss_backward(g, x, y, 0, 0.3), tensors(FLAT, FLAT, FLAT), 1),
+    "binary": (lambda x, y, w: _aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w, 2), tensors(FLAT, FLAT, (5,)), 1),
+    "gradient of binary": (lambda x, y, g: _aten.binary_cross_entropy_backward(g, x.sigmoid(), y, None, 2), tensors(FLAT, FLAT, ()), 1),
+    "binary of logits": (
+        lambda x, y, w, p: _aten.binary_cross_entropy_with_logits(x, y, w, p, 2),
+        tensors(SPLIT, SPLIT, (2, _ROWS // 2, 1), (5,)),
+        2,
+    ),
+    "nll along the last": (
+        lambda x, i: _aten.nll_loss2d_forward(x.t()[None, :, None], i[None, None], None, 2, 1)[0],
+        [*tensors(FLAT), labels(5)],
+        1,
+    ),
+    "nll of samples": (
+        lambda x, i: _aten.nll_loss2d_forward(x, i[:, None, None].expand(-1, 2, 3), None, 0, 1)[0],
+        [*tensors((_ROWS, 5, 2, 3)), labels(5)],
+        1,
+    ),
+    "gradient of nll along the last": (
+        lambda x, i, g: _aten.nll_loss2d_backward(g, x.t()[None, :, None].contiguous(), i[None, None], None, 2, 1, g),
+        [*tensors(FLAT), labels(5), *tensors(())],
+        1,
+    ),
     "nll, one a row": (lambda x, i: functional.nll_loss(x, i, reduction="none"), [*tensors(FLAT), labels(5)], 1),
 }
 
@@ -168,6 +199,7 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
     "flip": (lambda x: x.flip(0), tensors(FLAT), 1, "has no rule"),
     "roll": (lambda x: x.roll(1, 0), tensors(FLAT), 1, "has no rule"),
     "slice": (lambda x: x[1:], tensors(FLAT), 1, "runs along the rows"),
+    "split": (lambda x: x.split(4)[0], tensors(FLAT), 1, "runs along the rows"),
     "pad": (lambda x: functional.pad(x, (0, 0, 1, 0)), tensors(FLAT), 1, "runs along the rows"),
     "sum of some": (lambda x: x.sum(0), tensors(SPLIT), 2, "some of the rows' dims"),
     "rows into columns": (lambda x: x.view(4, 10), tensors(FLAT), 1, "merges the rows"),
@@ -177,6 +209,21 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
     "one row for all": (lambda x, y: x + y, tensors(SPLIT, (_ROWS // 2, 1)), 2, "a part of the rows"),
     "apart": (lambda x: x.permute(0, 2, 1), tensors(SPLIT), 2, "takes the dims of the rows apart"),
     "mean of losses": (lambda x, i: functional.nll_loss(x, i), [*tensors(FLAT), labels(5)], 1, "divides by a count"),
+    "mean of squared errors": (lambda x, y: functional.mse_loss(x, y), tensors(FLAT, FLAT), 1, "divides by a count"),
+    "gradient of their mean": (lambda x, y, g: _aten.mse_loss_backward(g, x, y, 1), tensors(FLAT, FLAT, ()), 1, "divides by a count"),
+    "one target for all": (lambda x, y: _aten.mse_loss(x, y, 2), tensors(SPLIT, (_ROWS // 2, 1)), 2, "a part of the rows"),
+    "slices of scores": (
+        lambda g, x, i: _aten.nll_loss2d_backward(g[None, None], x, i, None, 0, 1, x.sum()),
+        [*tensors((_ROWS,), (1, 5, 1, _ROWS)), torch.zeros(1, 1, _ROWS, dtype=torch.int64)],
+        1,
+        "side by side",
+    ),
+    "classes along the rows": (
+        lambda x, i: _aten.nll_loss2d_forward(x, i, None, 2, 1)[0],
+        [*tensors((1, _ROWS, 2, 3)), torch.zeros(1, 2, 3, dtype=torch.int64)],
+        2,
+        "runs along the rows",
+    ),
     "bias with a sum": (lambda x, y, b: torch.addmm(b, x.t(), y), tensors(FLAT, (_ROWS, 4), (4,)), 1, "sums over the rows"),
     "drawn": (lambda x: torch.bernoulli(x.sigmoid()), tensors(FLAT), 1, "has no rule"),
 }
@@ -193,6 +240,7 @@ LINEAR: dict[str, Call] = {
     "products and sums": lambda g, w: (g * w).sum(0) - (g @ w.t()).mean(),
     "views": lambda g, w: torch.cat([g.t(), g.t()]).unsqueeze(0).expand(2, -1, -1) / w.sum(),
     "masks": lambda g, w: torch.where(w > 0, g, 0.0).masked_fill(w < -1, 0.0),
+    "gradients of losses": lambda g, w: _aten.huber_loss_backward(_aten.mse_loss_backward(g, w, w + 1, 0), w, w * 2, 0, 0.3),
     "gradients": lambda g, w: _aten.tanh_backward(_aten._softmax_backward_data(g, w, 1, torch.float64), w),
 }
 NOT_LINEAR: dict[str, Call] = {

@@ -23,11 +23,12 @@ from rockmate.graph import Graph, Phase
 from rockmate.partition import BlockChain, partition
 from rockmate.search import Search
 from rockmate.simulate import simulate
+from rockmate.solver_time import SolverTime
 from rockmate.strategies import make_search
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
-    return make_search(strategy, graph, partition(graph), costs, time_limit_s=30.0)
+    return make_search(strategy, graph, partition(graph), costs, solver_time=SolverTime(30.0))
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -67,6 +67,7 @@ class Workload:
             self,
             model=LossInside(self.model, self.loss).train(),
             layers=lambda model: self.layers(model.model),  # pyright: ignore
+            stages=self.stages and (lambda model: self.stages(model.model)),  # pyright: ignore
             loss=_first_loss,
             make_batch=lambda seed: _labelled(self.make_batch(seed)),
         )
@@ -733,6 +734,12 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     **{name: partial(_branched, build=build) for name, build in BUILDERS.items()},
 }
 """Name to builder; a builder takes (name, tiny, device)."""
+
+BRANCHED = (
+    "t5-small", "t5-12", "bart", "whisper", "transformer", "clip", "unet", "conditional-unet", "two-streams", "densenet", "hrnet",
+    "segformer", "llava",
+)  # fmt: skip
+"""Models that are no chain."""
 
 COMPARED = {
     "cpu": (

@@ -149,11 +149,16 @@ def _divided(outline: Outline, piece: Part) -> Part:
     cut = _best_cut(outline, piece.forward)
     is_early = dict.fromkeys(piece.forward[:cut], True) | dict.fromkeys(piece.forward[cut:], False)
     maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
-    for op in piece.ops[len(piece.forward) :]:  # the backward of what it reads the latest of, or of what made the gradient that it reads
+    modules = [{outline.ops[op].module for op in half} for half in (piece.forward[:cut], piece.forward[cut:])]
+    for op in piece.ops[len(piece.forward) :]:
+        module = outline.ops[op].module
+        if (module in modules[0]) != (module in modules[1]):  # autograd gives a backward op the module of the op that it differentiates
+            is_early[op] = module in modules[0]
+            continue
         makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
         ahead = [is_early[other] for other in makers if outline.ops[other].phase == "forward"]
         gradients = [is_early[other] for other in makers if other in is_early]
-        is_early[op] = all(ahead) if ahead else any(gradients)
+        is_early[op] = all(ahead) if ahead else any(gradients)  # by the latest value that it reads, else by the gradient
     halves = [[op for op in piece.ops if is_early[op] is wanted] for wanted in (True, False)]
     return _joined(piece.name, [_divided(outline, _piece(outline, piece, half)) for half in halves])
 

@@ -178,8 +178,8 @@ def _structure(results: Sequence[ModelResult]) -> list[str]:
         "whose choices depend on each other: what a solver gets at once. Planning is measuring op costs, solving, and the budget that "
         "took longest.",
         "",
-        "| model | eager MB | eager ms | ops | forward ops | blocks | largest block | largest part | capture s | planning s | checkpoint MB "
-        "| its time | stages MB | their time | our least MB | our time | share |",
+        "| model | eager MB | eager ms | ops | forward ops | blocks | largest block | largest part | capture s | planning s "
+        "| checkpoint MB | its time | stages MB | their time | our least MB | our time | share |",
         "|" + "---|" * 17,
     ]
     for result in results:
@@ -200,7 +200,8 @@ def _budgets(results: Sequence[ModelResult]) -> list[str]:
     lines = [
         "## Budgets",
         "",
-        "| model | budget | budget MB | predicted MB | measured MB | resident MB | predicted time | measured time | gap | gradients | plan s |",
+        "| model | budget | budget MB | predicted MB | measured MB | resident MB | predicted time | measured time | gap | gradients "
+        "| plan s |",
         "|" + "---|" * 11,
     ]
     for result in results:
@@ -247,7 +248,8 @@ def _draw(result: ModelResult, panel: Any) -> None:
     eager = result.eager
     assert eager is not None
     pairs = [(_plan(result, share), _point(result, f"{OURS}: {share}")) for share in SHARES]
-    found = sorted(((point.peak_bytes / eager.peak_bytes, plan, point) for plan, point in pairs if plan and point), key=lambda item: item[0])
+    found = [(point.peak_bytes / eager.peak_bytes, plan, point) for plan, point in pairs if plan and point]
+    found.sort(key=lambda item: item[0])
     xs = [x for x, _, _ in found]
     predicted = [plan["predicted_ratio"] for _, plan, _ in found]
     panel.plot(xs, [point.ratio for _, _, point in found], ".-", color="#1f6fb4", linewidth=1.6, label="ours, measured")

@@ -58,7 +58,7 @@ def modules_at(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
 
 def _matches(path: str, pattern: str) -> bool:
     names, wanted = path.split("."), pattern.split(".")
-    return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
+    return bool(path) and len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 
 
 def _tokens(generator: torch.Generator, vocabulary: int, *shape: int) -> Tensor:

@@ -247,7 +247,8 @@ def _overview_row(result: ModelResult) -> str:
     else:
         cells += [""] * 4
     if least:
-        own = (megabytes(least.ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{least.ours.ratio:.3f}") if least.ours else ("none", "", "")
+        ours = least.ours
+        own = (megabytes(ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{ours.ratio:.3f}") if ours else ("none", "", "")
         cells += [megabytes(least.peer.peak_bytes), least.peer.method, *own]
     else:
         cells += [""] * 5
@@ -299,8 +300,10 @@ def _section(result: ModelResult) -> list[str]:
         beside = ["", "", ""]
         if match:
             own = match.ours
-            beside = [megabytes(own.peak_bytes if own else None), f"{own.ratio:.3f}" if own else "", "yes" if match.is_dominated else "**no**"]
-        cells = [point.method, megabytes(point.peak_bytes), f"{point.peak_bytes / baseline:.3f}", megabytes(point.resident_bytes), ratio_text(point)]
+            beside = [megabytes(own.peak_bytes), f"{own.ratio:.3f}"] if own else ["", ""]
+            beside.append("yes" if match.is_dominated else "**no**")
+        cells = [point.method, megabytes(point.peak_bytes), f"{point.peak_bytes / baseline:.3f}"]
+        cells += [megabytes(point.resident_bytes), ratio_text(point)]
         lines.append(table_row([*cells, _number(point.ms, ".0f"), f"{point.prepare_s:.1f}", gradients_text(point), *beside]))
     lines += ["", *_notes(result)]
     return lines

@@ -3,8 +3,8 @@
 The planner chooses for every value of the whole graph at once, so the tree decides nothing: it is how blocks and their parts are named and
 counted. It is read off the outline, so a plan that was loaded has it too.
 
-A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is halved, where
-the fewest bytes cross, until no part is larger; what crosses there may be several storages.
+A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is halved,
+where the fewest bytes cross, until no part is larger; what crosses there may be several storages.
 """
 
 from __future__ import annotations
@@ -251,6 +251,7 @@ def _passing_lines(plan: Plan) -> list[str]:
         )
     rest = found[_NUM_PASSING:]
     if rest:
-        kept = sum(storages[p.storage].num_bytes for p in rest if plan.stays.kept(p.storage))
-        lines.append(f"  {len(rest)} more, {size_text(sum(storages[p.storage].num_bytes for p in rest))}, of which {size_text(kept)} is kept")
+        all_bytes = sum(storages[p.storage].num_bytes for p in rest)
+        kept_bytes = sum(storages[p.storage].num_bytes for p in rest if plan.stays.kept(p.storage))
+        lines.append(f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept")
     return lines

@@ -136,7 +136,8 @@ def test_the_tree_is_read_off_a_saved_plan_as_well() -> None:
     assert text.splitlines()[1].startswith("the whole model ")
     assert all(f"─ {part.name} " in text for part in parts(plan)[1:])
     assert f"{len(plan.passages)} storages pass blocks by" in text
-    assert plan.explain(plan.outline.ops[plan.hierarchy.block(1).forward[0]].name).storages[0].option.startswith("strategy 'rockmate', block 1 (")
+    name = plan.outline.ops[plan.hierarchy.block(1).forward[0]].name
+    assert plan.explain(name).storages[0].option.startswith("strategy 'rockmate', block 1 (")
 
 
 class Branches(nn.Module):

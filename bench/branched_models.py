@@ -195,7 +195,7 @@ def _clip(tiny: bool) -> BranchedModel:
     """CLIP: text of width 256, images of width 384."""
     layers, text, image, pixels, length, batch = (2, 32, 36, 32, 8, 2) if tiny else (6, 256, 384, 112, 48, 8)
     vocabulary, special = 4096, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    towers = {
+    towers: dict[str, Any] = {
         "text_config": {
             "vocab_size": vocabulary, "hidden_size": text, "intermediate_size": 4 * text, "num_hidden_layers": layers,
             "num_attention_heads": 4, "max_position_embeddings": length, **special,

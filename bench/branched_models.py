@@ -250,8 +250,10 @@ def _llava(tiny: bool) -> BranchedModel:
         images = torch.randn(batch, 3, pixels, pixels, generator=generator)
         return {"input_ids": tokens, "pixel_values": images, "labels": tokens.clone()}
 
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.model.vision_tower.post_layernorm.requires_grad_(False)  # of the class token, which nothing reads here
     return BranchedModel(
-        model=transformers.LlavaForConditionalGeneration(config),
+        model=model,
         make_batch=make_batch,
         blocks=("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"),
     )

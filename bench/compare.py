@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     lines = Path(f"{options.output}.jsonl")
     try:
-        unfinished = [] if options.read else _measure_all(options, lines)
+        unfinished = [] if options.read else measure_all(options, lines)
     except KeyboardInterrupt:
         comparison.say(f"interrupted; what was measured is in {lines}, and the same command goes on from there")
         return 130
@@ -81,8 +81,19 @@ def _hardware(kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_") if is_named else kind
 
 
-def _measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int]]:
-    """Names of the models that are not finished, with the exit status of their process."""
+def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int]]:
+    """Measures what is missing in `lines`, a process for each model.
+
+    Args:
+        options: those of the command.
+        lines: a file of JSON lines.
+
+    Returns:
+        Names of the models that are not finished, with the exit status of their process.
+
+    Raises:
+        KeyboardInterrupt: a process was interrupted.
+    """
     lines.parent.mkdir(parents=True, exist_ok=True)
     finished = {record["model"]: record for record in comparison.read(lines) if record["kind"] == "finished"}
     unfinished = []

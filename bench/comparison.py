@@ -113,6 +113,8 @@ class Comparison:
 
     def _measure_peers(self) -> dict[str, peers.Peer]:
         found = peers.peers_for(torch.device(self.options.device).type, quick=self.options.quick)
+        if self.workload.stages is not None:
+            found[peers.STAGES] = peers.checkpoint_stages
         lent: dict[str, peers.Peer] = {}
         for name, peer in found.items():
             if not self._is_wanted(name):

@@ -1,4 +1,4 @@
-"""Our plans for one model's comparison: the sweep of each strategy, and a plan for the measured peak of each peer.
+"""Our plans for one model's comparison: the sweep of each strategy, or what was asked for, and a plan for the measured peak of each peer.
 
     python -m bench.comparison_plans --model llama --lines STEM.jsonl --plans DIRECTORY
 
@@ -19,7 +19,11 @@ from typing import Any
 import torch
 
 from bench import comparison, models
+from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
+from rockmate.knapsack import knapsack_of
+from rockmate.partition import partition
+from rockmate.proposals import SPANS
 
 Record = dict[str, Any]
 
@@ -41,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     points = [record for record in comparison.Lines(options.lines, options.model).of("point") if record["owner"] == "peer"]
     earlier = [record for record in comparison.read(options.plans / "plans.jsonl") if record["kind"] != "planner"]
     known = {record["method"] for record in earlier}
-    wanted = [method for method in _wanted(planner, points, options.quick) if method[0] not in known]
+    sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
+    wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
     planned = _plan_all(planner, options.plans, wanted)
     records = [_planner_record(planner) | {"num_peer_points": len(points)}, *earlier, *planned]
     partial_listing = options.plans / "plans.partial"
@@ -57,17 +62,49 @@ def _planner_record(planner: Planner) -> Record:
         "baseline_peak_bytes": planner.baseline_peak_bytes,
         "baseline_ms": planner.baseline_ms,
         "minimum_peak_bytes": planner.minimum_peak_bytes,
+        **_extent(planner.plan(1.0)),
     }
 
 
-def _wanted(planner: Planner, points: Iterable[Record], quick: bool) -> Iterator[tuple[str, str, int]]:
-    """(method, strategy, budget in bytes)."""
+def _extent(plan: Plan) -> Record:
+    """How large the step is, and what a solver sees of it at once: a block's forward ops, and ops whose choices depend on each other."""
+    graph, chain = plan.graph, partition(plan.graph)
+    spans = [chain.span(first, first + length - 1) for length in SPANS for first in range(len(chain.blocks) - length + 1)]
+    spans_at_hand = chain.carried | {storage for storage in graph.storages if storage.is_output}
+    problems = [knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)[0]]
+    problems += [knapsack_of(span.forward, span.backward, plan.costs, at_hand=spans_at_hand)[0] for span in spans]
+    parts = [part for problem in problems for part in reduce(problem).parts]
+    return {
+        "num_ops": len(graph.ops),
+        "num_forward_ops": len(graph.forward_ops),
+        "num_blocks": len(chain.blocks),
+        "largest_block_ops": max(len(block.forward) for block in chain.blocks),
+        "largest_part_ops": max((len(part.ops) for part in parts), default=0),
+    }
+
+
+def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
+    """(method, strategy, budget in bytes) of all that is planned unless methods are asked for."""
     shares = {**OTHER_SHARES, **(QUICK_SHARES if quick else SHARES)}
     for strategy in STRATEGIES:
         for share in shares.get(strategy, ("minimum", 0.5)):
-            is_minimum = share == "minimum"
-            budget = planner.minimum_peak(strategy) if is_minimum else int(float(share) * planner.baseline_peak_bytes)
-            yield f"{strategy}: {share}", strategy, budget
+            yield f"{strategy}: {share}", strategy, _budget_bytes(planner, strategy, share)
+
+
+def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str, int]]:
+    """Likewise of those methods that name one of our strategies and a share of the peak, or the minimum."""
+    for method in methods:
+        strategy, _, share = method.partition(": ")
+        if strategy in STRATEGIES:
+            yield method, strategy, _budget_bytes(planner, strategy, share)
+
+
+def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
+    return planner.minimum_peak(strategy) if share == "minimum" else int(float(share) * planner.baseline_peak_bytes)
+
+
+def _at_peaks(planner: Planner, points: Iterable[Record]) -> Iterator[tuple[str, str, int]]:
+    """Likewise for the peers' peaks."""
     for peak_bytes in peaks_to_meet([point["peak_bytes"] for point in points]):
         if peak_bytes < planner.baseline_peak_bytes:
             yield f"{DEFAULT}: at {peak_bytes / 1e6:.6g} MB", DEFAULT, peak_bytes
@@ -108,7 +145,12 @@ def _plan_all(planner: Planner, directory: Path, wanted: Iterable[tuple[str, str
 
 
 def _promise(plan: Plan) -> Record:
-    return {"predicted_peak_bytes": plan.predicted_peak_bytes, "predicted_ms": plan.predicted_ms, "predicted_ratio": plan.predicted_ratio}
+    return {
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_ms": plan.predicted_ms,
+        "predicted_ratio": plan.predicted_ratio,
+        "optimality_gap": plan.optimality_gap,
+    }
 
 
 if __name__ == "__main__":

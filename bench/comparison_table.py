@@ -199,21 +199,23 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
     num_dominated = sum(match.is_dominated for match in matches)
     num_fitting = sum(point.peak_bytes <= point.budget_bytes for point in planned if point.budget_bytes is not None)
     rows = [
-        _all_row("peer points dominated: no more memory, no more time beyond 2 %", num_dominated, len(matches)),
-        _worst_row("time at the peak of one checkpoint a layer, of its time: largest", TIME_OF_CHECKPOINT, checkpoints),
-        _worst_row(f"least peak in {LEAST_PEAK_RATIO:g}x eager's time, of the least of any peer: largest", LEAST_PEAK, least),
-        _worst_row("the same: median", LEAST_PEAK_MEDIAN, [("", statistics.median(share for _, share in least))] if least else []),
-        _all_row("our measured peaks within the budget", num_fitting, len(planned)),
+        all_row("peer points dominated: no more memory, no more time beyond 2 %", num_dominated, len(matches)),
+        worst_row("time at the peak of one checkpoint a layer, of its time: largest", TIME_OF_CHECKPOINT, checkpoints),
+        worst_row(f"least peak in {LEAST_PEAK_RATIO:g}x eager's time, of the least of any peer: largest", LEAST_PEAK, least),
+        worst_row("the same: median", LEAST_PEAK_MEDIAN, [("", statistics.median(share for _, share in least))] if least else []),
+        all_row("our measured peaks within the budget", num_fitting, len(planned)),
     ]
     return ["## Numbers to reach", "", "| what | reach | figure | where | |", "|---|---|---|---|---|", *rows]
 
 
-def _all_row(what: str, num_hit: int, num_all: int) -> str:
+def all_row(what: str, num_hit: int, num_all: int) -> str:
+    """A target that all of them have to hit."""
     verdict = "hit" if num_hit == num_all else "**miss**"
     return f"| {what} | all | {num_hit} of {num_all} | | {verdict if num_all else 'not measured'} |"
 
 
-def _worst_row(what: str, limit: float, figures: Sequence[tuple[str, float]]) -> str:
+def worst_row(what: str, limit: float, figures: Sequence[tuple[str, float]]) -> str:
+    """A target that the largest figure, with where it was taken, has to hit."""
     if not figures:
         return f"| {what} | <= {limit:.2f} | | | not measured |"
     where, worst = max(figures, key=lambda pair: pair[1])
@@ -237,19 +239,20 @@ def _overview(results: Iterable[ModelResult]) -> list[str]:
 
 def _overview_row(result: ModelResult) -> str:
     eager, checkpoint, least = result.eager, result.checkpoint, result.least
-    cells = [result.name, *((_mb(eager.peak_bytes), _number(eager.ms, ".0f")) if eager else ("", ""))]
+    cells = [result.name, *((megabytes(eager.peak_bytes), _number(eager.ms, ".0f")) if eager else ("", ""))]
     cells += [str(len(result.matches)), str(sum(match.is_dominated for match in result.matches))]
     if checkpoint:
         there = checkpoint.ours.ratio if checkpoint.ours else math.nan
-        cells += [_mb(checkpoint.peer.peak_bytes), f"{checkpoint.peer.ratio:.3f}", _number(there), f"{checkpoint.excess + 1:.3f}"]
+        cells += [megabytes(checkpoint.peer.peak_bytes), f"{checkpoint.peer.ratio:.3f}", _number(there), f"{checkpoint.excess + 1:.3f}"]
     else:
         cells += [""] * 4
     if least:
-        own = (_mb(least.ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{least.ours.ratio:.3f}") if least.ours else ("none", "", "")
-        cells += [_mb(least.peer.peak_bytes), least.peer.method, *own]
+        ours = least.ours
+        own = (megabytes(ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{ours.ratio:.3f}") if ours else ("none", "", "")
+        cells += [megabytes(least.peer.peak_bytes), least.peer.method, *own]
     else:
         cells += [""] * 5
-    return _row(cells)
+    return table_row(cells)
 
 
 def _undominated(results: Iterable[ModelResult]) -> list[str]:
@@ -270,14 +273,14 @@ def _undominated(results: Iterable[ModelResult]) -> list[str]:
 
 def _undominated_row(model: str, match: Match) -> str:
     peer, ours = match.peer, match.ours
-    cells = [model, peer.method, _mb(peer.peak_bytes), _ratio(peer)]
+    cells = [model, peer.method, megabytes(peer.peak_bytes), ratio_text(peer)]
     if ours is None:
         cells += ["none as small", "", "", "", ""]
     else:
         noise = ours.spread + peer.spread
         is_noise = "yes" if ours.ratio - peer.ratio <= noise else "no" if noise else "unknown: one round"
-        cells += [ours.method, _mb(ours.peak_bytes), _ratio(ours), f"{100 * match.excess:.1f} %", is_noise]
-    return _row([*cells, _gradients(peer)])
+        cells += [ours.method, megabytes(ours.peak_bytes), ratio_text(ours), f"{100 * match.excess:.1f} %", is_noise]
+    return table_row([*cells, gradients_text(peer)])
 
 
 def _section(result: ModelResult) -> list[str]:
@@ -297,9 +300,11 @@ def _section(result: ModelResult) -> list[str]:
         beside = ["", "", ""]
         if match:
             own = match.ours
-            beside = [_mb(own.peak_bytes if own else None), f"{own.ratio:.3f}" if own else "", "yes" if match.is_dominated else "**no**"]
-        cells = [point.method, _mb(point.peak_bytes), f"{point.peak_bytes / baseline:.3f}", _mb(point.resident_bytes), _ratio(point)]
-        lines.append(_row([*cells, _number(point.ms, ".0f"), f"{point.prepare_s:.1f}", _gradients(point), *beside]))
+            beside = [megabytes(own.peak_bytes), f"{own.ratio:.3f}"] if own else ["", ""]
+            beside.append("yes" if match.is_dominated else "**no**")
+        cells = [point.method, megabytes(point.peak_bytes), f"{point.peak_bytes / baseline:.3f}"]
+        cells += [megabytes(point.resident_bytes), ratio_text(point)]
+        lines.append(table_row([*cells, _number(point.ms, ".0f"), f"{point.prepare_s:.1f}", gradients_text(point), *beside]))
     lines += ["", *_notes(result)]
     return lines
 
@@ -309,7 +314,7 @@ def _notes(result: ModelResult) -> list[str]:
     failed = [f"- {r['method']} **failed**: {r['error']}" for r in result.of("failed")]
     skipped = [f"- {r['method']} skipped: {r['why']}." for r in result.of("skipped")]
     infeasible = [
-        f"- {r['method']}: {_mb(r['budget_bytes'])} MB is below the strategy's smallest peak, {_mb(r['minimum_bytes'])} MB."
+        f"- {r['method']}: {megabytes(r['budget_bytes'])} MB is below the strategy's smallest peak, {megabytes(r['minimum_bytes'])} MB."
         for r in result.of("infeasible")
     ]
     spent = [
@@ -322,11 +327,13 @@ def _notes(result: ModelResult) -> list[str]:
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
+    """One row of a table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _mb(num_bytes: int | None) -> str:
+def megabytes(num_bytes: int | None) -> str:
+    """Millions of bytes, empty for None."""
     return "" if num_bytes is None else f"{num_bytes / 1e6:.4g}" if num_bytes < 1e8 else f"{num_bytes / 1e6:.1f}"
 
 
@@ -334,11 +341,13 @@ def _number(value: float, form: str = ".3f") -> str:
     return "" if math.isnan(value) else format(value, form)
 
 
-def _ratio(point: Point) -> str:
+def ratio_text(point: Point) -> str:
+    """The point's time over eager's with its spread, empty where nothing was timed."""
     return "" if math.isnan(point.ratio) else f"{point.ratio:.3f} ± {point.spread:.3f}"
 
 
-def _gradients(point: Point) -> str:
+def gradients_text(point: Point) -> str:
+    """How near the point's gradients are to eager's."""
     if point.gradient_difference == 0:
         return "bitwise"
     return f"**wrong**, {point.gradient_difference:.1g}" if point.is_wrong else f"{point.gradient_difference:.1e}"

@@ -23,6 +23,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bench.branched_models import BUILDERS, BranchedModel, modules_at
 from bench.unet import UNet
 
 Batch = Mapping[str, Tensor]
@@ -40,6 +41,7 @@ class Workload:
         name: The registry name.
         model: The module, in train mode.
         layers: `layers(model)` gives the modules that "one checkpoint a layer" wraps.
+        stages: likewise the larger modules, each of several layers, that one would checkpoint instead; None where there are none.
         loss: `loss(model, batch)` gives (outputs, loss). The caller holds on to the outputs until the
             backward is over, as a training loop does, so that their bytes count alike for every peer.
         make_batch: `make_batch(seed)` gives a batch; equal seeds give equal values, all seeds equal shapes.
@@ -50,6 +52,7 @@ class Workload:
     layers: Callable[[nn.Module], list[nn.Module]]
     loss: LossFunction
     make_batch: Callable[[int], Batch]
+    stages: Callable[[nn.Module], list[nn.Module]] | None = None
 
     @property
     def sample(self) -> dict[str, Tensor]:
@@ -64,6 +67,7 @@ class Workload:
             self,
             model=LossInside(self.model, self.loss).train(),
             layers=lambda model: self.layers(model.model),  # pyright: ignore
+            stages=self.stages and (lambda model: self.stages(model.model)),  # pyright: ignore
             loss=_first_loss,
             make_batch=lambda seed: _labelled(self.make_batch(seed)),
         )
@@ -643,6 +647,22 @@ def _encoder(
     )
 
 
+# --- models that are no chain -------------------------------------------------------------------------
+
+
+def _branched(name: str, tiny: bool, device: torch.device, *, build: Callable[[bool], BranchedModel]) -> Workload:
+    found = build(tiny)
+    make_batch = found.make_batch
+    return Workload(
+        name=name,
+        model=_prepared(found.model, device),
+        layers=partial(modules_at, patterns=found.blocks),
+        loss=_own_loss,
+        make_batch=lambda seed: {key: value.to(device) for key, value in make_batch(_generator(seed)).items()},
+        stages=partial(modules_at, patterns=found.stages) if found.stages else None,
+    )
+
+
 _small_gpt2 = partial(_gpt2, width=256, heads=4, vocabulary=8192)
 _small_bert = partial(_bert, width=384, heads=6, shape=(2, 256))
 _llama = partial(_rotary, kind="Llama", width=384, heads=6, key_value_heads=6, inner=1024)
@@ -711,8 +731,15 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "unet-gpu": partial(_unet, base_width=64, batch=16, pixels=512),
     "encoder-deep-gpu": partial(_encoder, num_layers=96, width=512, heads=8, shape=(16, 512)),
     "encoder-wide-gpu": partial(_encoder, num_layers=4, width=4096, heads=32, shape=(24, 1024)),
+    **{name: partial(_branched, build=build) for name, build in BUILDERS.items()},
 }
 """Name to builder; a builder takes (name, tiny, device)."""
+
+BRANCHED = (
+    "t5-small", "t5-12", "bart", "whisper", "transformer", "clip", "unet", "conditional-unet", "two-streams", "densenet", "hrnet",
+    "segformer", "llava",
+)  # fmt: skip
+"""Models that are no chain."""
 
 COMPARED = {
     "cpu": (

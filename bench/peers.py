@@ -9,7 +9,7 @@ family                 what it does
 ====================== ==================================================================================================================
 eager                  nothing: the model as it is
 checkpoint             `torch.utils.checkpoint`, non-reentrant, around every k-th layer; by `activation_checkpointing_enable` where the
-                       model has that
+                       model has that; "stages" are larger modules, of models that have some
 sqrt(n) segments       one checkpoint around each of sqrt(n) runs of layers (Chen et al., 2016)
 checkpoint_sequential  `torch.utils.checkpoint.checkpoint_sequential` with sqrt(n) segments, the last of which saves everything
 selective              a checkpoint around every layer that saves results of matrix products, attention and convolutions
@@ -59,6 +59,9 @@ SAVED_OPS = [
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
 """What selective checkpointing saves, as in PyTorch's description of the technique: what takes long to compute."""
+
+STAGES = "checkpoint: stages"
+"""Name of the peer that only models with stages have."""
 
 _COMPILATION = {  # many settings of one model are compiled in one process; past the limit Dynamo would run eager without a word
     "recompile_limit": 10_000,
@@ -141,6 +144,20 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
 def checkpoint_per_layer(workload: Workload) -> AbstractContextManager[nn.Module]:
     """One checkpoint a layer, the usual setting."""
     return checkpoint_layers(workload)
+
+
+@contextmanager
+def checkpoint_stages(workload: Workload) -> Iterator[nn.Module]:
+    """One non-reentrant checkpoint around every stage.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if workload.stages is None:
+        raise ValueError(f"{workload.name} has no stages")
+    stages = workload.stages(workload.model)
+    with _forwards({stage: partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=True) for stage in stages}):
+        yield workload.model
 
 
 @contextmanager

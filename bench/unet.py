@@ -64,3 +64,8 @@ class UNet(nn.Module):
         for up in self.up:
             x = up(x, skips.pop())
         return self.head(x)
+
+
+def example() -> tuple[UNet, Tensor]:
+    """The U-Net of the tables and a sample, as `rockmate plan bench.unet:example` takes them."""
+    return UNet(num_levels=4, base_width=32, classes=8).train(), torch.zeros(2, 3, 128, 128)

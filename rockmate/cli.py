@@ -122,6 +122,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
     plan.add_argument("--explain", metavar="NAME", action="append", default=[], help="a value or submodule to explain; repeatable")
+    plan.add_argument("--tree", action="store_true", help="the blocks as a tree by module path, instead of one by one")
     plan.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -262,7 +263,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         allow_chunking=arguments.allow_chunking,
     )
     plan = planner.plan(budgets[0], strategy=arguments.strategy)
-    details = [str(plan.explain(name)) for name in arguments.explain] or [plan.block_table()]
+    details = [str(plan.explain(name)) for name in arguments.explain] or [plan.tree() if arguments.tree else plan.block_table()]
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
     if arguments.out is not None:
         try:

@@ -7,7 +7,6 @@ Every statement is read off the schedule (`stays`), so it holds for whatever sol
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -223,23 +222,43 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
     if plan.stays.kept(index):
         if not op.can_run_again:
             return "its op must not run twice (it depends on what the forward overwrites)"
+        passage = _passage(plan, index)
+        if passage:
+            return f"{passage}, and stays until the backward has read it"
         if index in plan.chain.carried:
             return "it serves many blocks, and stays from its making to its last read"
         boundary = next((i for i, block in enumerate(plan.chain.blocks) if block.output == index), None)
         edge = f"it is the boundary from block {boundary} to block {boundary + 1}; " if boundary is not None else ""
         return f"{edge}the option of its block keeps it"
     if num_again:
+        passage = _passage(plan, index)
+        if passage:
+            return f"{passage}, and is made again for the backward: at this budget that costs less than its room"
         return "the option of its block does not keep it, and the backward needs it or what is made of it"
     return "the backward does not need it"
 
 
+def _passage(plan: Plan, index: int) -> str:
+    """From where to where a storage passes blocks by; empty if it does not."""
+    found = next((passage for passage in plan.passages if passage.storage == index), None)
+    if found is None:
+        return ""
+    ends = [f"block {number} ({plan.hierarchy.block(number).name})" for number in (found.made_in, found.read_in)]
+    return f"it is carried from {ends[0]} to {ends[1]}"
+
+
 def _option(plan: Plan, producer: int) -> str:
     number, block = next((i, block) for i, block in enumerate(plan.chain.blocks) if producer in block.ops)
+    path = plan.hierarchy.path_to(producer)[1:]
+    own = plan.hierarchy.block(number).name
+    around = [part.name for part in reversed(path) if part.first_block != part.last_block]
+    inside = [part.name for part in path if part.first_block == part.last_block and part.name != own]
     made = _made_by_forward(plan, block)
     kept = [storage for storage in made if plan.stays.kept(storage)]
     return (
-        f"strategy {plan.strategy!r}, block {number} ({block.name}): keeps {len(kept)} of {len(made)} storages, "
-        f"{size_text(_bytes(plan, kept))} of {size_text(_bytes(plan, made))}"
+        f"strategy {plan.strategy!r}, block {number} ({own}){''.join(f' in {name}' for name in around)}: keeps {len(kept)} of {len(made)} "
+        f"storages, {size_text(_bytes(plan, kept))} of {size_text(_bytes(plan, made))}"
+        + (f"; made in its part {inside[-1]}" if inside else "")
     )
 
 
@@ -271,28 +290,23 @@ def _times(number: int) -> str:
 
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
     """A row a block, in forward order."""
-    steps, live = plan.schedule.steps, plan.simulation.live_bytes
-    again = Counter(steps[position] for position in plan.schedule.repeated())
-    highest: dict[int, int] = {}
-    for position, index in enumerate(steps):
-        highest[index] = max(highest.get(index, 0), live[position])
-    peak_op = steps[plan.simulation.peak_position]
-    rows = []
-    for block in plan.chain.blocks:
-        made = _made_by_forward(plan, block)
-        rows.append(
-            BlockRow(
-                name=block.name,
-                num_ops=len(block.ops),
-                made_bytes=_bytes(plan, made),
-                kept_bytes=_bytes(plan, [storage for storage in made if plan.stays.kept(storage)]),
-                num_recomputed=sum(again[index] for index in block.ops),
-                recompute_ms=sum(again[index] * plan.costs.again[index].time_ms for index in block.ops),
-                peak_bytes=max((highest.get(index, 0) for index in block.ops), default=0),
-                is_peak=peak_op in block.ops,
-            )
-        )
-    return tuple(rows)
+    return tuple(row_of(plan, block.name, block.ops) for block in plan.chain.blocks)
+
+
+def row_of(plan: Plan, name: str, ops: Sequence[int]) -> BlockRow:
+    """What some ops of the step make, keep and recompute."""
+    made = [storage for index in ops if plan.outline.ops[index].phase == "forward" for storage in plan.outline.ops[index].writes]
+    again, highest = plan.num_again, plan.highest_bytes
+    return BlockRow(
+        name=name,
+        num_ops=len(ops),
+        made_bytes=_bytes(plan, made),
+        kept_bytes=_bytes(plan, [storage for storage in made if plan.stays.kept(storage)]),
+        num_recomputed=sum(again[index] for index in ops),
+        recompute_ms=sum(again[index] * plan.costs.again[index].time_ms for index in ops),
+        peak_bytes=max((highest.get(index, 0) for index in ops), default=0),
+        is_peak=plan.schedule.steps[plan.simulation.peak_position] in ops,
+    )
 
 
 def block_table(plan: Plan) -> str:

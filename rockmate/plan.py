@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from rockmate.costs import Costs
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.explanation import BlockRow, Explanation, LiveBytes
 from rockmate.graph import Graph
+from rockmate.hierarchy import Part, Passage, hierarchy, passages, tree_text
 from rockmate.outline import Outline, OutlineChain, OutlineOp, StorageKind
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
@@ -97,6 +99,33 @@ class Plan:
         """When each storage is in memory."""
         return Stays(self.outline, self.schedule)
 
+    @cached_property
+    def hierarchy(self) -> Part:
+        """Its blocks as a tree by module path."""
+        return hierarchy(self.outline, self.chain)
+
+    @cached_property
+    def passages(self) -> list[Passage]:
+        """The storages that pass blocks by, largest first."""
+        return passages(self.outline, self.chain)
+
+    @cached_property
+    def num_again(self) -> Counter[int]:
+        """How often each op runs again, by index."""
+        return Counter(self.schedule.steps[position] for position in self.schedule.repeated())
+
+    @cached_property
+    def highest_bytes(self) -> dict[int, int]:
+        """Most bytes in use, of the whole step, while an op runs, by its index."""
+        highest: dict[int, int] = {}
+        for position, index in enumerate(self.schedule.steps):
+            highest[index] = max(highest.get(index, 0), self.simulation.live_bytes[position])
+        return highest
+
+    def runs_again(self, storage: int) -> bool:
+        """Whether the op that makes a storage runs more than once."""
+        return any(self.num_again[index] for index, op in enumerate(self.outline.ops) if storage in op.writes)
+
     @property
     def predicted_ratio(self) -> float:
         """Predicted time over that of no recomputation."""
@@ -142,6 +171,11 @@ class Plan:
             f"recomputed          {self.schedule.num_recomputations()} of {len(self.outline.ops)} ops"
             + (f", most often {recomputed}" if recomputed else ""),
         ]
+        leaves = self.hierarchy.leaves()
+        lines.append(
+            f"blocks              {len(self.chain.blocks)}, the largest part of {max(len(part.forward) for part in leaves)} forward ops; "
+            f"{len(self.passages)} storages pass blocks by, {self._kept_in_passing()}"
+        )
         if "loss_chunks" in self.options:
             lines.append(f"loss block          {self.loss_block.text} ({self.loss_block.module or 'no single submodule'})")
         if self.held_at_peak_bytes:
@@ -154,6 +188,10 @@ class Plan:
         if self.num_unproved_blocks:
             lines.append(f"solver              stopped at its time limit in {self.num_unproved_blocks} blocks; raise time_limit_s")
         return "\n".join(lines)
+
+    def _kept_in_passing(self) -> str:
+        sizes = [(self.outline.storages[passage.storage].num_bytes, self.stays.kept(passage.storage)) for passage in self.passages]
+        return f"{size_text(sum(size for size, kept in sizes if kept))} of {size_text(sum(size for size, _ in sizes))} kept"
 
     # --- reports -------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +213,10 @@ class Plan:
     def block_table(self) -> str:
         """`block_rows` as a table."""
         return explanation.block_table(self)
+
+    def tree(self) -> str:
+        """The blocks as a tree by module path, with what each part makes, keeps and recomputes, and what passes blocks by."""
+        return tree_text(self)
 
     def live_at_peak(self) -> list[LiveBytes]:
         """What is in memory at the peak, (description, bytes), largest first; the bytes add up to the predicted peak."""

@@ -14,6 +14,7 @@ from rockmate.cleanup import clean
 from rockmate.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
+_REDUCED_IN_PLACE = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default)
 
 
 def rewrite(joint: fx.GraphModule) -> None:
@@ -30,6 +31,9 @@ def rewrite(joint: fx.GraphModule) -> None:
         elif node.target is _aten._log_softmax_backward_data.default:
             _fuse_cross_entropy_backward(node)
     clean(joint.graph)
+    for node in list(joint.graph.nodes):
+        if node.target in _REDUCED_IN_PLACE and node.meta["val"].ndim == 0:
+            _copy_out(node)
 
 
 def _split_dropout(node: fx.Node) -> None:
@@ -92,6 +96,18 @@ def _fuse_cross_entropy_backward(node: fx.Node) -> None:
         fused = node.graph.call_function(cross_entropy_backward, (loss_gradient, scores, *rest))
     _replace(node, fused)
     node.graph.erase_node(gradient)
+
+
+def _copy_out(node: fx.Node) -> None:
+    """Hands a copy of a reduced loss on: these kernels return a number in memory that is as large as what they reduce."""
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(_aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    with node.meta["val"].fake_mode:
+        copy.meta["val"] = torch.empty_like(node.meta["val"])
+    for user in users:
+        user.replace_input_with(node, copy)
 
 
 def _viewed(node: Any) -> Any:

@@ -28,6 +28,8 @@ _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
 _TIGHT_STARTS = 6  # improved then
 _NEAR, _RATHER_NEAR = 5e-4, 5e-3  # to the bound, of the time of no recomputation: ends the search; ends it with the grid
+_NOT_FAR = 1e-2  # likewise, within which improvement neither begins far above the budget nor goes there and back
+_THERE_AND_BACK = (1.1, 1.2, 1.35, 1.5, 1.8)  # times the budget
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -91,6 +93,11 @@ def _fitting(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]
 def _above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
     """Members that exceed the budget, by half of it at most, in order."""
     return sorted((c for c in members if budget_bytes < c.simulation.peak_bytes <= _MAX_EXCESS * budget_bytes), key=_by_peak)
+
+
+def _far_above(members: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+    """Members that exceed the budget by more than half of it, in order."""
+    return sorted((c for c in members if c.simulation.peak_bytes > _MAX_EXCESS * budget_bytes), key=_by_peak)
 
 
 class _Family:
@@ -199,6 +206,18 @@ class Search:
                 break
             improved = self._first_improved(starts, budget_bytes, best.simulation.time_ms)
             best = best if improved is None else min(best, improved, key=_by_time)
+        return self._there_and_back(best, budget_bytes)
+
+    def _there_and_back(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """What comes of `best` when it is given more room than there is and then made to fit again, until that gains nothing."""
+        while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
+            before = best
+            for factor in _THERE_AND_BACK if self._improves else ():
+                roomy = spend_room(self.graph, self.costs, best.schedule, best.simulation, int(factor * budget_bytes))
+                back = self._improve(self._evaluate(roomy), budget_bytes)
+                best = best if back is None else min(best, back, key=_by_time)
+            if best is before:
+                return best
         return best
 
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
@@ -225,6 +244,9 @@ class Search:
             yield _RATHER_NEAR, above[:_MAX_STARTS]
             if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
                 yield from ((_RATHER_NEAR, [above[index]]) for index in _spread(len(above), _TIGHT_STARTS)[1:])
+        # Where branches run side by side, no family knows what is in use: evicting all the way down then beats what it proposes.
+        for family in self._families:
+            yield from ((_NOT_FAR, [start]) for start in _far_above(family.grid(), budget_bytes))
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""

@@ -199,7 +199,8 @@ def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
         f'<p class="legend"><span><i class="key s0"></i>this plan</span><span><i class="key grey"></i>nothing recomputed</span></p>'
         f"<div class=two><div><h4>In memory at the peak</h4>{_live_html(plan)}</div>"
         f"<div><h4>The plan</h4><pre>{escape(plan.summary())}</pre></div></div>"
-        f"<h4>Block by block</h4><div class=scroll><table>{_blocks_html(plan.block_rows())}</table></div></section>"
+        f"<h4>Block by block</h4><div class=scroll><table>{_blocks_html(plan.block_rows())}</table></div>"
+        f"<h4>Parts within parts</h4><div class=scroll><pre>{escape(plan.tree())}</pre></div></section>"
     )
 
 

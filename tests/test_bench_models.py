@@ -15,6 +15,8 @@ NAMES = sorted(models.REGISTRY)
 def needs_packages_of(name: str) -> None:
     if "lora" in name:
         pytest.importorskip("peft")
+    if name in ("conditional-unet", "two-streams"):
+        pytest.importorskip("diffusers")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,257 @@
+"""The blocks of a plan as a tree by module path, blocks within blocks down to a size that a solver takes at once, and what passes them by.
+
+The planner chooses for every value of the whole graph at once, so the tree decides nothing: it is how blocks and their parts are named and
+counted. It is read off the outline, so a plan that was loaded has it too.
+
+A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is halved,
+where the fewest bytes cross, until no part is larger; what crosses there may be several storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rockmate.budget import size_text
+
+if TYPE_CHECKING:
+    from rockmate.explanation import BlockRow
+    from rockmate.outline import Outline, OutlineBlock, OutlineChain
+    from rockmate.plan import Plan
+
+LARGEST_BLOCK = 40  # forward ops
+_WHOLE = "the whole model"
+_NUM_PASSING = 12  # storages that are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A run of ops that is planned as a unit: several blocks, one block, or a piece of one.
+
+    Attributes:
+        name: path of the submodule that its ops come from, or of the first and the last one.
+        first_block: index of its first block.
+        last_block: index of its last block.
+        forward: indices of its forward ops, in order.
+        ops: indices of all its ops, forward ones first.
+        parts: what it consists of; empty for what is not divided further.
+    """
+
+    name: str
+    first_block: int
+    last_block: int
+    forward: tuple[int, ...]
+    ops: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Part]]:
+        """Itself and all below it, each with its depth, in forward order."""
+        yield depth, self
+        for part in self.parts:
+            yield from part.walk(depth + 1)
+
+    def leaves(self) -> list[Part]:
+        """The parts that are not divided further."""
+        return [part for _, part in self.walk() if not part.parts]
+
+    def block(self, number: int) -> Part:
+        """The part that is a whole block."""
+        return next(part for _, part in self.walk() if part.first_block == part.last_block == number)
+
+    def path_to(self, op: int) -> list[Part]:
+        """The parts that hold an op, the whole first; empty where none does."""
+        if op not in self.ops:
+            return []
+        return [self, *next((path for part in self.parts if (path := part.path_to(op))), [])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A storage that the forward reads in a later block, past blocks that have no use for it: a skip, a mask, an encoder's output.
+
+    Attributes:
+        storage: its index.
+        made_in: the block that makes it.
+        read_in: the last block whose forward reads it.
+    """
+
+    storage: int
+    made_in: int
+    read_in: int
+
+
+def hierarchy(outline: Outline, chain: OutlineChain) -> Part:
+    """The tree of a plan's blocks."""
+    blocks = [_whole_block(outline, block, index) for index, block in enumerate(chain.blocks)]
+    parts = _by_path(outline, blocks, length=0)
+    return _joined(_WHOLE, parts[0].parts if len(parts) == 1 and parts[0].parts else parts)
+
+
+def _whole_block(outline: Outline, block: OutlineBlock, index: int) -> Part:
+    forward = tuple(op for op in block.ops if outline.ops[op].phase == "forward")
+    piece = Part(name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops)
+    return _divided(outline, piece)
+
+
+def _joined(name: str, parts: Sequence[Part]) -> Part:
+    return Part(
+        name=name,
+        first_block=parts[0].first_block,
+        last_block=parts[-1].last_block,
+        forward=tuple(op for part in parts for op in part.forward),
+        ops=tuple(op for part in parts for op in part.ops),
+        parts=tuple(parts),
+    )
+
+
+def _path(outline: Outline, ops: Sequence[int]) -> tuple[str, ...]:
+    """The names that the module paths of all ops begin with."""
+    paths = [outline.ops[op].module.split(".") for op in ops if outline.ops[op].module]
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+def _by_path(outline: Outline, blocks: Sequence[Part], *, length: int) -> list[Part]:
+    """Runs of blocks whose paths go on with the same name after the first `length` ones."""
+    paths = {block: _path(outline, block.forward) for block in blocks}
+    found = []
+    for name, run in groupby(blocks, key=lambda block: paths[block][: length + 1]):
+        own = list(run)
+        if len(name) <= length:
+            found += [_named_by_ends(outline, block) for block in own]
+        elif len(own) == 1:
+            found += own
+        else:
+            shared = _path(outline, [op for block in own for op in block.forward])
+            found.append(_joined(".".join(shared), _by_path(outline, own, length=len(shared))))
+    return found
+
+
+def _named_by_ends(outline: Outline, block: Part) -> Part:
+    """A block that is within no submodule below its part's, named by where it begins and where it ends."""
+    modules = [outline.ops[op].module for op in block.forward if outline.ops[op].module]
+    return replace(block, name=f"{modules[0]} to {modules[-1]}") if modules and modules[0] != modules[-1] else block
+
+
+# --- blocks within a block -----------------------------------------------------------------------------
+
+
+def _divided(outline: Outline, piece: Part) -> Part:
+    """The part with pieces of at most `LARGEST_BLOCK` forward ops."""
+    if len(piece.forward) <= LARGEST_BLOCK:
+        return piece
+    cut = _best_cut(outline, piece.forward)
+    is_early = dict.fromkeys(piece.forward[:cut], True) | dict.fromkeys(piece.forward[cut:], False)
+    maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
+    modules = [{outline.ops[op].module for op in half} for half in (piece.forward[:cut], piece.forward[cut:])]
+    for op in piece.ops[len(piece.forward) :]:
+        module = outline.ops[op].module
+        if (module in modules[0]) != (module in modules[1]):  # autograd gives a backward op the module of the op that it differentiates
+            is_early[op] = module in modules[0]
+            continue
+        makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
+        ahead = [is_early[other] for other in makers if outline.ops[other].phase == "forward"]
+        gradients = [is_early[other] for other in makers if other in is_early]
+        is_early[op] = all(ahead) if ahead else any(gradients)  # by the latest value that it reads, else by the gradient
+    halves = [[op for op in piece.ops if is_early[op] is wanted] for wanted in (True, False)]
+    return _joined(piece.name, [_divided(outline, _piece(outline, piece, half)) for half in halves])
+
+
+def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:
+    forward = tuple(op for op in ops if outline.ops[op].phase == "forward")
+    name = ".".join(_path(outline, forward)) or whole.name
+    return Part(name=name, first_block=whole.first_block, last_block=whole.last_block, forward=forward, ops=tuple(ops))
+
+
+def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
+    """How many ops the first half has: in the middle half of them, where the fewest bytes cross, the most even one of equals."""
+    last_read: dict[int, int] = {}
+    for position, op in enumerate(forward):
+        last_read.update(dict.fromkeys(outline.ops[op].reads, position))
+    crossing = [0] * (len(forward) + 1)
+    for position, op in enumerate(forward):
+        for storage in outline.ops[op].writes:
+            for cut in range(position + 1, last_read.get(storage, position) + 1):
+                crossing[cut] += outline.storages[storage].num_bytes
+    quarter, middle = len(forward) // 4, len(forward) / 2
+    return min(range(quarter, len(forward) - quarter + 1), key=lambda cut: (crossing[cut], abs(cut - middle)))
+
+
+# --- what passes by ------------------------------------------------------------------------------------
+
+
+def passages(outline: Outline, chain: OutlineChain) -> list[Passage]:
+    """Storages that cross a whole block or more unread, or beside a boundary; largest first."""
+    block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
+    boundaries = {block.output for block in chain.blocks}
+    made_in = {storage: block_of[index] for index, op in enumerate(outline.ops) if op.phase == "forward" for storage in op.writes}
+    read_in: dict[int, int] = {}
+    for index, op in enumerate(outline.ops):
+        if op.phase == "forward":
+            for storage in op.reads:
+                if storage in made_in:
+                    read_in[storage] = max(read_in.get(storage, 0), block_of[index])
+    found = [
+        Passage(storage=storage, made_in=made_in[storage], read_in=last)
+        for storage, last in read_in.items()
+        if last > made_in[storage] + (storage in boundaries)
+    ]
+    return sorted(found, key=lambda passage: (-outline.storages[passage.storage].num_bytes, passage.made_in, passage.storage))
+
+
+# --- as text -------------------------------------------------------------------------------------------
+
+
+def tree_text(plan: Plan) -> str:
+    """The tree with what each part makes, keeps and recomputes, and what passes blocks by; see `Plan.tree`."""
+    from rockmate.explanation import row_of
+
+    whole = plan.hierarchy
+    rows = [(label, part, row_of(plan, part.name, part.ops)) for label, part in [(whole.name, whole), *_labelled(whole)]]
+    width = max(len(label) for label, _, _ in rows)
+    heads = f"{'blocks':>9} {'forward ops':>11} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"
+    lines = [f"{'':<{width}} {heads}", *(_line(label, part, row, width) for label, part, row in rows)]
+    return "\n".join([*lines, *_passing_lines(plan)])
+
+
+def _labelled(part: Part, prefix: str = "") -> Iterator[tuple[str, Part]]:
+    """What is below a part, each with the lines of the tree in front of its name."""
+    for inner in part.parts:
+        is_last = inner is part.parts[-1]
+        yield f"{prefix}{'└─ ' if is_last else '├─ '}{inner.name}", inner
+        yield from _labelled(inner, prefix + ("   " if is_last else "│  "))
+
+
+def _line(label: str, part: Part, row: BlockRow, width: int) -> str:
+    numbers = str(part.first_block) if part.first_block == part.last_block else f"{part.first_block} to {part.last_block}"
+    return (
+        f"{label:<{width}} {numbers:>9} {len(part.forward):>11} {size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10} "
+        f"{row.num_recomputed:>6} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}" + (" <- peak" if row.is_peak else "")
+    )
+
+
+def _passing_lines(plan: Plan) -> list[str]:
+    found = plan.passages
+    if not found:
+        return ["nothing passes a block by"]
+    storages, whole = plan.outline.storages, plan.hierarchy
+    lines = [f"{len(found)} storages pass blocks by, {size_text(sum(storages[p.storage].num_bytes for p in found))}:"]
+    for passage in found[:_NUM_PASSING]:
+        storage, is_kept = storages[passage.storage], plan.stays.kept(passage.storage)
+        fate = "kept for the backward" if is_kept else "made again in the backward" if plan.runs_again(passage.storage) else "not kept"
+        lines.append(
+            f"  {storage.name}, {size_text(storage.num_bytes)}: block {passage.made_in} ({whole.block(passage.made_in).name}) to block "
+            f"{passage.read_in} ({whole.block(passage.read_in).name}), {fate}"
+        )
+    rest = found[_NUM_PASSING:]
+    if rest:
+        all_bytes = sum(storages[p.storage].num_bytes for p in rest)
+        kept_bytes = sum(storages[p.storage].num_bytes for p in rest if plan.stays.kept(p.storage))
+        lines.append(f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept")
+    return lines

@@ -29,6 +29,7 @@ _TIGHT = 1.5  # times the minimum, below which it matters where improvement star
 _TIGHT_STARTS = 6  # improved then
 _NEAR, _RATHER_NEAR = 5e-4, 5e-3  # to the bound, of the time of no recomputation: ends the search; ends it with the grid
 _NOT_FAR = 1e-2  # likewise, within which improvement neither begins far above the budget nor goes there and back
+_LOOSE = 1.2  # times the minimum, above which it does: nearer to that, it gains nothing and takes long
 _THERE_AND_BACK = (1.1, 1.2, 1.35, 1.5, 1.8)  # times the budget
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
@@ -210,9 +211,9 @@ class Search:
 
     def _there_and_back(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room than there is and then made to fit again, until that gains nothing."""
-        while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
+        while self._is_loose(budget_bytes) and not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             before = best
-            for factor in _THERE_AND_BACK if self._improves else ():
+            for factor in _THERE_AND_BACK:
                 roomy = spend_room(self.graph, self.costs, best.schedule, best.simulation, int(factor * budget_bytes))
                 back = self._improve(self._evaluate(roomy), budget_bytes)
                 best = best if back is None else min(best, back, key=_by_time)
@@ -245,8 +246,12 @@ class Search:
             if budget_bytes < _TIGHT * self._minimum.simulation.peak_bytes:
                 yield from ((_RATHER_NEAR, [above[index]]) for index in _spread(len(above), _TIGHT_STARTS)[1:])
         # Where branches run side by side, no family knows what is in use: evicting all the way down then beats what it proposes.
-        for family in self._families:
+        for family in self._families if self._is_loose(budget_bytes) else ():
             yield from ((_NOT_FAR, [start]) for start in _far_above(family.grid(), budget_bytes))
+
+    def _is_loose(self, budget_bytes: int) -> bool:
+        """Whether it pays to improve schedules that are far from the budget."""
+        return self._improves and budget_bytes > _LOOSE * self._minimum.simulation.peak_bytes
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""

@@ -5,6 +5,7 @@ Checks that the model makes on values (`one_hot` on its classes) are left out: t
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def rewrite(joint: fx.GraphModule) -> None:
             _forget_running_statistics(node)
         elif node.target is _aten._log_softmax_backward_data.default:
             _fuse_cross_entropy_backward(node)
+        elif node.target is _aten.convolution_backward.default:
+            _split_convolution_backward(node)
     clean(joint.graph)
     for node in list(joint.graph.nodes):
         if node.target in _REDUCED_IN_PLACE and node.meta["val"].ndim == 0:
@@ -96,6 +99,29 @@ def _fuse_cross_entropy_backward(node: fx.Node) -> None:
         fused = node.graph.call_function(cross_entropy_backward, (loss_gradient, scores, *rest))
     _replace(node, fused)
     node.graph.erase_node(gradient)
+
+
+def _split_convolution_backward(node: fx.Node) -> None:
+    """Takes the gradients of a convolution's input and of its weight in two calls.
+
+    The one needs no input, the other makes nothing of the input's size, so neither holds what both do. On CPU the libraries run two kernels
+    either way, and the results are the same bits.
+    """
+    *args, mask = node.args
+    values = node.meta["val"]
+    assert isinstance(mask, list | tuple)
+    if not (mask[0] and mask[1]) or values[0].device.type != "cpu" or any(user.target is not operator.getitem for user in node.users):
+        return
+    parts = []
+    for wanted in ([True, False, False], [False, *mask[1:]]):
+        with node.graph.inserting_before(node):
+            part = node.graph.call_function(node.target, (*args, wanted))  # pyright: ignore[reportArgumentType]
+        part.meta = dict(node.meta)
+        part.meta["val"] = tuple(value if is_wanted else None for value, is_wanted in zip(values, wanted, strict=True))
+        parts.append(part)
+    for user in list(node.users):
+        user.replace_input_with(node, parts[0] if user.args[1] == 0 else parts[1])
+    node.graph.erase_node(node)
 
 
 def _copy_out(node: fx.Node) -> None:

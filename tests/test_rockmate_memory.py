@@ -225,3 +225,18 @@ def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
     measured = allocator_peak(step)
     assert measured <= module.plan.budget_bytes
     assert abs(measured - module.plan.predicted_peak_bytes) <= 64  # the equality check's flag, and no second matrix of 131,072 bytes
+
+
+def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()).train()
+    x = torch.randn(2, 3, 32, 32)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    (module,) = modules_of(model, x)[1:2]
+    masks = [op.node.args[-1] for op in module.plan.graph.ops if "convolution_backward" in str(op.node.target)]
+    assert sorted(map(str, masks)) == ["[False, True, True]", "[False, True, True]", "[True, False, False]"]  # the first needs one alone
+    model.zero_grad(set_to_none=True)
+    module(x).sum().backward()
+    for found, known in zip(model.parameters(), expected, strict=True):
+        assert found.grad is not None
+        assert torch.equal(found.grad, known)

@@ -28,7 +28,7 @@ _PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.
 """Matrix products, and the place of the operand whose rows their result has."""
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
-
+_NOTHING_BEHIND = "has nothing behind it that could run in chunks"
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
@@ -117,7 +117,7 @@ def find_feed_forward(capture: Capture, loss_block: Region | Refusal, *, least_b
             if node in block.forward and block.backward and _is_narrowed(block, _numel(node)):
                 found[node] = block
                 taken.update(block.pieces)
-        elif node in halves.forward:
+        elif node in halves.forward and block.reason != _NOTHING_BEHIND:
             found[node] = block
     return found
 
@@ -207,7 +207,7 @@ def _region(
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward or not backward:
-        raise InseparableError(product, "has nothing behind it that could run in chunks")
+        raise InseparableError(product, _NOTHING_BEHIND)
     return Region(
         name=module,
         num_rows=num_rows,

@@ -33,6 +33,9 @@ def test_feed_forward_blocks(name: str) -> None:
     """Dropout and all: the masks are drawn as a whole, in eager's order."""
     model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(model, batch, outputs="loss")
+    blocks = step.separable_blocks().feed_forward
+    assert all(isinstance(block, Region) and re.search(r"mlp|intermediate", block.name) for block in blocks)  # no fused projection
+    assert len(blocks) == 2
     inner = {op.node.meta["val"].shape[0] for op in chunked(step, "1 recompute, 3 in layers").graph.ops if _widens(op)}
     assert inner == {8}  # of 2 x 12 rows
     torch.manual_seed(3)

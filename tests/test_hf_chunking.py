@@ -34,8 +34,11 @@ def test_feed_forward_blocks(name: str) -> None:
     model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(model, batch, outputs="loss")
     blocks = step.separable_blocks().feed_forward
-    assert all(isinstance(block, Region) and re.search(r"mlp|intermediate", block.name) for block in blocks)  # no fused projection
-    assert len(blocks) == 2
+    names = [block.name for block in blocks if isinstance(block, Region)]
+    assert len(names) == 2
+    assert all(re.search(r"mlp|intermediate", name) for name in names)
+    refused = [block for block in blocks if isinstance(block, Refusal)]  # scores of queries x keys, and no fused projection
+    assert all(block.call.startswith("aten.bmm") and re.search(r"attn$|attention\.self$", block.block) for block in refused)
     inner = {op.node.meta["val"].shape[0] for op in chunked(step, "1 recompute, 3 in layers").graph.ops if _widens(op)}
     assert inner == {8}  # of 2 x 12 rows
     torch.manual_seed(3)

@@ -17,7 +17,11 @@ from checkmate.reduction import ms_of_ticks, reduce
 
 
 class Curve:
-    """Least recompute time for every limit on saved bytes."""
+    """Least recompute time for every limit on saved bytes.
+
+    Attributes:
+        is_cut_short: Whether a time limit, here or in `bound_ms`, has left the convex hull to answer.
+    """
 
     def __init__(self, problem: Knapsack, *, time_limit_s: float = 10.0) -> None:
         """Prepares the parts.
@@ -27,6 +31,7 @@ class Curve:
             time_limit_s: Wall time for this, in seconds, after which the convex hull is all there is.
         """
         self._problem = problem
+        self.is_cut_short = False
         self._fronts: tuple[Front, ...] | None = None
         self._hulls: Hulls | None = None
         try:
@@ -34,7 +39,8 @@ class Curve:
             self._hulls = Hulls.of(self._fronts)
             self._hull_bytes, ticks = self._hulls.whole
             self._hull_ms = [ms_of_ticks(problem, int(sum_of_ticks)) for sum_of_ticks in ticks]
-        except (TooManyLabelsError, OutOfTimeError):
+        except (TooManyLabelsError, OutOfTimeError) as error:
+            self.is_cut_short = isinstance(error, OutOfTimeError)
             plans = convex_hull(problem)[::-1]
             self._hull_bytes = np.array([plan.saved_bytes for plan in plans])
             self._hull_ms = [plan.time_ms for plan in plans]
@@ -52,6 +58,8 @@ class Curve:
                     self._fronts, max_saved_bytes, deadline=monotonic() + time_limit_s, hulls=self._hulls
                 )
                 return ms_of_ticks(self._problem, int(total.ticks[-1]))
-            except (TooManyLabelsError, OutOfTimeError):
+            except TooManyLabelsError:
                 pass
+            except OutOfTimeError:
+                self.is_cut_short = True
         return float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))

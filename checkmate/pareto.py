@@ -9,6 +9,7 @@ implies: the plan for limit L with s saved bytes is the best for every limit in 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
 
@@ -46,7 +47,7 @@ def pareto(
     Returns:
         Verified plans of strictly falling saved bytes and strictly rising time, never none: the first saves
         every required value, or recomputes what is free. `Status.FEASIBLE` marks a plan that a stopped solver
-        left.
+        left, and all plans where the time limit kept others from being found.
 
     Raises:
         ValueError: `max_points` is below 2, the time limit is not positive, or the backend is unknown.
@@ -69,7 +70,7 @@ def pareto(
     except TooManyLabelsError:
         return _bisect(problem, by_ilp, max_points, deadline)
     except OutOfTimeError:
-        return _verified(problem, _spread_hull(problem, max_points))
+        return _verified(problem, _cut_short(_spread_hull(problem, max_points)))
 
     def by_fronts(limit: int) -> Solution:
         try:
@@ -165,7 +166,7 @@ def _bisect(
     """Start from the convex hull and split the widest gaps, one solve each."""
     plans = _spread_hull(problem, max_points)
     closed: set[int] = set()
-    while len(plans) < max_points and monotonic() < deadline:
+    while len(plans) < max_points:
         points = [(plan.saved_bytes, plan.time_ms) for plan in plans]
         open_gaps = [
             (_gap(points, place - 1, place), -place)
@@ -175,16 +176,27 @@ def _bisect(
         ]
         if not open_gaps:
             break
+        if monotonic() >= deadline:
+            plans = _cut_short(plans)
+            break
         place = -max(open_gaps)[1]
         above, below = plans[place - 1], plans[place]
         found = best_within((above.saved_bytes + below.saved_bytes) // 2)
         if not (found.found and below.saved_bytes < found.saved_bytes and found.time_ms < below.time_ms):
             # Nothing in the lower half that is better than `below`; what is left lies just under `above`.
             found = best_within(above.saved_bytes - 1)
+            if found.status is Status.NOT_FOUND:
+                plans = _cut_short(plans)
+                break
             closed.add(above.saved_bytes)
         if found.found and below.saved_bytes < found.saved_bytes < above.saved_bytes:
             plans = strictly_falling([*plans, found])
     return _verified(problem, plans)
+
+
+def _cut_short(plans: Sequence[Solution]) -> list[Solution]:
+    """Plans beside which the time limit may have left out others."""
+    return [replace(plan, status=Status.FEASIBLE) for plan in plans]
 
 
 def _verified(problem: Knapsack, plans: Sequence[Solution]) -> tuple[Solution, ...]:

@@ -12,6 +12,7 @@ Relaxed away: everything that happens between b and the reads, and any other mom
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
 from rockmate.solver_time import SolverTime
+
+logger = logging.getLogger("rockmate")
 
 _MAX_MOMENTS = 12
 
@@ -63,6 +66,7 @@ class Certificate:
         self._least_ms = least_ms
         self._solver_time = solver_time
         self._known_ms: dict[int, float] = {}
+        self._is_looseness_told = False
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
@@ -75,6 +79,10 @@ class Certificate:
         for moment, curve in self._curves:
             with solver_time.for_one_solve() as time_limit_s:
                 yield curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+        num_cut_short = sum(curve.is_cut_short for _, curve in self._curves)
+        if num_cut_short and not self._is_looseness_told:
+            self._is_looseness_told = True
+            logger.warning("the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one", num_cut_short)
 
     @property
     def least_peak_bytes(self) -> int:

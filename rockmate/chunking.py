@@ -101,7 +101,9 @@ def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bo
     if chunks.number > 1:
         _sum_losses(copied.joint.graph)
     if chunks.layers > 1:
-        for product in find_feed_forward(copied):
+        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
+            if isinstance(block, Refusal):
+                continue
             done = _in_chunks(copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients)
             if isinstance(done, Refusal):
                 return done
@@ -126,16 +128,20 @@ def _in_chunks(capture: Capture, region: Region | Refusal, number: int, form: st
         return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
 
 
-def separable_loss_block(capture: Capture) -> Region | Refusal:
-    """The part of a captured step that `chunk_loss_block` takes in chunks, or why there is none."""
+@dataclass(frozen=True, slots=True)
+class SeparableBlocks:
+    """What `chunk_loss_block` takes in chunks, or why not: the loss block, and the blocks that widen a value."""
+
+    loss: Region | Refusal
+    feed_forward: tuple[Region | Refusal, ...]
+
+
+def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
+    """The blocks of a captured step; of those that widen a value, the ones with a value of at least so many bytes."""
     copied = _copy(capture)
     _sum_losses(copied.joint.graph)
-    return find_loss_block(copied)
-
-
-def separable_feed_forward(capture: Capture) -> list[Region]:
-    """The feed-forward blocks of a captured step that `chunk_loss_block` takes in chunks."""
-    return list(find_feed_forward(capture).values())
+    loss = find_loss_block(copied)
+    return SeparableBlocks(loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values()))
 
 
 def _copy(capture: Capture) -> Capture:

@@ -86,11 +86,13 @@ class Explanation:
         name: as it was asked for: a node, a parameter, buffer or input, or the path of a submodule.
         storages: one for a value; for a submodule, each one that its forward makes.
         loss_block: where the name belongs to the submodule of the loss block, whether that runs in chunks, and why.
+        feed_forward: the same of each large block that begins with a matrix product which widens its operand.
     """
 
     name: str
     storages: tuple[StorageExplanation, ...]
     loss_block: str = ""
+    feed_forward: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kept = sum(storage.num_bytes for storage in self.storages if storage.is_kept)
@@ -103,7 +105,8 @@ class Explanation:
                 f"{self.name}: makes {len(self.storages)} storages of {size_text(made)} in the forward; {size_text(kept)} is kept for the "
                 f"backward, {again} storages are recomputed",
             )
-        return "\n".join([*lines, *([f"loss block: {self.loss_block}"] if self.loss_block else [])])
+        lines += [f"loss block: {self.loss_block}"] if self.loss_block else []
+        return "\n".join([*lines, *(f"block that widens {text}" for text in self.feed_forward)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +147,13 @@ class LiveBytes(NamedTuple):
 def explain(plan: Plan, name: str) -> Explanation:
     """What the plan does with a value or a submodule; see `Plan.explain`."""
     found = _explained(plan, name)
-    note = plan.loss_block
-    is_there = name == note.module or any(storage.module == note.module for storage in found)
-    return Explanation(name=name, storages=found, loss_block=note.text if note.module and is_there else "")
+    modules = {name, *(storage.module for storage in found)} - {""}
+    return Explanation(
+        name=name,
+        storages=found,
+        loss_block=plan.loss_block.text if plan.loss_block.module in modules else "",
+        feed_forward=tuple(f"{note.module}: {note.text}" for note in plan.feed_forward if note.module in modules),
+    )
 
 
 def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:

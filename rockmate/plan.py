@@ -22,11 +22,11 @@ from rockmate.stays import Stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossBlockNote:
-    """How the loss block runs.
+class ChunkingNote:
+    """How a block runs that might run in chunks.
 
     Attributes:
-        module: path of the submodule with which it begins, empty if unknown.
+        module: path of the submodule with which the block begins, empty if unknown.
         text: in how many chunks and in which form, or why in none.
     """
 
@@ -60,6 +60,7 @@ class Plan:
         num_unproved_blocks: distinct blocks whose solver stopped at its time limit with an answer that may not be the best.
         machine: for which the times were estimated; None where they were measured.
         loss_block: whether that runs in chunks, and why.
+        feed_forward: the same of each large block that begins with a matrix product which widens its operand.
         captured: the graph that the outline describes, None for a plan that was loaded.
     """
 
@@ -79,7 +80,8 @@ class Plan:
     lower_bound_ms: float = 0.0
     num_unproved_blocks: int = 0
     machine: str | None = None
-    loss_block: LossBlockNote = field(default_factory=LossBlockNote)
+    loss_block: ChunkingNote = field(default_factory=ChunkingNote)
+    feed_forward: tuple[ChunkingNote, ...] = ()
     captured: Graph | None = None
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 from rockmate.costs import Cost, Costs
 from rockmate.errors import PlanFileError
 from rockmate.outline import Outline, OutlineBlock, OutlineChain, OutlineOp, OutlineStorage, StorageKind, digest
-from rockmate.plan import LossBlockNote, Plan
+from rockmate.plan import ChunkingNote, Plan
 from rockmate.schedule import Schedule
 from rockmate.stays import Stays
 
@@ -48,6 +48,7 @@ def plan_text(plan: Plan) -> str:
         "options": dict(plan.options),
         **{name: getattr(plan, name) for name in _PROMISES},
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
+        "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
         "schedule": plan.schedule.rows(outline.names),
         "live_bytes": plan.simulation.live_bytes,
         "inputs": outline.inputs,
@@ -160,7 +161,8 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         outline=outline,
         chain=OutlineChain(blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]), carried=tuple(content["carried"])),
         options=content["options"],
-        loss_block=LossBlockNote(module=module, text=text),
+        loss_block=ChunkingNote(module=module, text=text),
+        feed_forward=tuple(ChunkingNote(module=module, text=text) for module, text in content.get("feed_forward", ())),
     )
 
 

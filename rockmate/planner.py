@@ -234,6 +234,7 @@ class Planner:
             chain=variant.chain,
             options=variant.step.options,
             loss_block=self._variants.note(variant),
+            feed_forward=self._variants.feed_forward_notes(variant),
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,

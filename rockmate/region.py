@@ -28,7 +28,7 @@ _PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.
 """Matrix products, and the place of the operand whose rows their result has."""
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
-
+_NOTHING_BEHIND = "has nothing behind it that could run in chunks"
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
@@ -94,25 +94,57 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
     return region_of(capture, products[-1], at_once=at_once)
 
 
-def find_feed_forward(capture: Capture) -> dict[fx.Node, Region]:
-    """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin."""
-    found: dict[fx.Node, Region] = {}
-    taken: set[fx.Node] = set()
+def find_feed_forward(capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0) -> dict[fx.Node, Region | Refusal]:
+    """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin.
+
+    Products of the forward that widen a value and cannot run in chunks with what follows are among them, with what keeps them from it.
+
+    Args:
+        capture: the joint graph and its ends.
+        loss_block: what `find_loss_block` says of the same graph; none of its products counts.
+        least_bytes: blocks that begin with a smaller product are left out.
+    """
+    found: dict[fx.Node, Region | Refusal] = {}
+    taken = set(loss_block.pieces) if isinstance(loss_block, Region) else set[fx.Node]()
     halves = Halves(capture)
-    loss_block = find_loss_block(capture)
-    if isinstance(loss_block, Region):
-        taken.update(loss_block.pieces)
     for node in capture.joint.graph.nodes:
-        if node.target not in _PRODUCTS or node in taken:
+        if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
             continue
-        operand = node.args[_PRODUCTS[node.target]]
-        if not isinstance(operand, fx.Node) or 2 * _numel(node) < 3 * _numel(operand):
+        if isinstance(loss_block, Refusal) and loss_block.block and _module(capture, node) == loss_block.block:
             continue
-        region = region_of(capture, node, halves=halves)
-        if isinstance(region, Region) and node in region.forward and region.backward and _is_narrowed(region, _numel(node)):
-            found[node] = region
-            taken.update(region.pieces)
+        block = region_of(capture, node, halves=halves) if node.target in _PRODUCTS else _refused_product(capture, node)
+        if isinstance(block, Region):
+            if node in block.forward and block.backward and _is_narrowed(block, _numel(node)):
+                found[node] = block
+                taken.update(block.pieces)
+        elif node in halves.forward and block.reason != _NOTHING_BEHIND:
+            found[node] = block
     return found
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a call is a matrix product, known or by its shapes, whose result is half as large again as its operand, or larger."""
+    if node.target in _PRODUCTS:
+        operand = node.args[_PRODUCTS[node.target]]
+        return isinstance(operand, fx.Node) and 2 * _numel(node) >= 3 * _numel(operand)
+    tensors = [value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and _numel(value)]
+    if node.op != "call_function" or len(tensors) < 3:
+        return False
+    result, rows, weight = map(_shape, tensors)
+    is_product = len(weight) > 1 and result == (*rows[:-1], weight[-1]) and rows[-1] == weight[-2]
+    return is_product and 2 * _numel(node) >= 3 * _numel(tensors[1])
+
+
+def _refused_product(capture: Capture, node: fx.Node) -> Refusal:
+    """Why a matrix product that is none of `_PRODUCTS` has no rows."""
+    module = _module(capture, node)
+    groups = [value for value in node.all_input_nodes if _numel(value) and not value.meta["val"].is_floating_point()]
+    reason = "multiplies rows group by group, and which rows a group has depends on values" if groups else "has no rule for rows"
+    return Refusal(call=InseparableError(node, reason).call, module=module, reason=reason, block=module)
+
+
+def _module(capture: Capture, node: fx.Node) -> str:
+    return capture.module_of_sequence.get(node.meta.get("seq_nr", -1), "")
 
 
 def _is_narrowed(region: Region, num_elements: int) -> bool:
@@ -123,7 +155,7 @@ def _is_narrowed(region: Region, num_elements: int) -> bool:
 
 def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
     """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
-    module = capture.module_of_sequence.get(product.meta.get("seq_nr", -1), "")
+    module = _module(capture, product)
     halves = halves or Halves(capture)
     operand = product.args[_PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
@@ -132,8 +164,7 @@ def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halv
         try:
             return _region(capture, product, operand, rows, module, halves, at_once=at_once)
         except InseparableError as error:
-            of_call = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
-            refusals.append(Refusal(call=error.call, module=of_call, reason=error.reason, block=module))
+            refusals.append(Refusal(call=error.call, module=_module(capture, error.node), reason=error.reason, block=module))
     return refusals[0]
 
 
@@ -176,7 +207,7 @@ def _region(
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward or not backward:
-        raise InseparableError(product, "has nothing behind it that could run in chunks")
+        raise InseparableError(product, _NOTHING_BEHIND)
     return Region(
         name=module,
         num_rows=num_rows,

@@ -13,7 +13,7 @@ from torch import nn
 
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, capture_joint
-from rockmate.chunking import Chunks, chunk_loss_block, separable_feed_forward, separable_loss_block
+from rockmate.chunking import Chunks, SeparableBlocks, chunk_loss_block, separable_blocks
 from rockmate.data_parallel import refuse_sharded
 from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import emit
@@ -23,7 +23,7 @@ from rockmate.machine import Machine
 from rockmate.module import PlannedCall
 from rockmate.outline import outline_of
 from rockmate.plan import Plan
-from rockmate.region import Refusal, Region
+from rockmate.region import Refusal
 from rockmate.rewrite import rewrite
 from rockmate.schedule import find_in_place, finish, no_recomputation
 from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
@@ -60,13 +60,9 @@ class CapturedStep:
     planned_device: torch.device | None = None
     allocation_bytes: int | None = None
 
-    def loss_block(self) -> Region | Refusal:
-        """Where its loss block can run in chunks, or why it cannot."""
-        return separable_loss_block(self.capture)
-
-    def feed_forward_blocks(self) -> list[Region]:
-        """The feed-forward blocks that can run in chunks."""
-        return separable_feed_forward(self.capture)
+    def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
+        """Where it can run in chunks, or why it cannot; see `rockmate.chunking.separable_blocks`."""
+        return separable_blocks(self.capture, least_bytes=least_bytes)
 
     def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
         """The same step with its loss block, or its feed-forward blocks, in chunks, or why it cannot be."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 
 from rockmate.certificate import Certificate
-from rockmate.chunking import Chunks
+from rockmate.chunking import Chunks, SeparableBlocks
 from rockmate.costs import Costs
 from rockmate.graph import Graph
 from rockmate.options import SolvedBlocks
 from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
 from rockmate.partition import BlockChain, partition
-from rockmate.plan import LossBlockNote
+from rockmate.plan import ChunkingNote
 from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
 from rockmate.search import FRONTIER_POINTS, Candidate, Searcher, evenly, falling
@@ -31,6 +31,7 @@ _NUM_CHUNKS = (2, 4, 8, 16)
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+_NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
 _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
 
 
@@ -112,15 +113,20 @@ class Variants:
         self.plain = self._planned(step)
 
     @cached_property
+    def _blocks(self) -> SeparableBlocks:
+        """Where the step can run in chunks, or why it cannot; feed-forward blocks only if they are large."""
+        return self.plain.step.separable_blocks(least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes))
+
+    @property
     def loss_block(self) -> Region | Refusal:
-        """Where the step can run in chunks, or why it cannot."""
-        return self.plain.step.loss_block()
+        """Where the loss block can run in chunks, or why it cannot."""
+        return self._blocks.loss
 
     @cached_property
     def refusal(self) -> str:
         """Why there is none in chunks; empty if there is."""
         if self._allow_chunking is False:
-            return "chunks are not allowed (allow_chunking=False)"
+            return _NOT_ALLOWED
         found = self.loss_block
         if isinstance(found, Refusal):
             return str(found)
@@ -162,9 +168,7 @@ class Variants:
 
     def _has_large_layers(self) -> bool:
         """Whether there are feed-forward blocks large enough for chunks."""
-        least = _LEAST_SHARE * self.plain.baseline.peak_bytes
-        blocks = self.plain.step.feed_forward_blocks()
-        return any(block.num_bytes >= least and block.num_rows >= _LAYER_CHUNKS * _LEAST_ROWS for block in blocks)
+        return any(isinstance(block, Region) and _is_long(block) for block in self._blocks.feed_forward)
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
@@ -222,13 +226,32 @@ class Variants:
 
         return falling(budgets, candidate_within)
 
-    def note(self, variant: Variant) -> LossBlockNote:
+    def note(self, variant: Variant) -> ChunkingNote:
         """How the loss block runs in a variant, and why."""
         module = self.loss_block.block if isinstance(self.loss_block, Refusal) else self.loss_block.name
         if "loss_chunks" in variant.step.options:
-            return LossBlockNote(module=module, text=Chunks.parse(variant.step.options["loss_chunks"]).describe())
-        could = "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
-        return LossBlockNote(module=module, text=f"not in chunks: {self.refusal or could}")
+            return ChunkingNote(module=module, text=Chunks.parse(variant.step.options["loss_chunks"]).describe())
+        return ChunkingNote(module=module, text=f"not in chunks: {self.refusal or self._could}")
+
+    def feed_forward_notes(self, variant: Variant) -> tuple[ChunkingNote, ...]:
+        """How each large block that widens a value runs in a variant, and why."""
+        chunks = variant.step.options.get("loss_chunks")
+        layers = Chunks.parse(chunks).layers if chunks else 1
+        return tuple(self._feed_forward_note(block, layers) for block in self._blocks.feed_forward)
+
+    def _feed_forward_note(self, block: Region | Refusal, layers: int) -> ChunkingNote:
+        if isinstance(block, Refusal):
+            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
+        if layers > 1:
+            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
+        few = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_LEAST_ROWS}"
+        could = self._could if _is_long(block) else few
+        return ChunkingNote(module=block.name, text=f"not in chunks: {_NOT_ALLOWED if self._allow_chunking is False else could}")
+
+    @property
+    def _could(self) -> str:
+        """Why a block that can run in chunks does not."""
+        return "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
 
     def of(self, options: Mapping[str, str]) -> CapturedStep:
         """The step that was captured, and put in chunks, with these options."""
@@ -238,3 +261,8 @@ class Variants:
             return known or self.plain.step
         step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return self.plain.step if isinstance(step, Refusal) else step
+
+
+def _is_long(block: Region) -> bool:
+    """Whether a feed-forward block has rows enough for chunks."""
+    return block.num_rows >= _LAYER_CHUNKS * _LEAST_ROWS

@@ -101,6 +101,7 @@ def test_out_of_time_leaves_the_convex_hull() -> None:
     for problem in cases(30):
         check_bound(problem, Curve(problem, time_limit_s=1e-9))
     whole, hurried = Curve(transformer(2, seed=4)), Curve(transformer(2, seed=4), time_limit_s=1e-9)
+    assert (whole.is_cut_short, hurried.is_cut_short) == (False, True)
     total = sum(transformer(2, seed=4).value_bytes)
     below = [hurried.bound_ms(limit) / whole.bound_ms(limit) for limit in range(0, total // 2, total // 40)]
     assert max(below) <= 1 + 1e-9
@@ -116,7 +117,9 @@ def test_out_of_time_at_one_limit_leaves_the_convex_hull(monkeypatch: pytest.Mon
         raise FRONTIER.OutOfTimeError
 
     monkeypatch.setattr(CURVE, "best_within", late)
+    assert not curve.is_cut_short
     assert 0.9 * exact < curve.bound_ms(limit) < exact
+    assert curve.is_cut_short
 
 
 def test_whole_models_agree_with_the_ilp() -> None:

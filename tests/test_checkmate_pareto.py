@@ -89,8 +89,26 @@ def test_a_transformer_gets_well_spread_verified_points(num_layers: int) -> None
 def test_out_of_time_still_gives_the_hull() -> None:
     problem = transformer(1)
     plans = pareto(problem, time_limit_s=1e-9)
-    assert set(plans) <= set(convex_hull(problem))
+    assert set(_costs(plans)) <= set(_costs(convex_hull(problem)))
     assert len(plans) > 2
+    assert {plan.status for plan in plans} == {Status.FEASIBLE}
+
+
+def test_out_of_time_between_solves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stops after a solve that was proven."""
+    problem = transformer(1)
+    module = sys.modules["checkmate.pareto"]
+    solve_by_ilp, limits = module.solve_by_ilp, list[int]()
+
+    def counted(problem: Knapsack, limit: int, **_: object) -> Solution:
+        limits.append(limit)
+        return solve_by_ilp(problem, limit, deadline=float("inf"), backend="cbc")
+
+    monkeypatch.setattr(module, "solve_by_ilp", counted)
+    monkeypatch.setattr(module, "monotonic", lambda: 5.0 * len(limits))
+    plans = pareto(problem, max_points=1000, time_limit_s=4.0, backend="cbc")
+    assert 1 <= len(limits) <= 2
+    assert {plan.status for plan in plans} == {Status.FEASIBLE}
 
 
 def test_bad_input_is_refused() -> None:

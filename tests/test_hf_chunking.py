@@ -11,8 +11,10 @@ from test_rockmate_chunking import chunked, distance, eager, gradients, train
 from torch import nn
 from torch.nn import functional
 
+from rockmate import Plan, Planner
 from rockmate.chunking import Chunks
 from rockmate.graph import Op, Phase
+from rockmate.region import Refusal, Region
 from rockmate.step import capture_step
 
 
@@ -31,6 +33,12 @@ def test_feed_forward_blocks(name: str) -> None:
     """Dropout and all: the masks are drawn as a whole, in eager's order."""
     model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(model, batch, outputs="loss")
+    blocks = step.separable_blocks().feed_forward
+    names = [block.name for block in blocks if isinstance(block, Region)]
+    assert len(names) == 2
+    assert all(re.search(r"mlp|intermediate", name) for name in names)
+    refused = [block for block in blocks if isinstance(block, Refusal)]  # scores of queries x keys, and no fused projection
+    assert all(block.call.startswith("aten.bmm") and re.search(r"attn$|attention\.self$", block.block) for block in refused)
     inner = {op.node.meta["val"].shape[0] for op in chunked(step, "1 recompute, 3 in layers").graph.ops if _widens(op)}
     assert inner == {8}  # of 2 x 12 rows
     torch.manual_seed(3)
@@ -84,7 +92,8 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
     torch.manual_seed(0)
     model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
     step = capture_step(model, batch)
-    assert [(block.name, block.num_rows) for block in step.feed_forward_blocks()] == [("layers.0", 20), ("layers.1", 20)]
+    blocks = [block for block in step.separable_blocks().feed_forward if isinstance(block, Region)]
+    assert [(block.name, block.num_rows) for block in blocks] == [("layers.0", 20), ("layers.1", 20)]
     in_chunks = chunked(step, "1 recompute, 3 in layers")
     shapes = {tuple(op.node.meta["val"].shape) for op in in_chunks.graph.ops if op.node.target is torch.ops.aten.bmm.default}
     assert not any(20 in shape and (24 in shape or 48 in shape) for shape in shapes)
@@ -98,4 +107,15 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
 def test_grouped_experts_stay_whole(name: str) -> None:
     """Tokens are sorted by expert: which rows an expert has depends on values."""
     step = capture_step(architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss")
-    assert step.feed_forward_blocks() == []
+    blocks = step.separable_blocks().feed_forward
+    assert all(isinstance(block, Refusal) for block in blocks)
+    assert {block.block for block in blocks if isinstance(block, Refusal)} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    plan = Planner.of(step).plan(1.0)
+    for told in (str(plan.explain("model.layers.0")), str(Plan.from_text(plan.to_text()).explain("grouped_mm_fallback"))):
+        assert re.search(
+            r"^block that widens model\.layers\.0\.mlp\.experts: not in chunks: \S*grouped_mm\S* \(grouped_mm_fallback\) in "
+            r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and which rows a group has depends on values$",
+            told,
+            re.MULTILINE,
+        )
+    assert "widens" not in str(plan.explain("lm_head"))

@@ -185,11 +185,18 @@ def test_solvers_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solver_time.spent_s == 8.0
 
 
-def test_plans_without_time_to_solve() -> None:
-    """Convex hulls are there in any case."""
+def test_plans_without_time_to_solve(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convex hulls are there in any case, and never silently."""
+    monkeypatch.setattr("rockmate.solver_time._LEAST_S", 1e-9)
     model, batch, planner = wide()
     for budget in (planner.minimum_peak_bytes, planner.minimum_peak_bytes // 3):
-        assert Planner(model, batch, time_limit_s=1e-9).plan(budget).predicted_peak_bytes <= budget
+        caplog.clear()
+        plan = Planner(model, batch, time_limit_s=1e-9).plan(budget)
+        assert plan.predicted_peak_bytes <= budget
+        assert plan.num_unproved_blocks > 0
+        assert "ops was not solved to the end in" in caplog.text
+        assert "the lower bound is from convex hulls" in caplog.text
+        assert "raise time_limit_s" in plan.summary()
     with pytest.raises(ValueError, match=r"time_limit_s is 0\.0; it must be above 0"):
         Planner(model, batch, time_limit_s=0.0)
 

@@ -15,6 +15,7 @@ from rockmate.cleanup import clean
 from rockmate.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
+_FAR = 20  # nodes, behind which what is read of a gradient is worth a copy
 _REDUCED_IN_PLACE = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default)
 
 
@@ -37,6 +38,7 @@ def rewrite(joint: fx.GraphModule) -> None:
     for node in list(joint.graph.nodes):
         if node.target in _REDUCED_IN_PLACE and node.meta["val"].ndim == 0:
             _copy_out(node)
+    _copy_slices_read_late(joint.graph)
 
 
 def _split_dropout(node: fx.Node) -> None:
@@ -125,7 +127,10 @@ def _split_convolution_backward(node: fx.Node) -> None:
 
 
 def _copy_out(node: fx.Node) -> None:
-    """Hands a copy of a reduced loss on: these kernels return a number in memory that is as large as what they reduce."""
+    """Hands a copy of a tensor on, in memory of its own size.
+
+    A kernel that reduces a loss returns a number in memory as large as what it reduces; a slice holds what it is a slice of.
+    """
     users = list(node.users)
     with node.graph.inserting_after(node):
         copy = node.graph.call_function(_aten.clone.default, (node,))
@@ -134,6 +139,22 @@ def _copy_out(node: fx.Node) -> None:
         copy.meta["val"] = torch.empty_like(node.meta["val"])
     for user in users:
         user.replace_input_with(node, copy)
+
+
+def _copy_slices_read_late(graph: fx.Graph) -> None:
+    """Copies what is read long after the rest of a tensor that is read in slices, so that the rest can go.
+
+    The gradient of a concatenation is read so: the part of a U-Net's skip waits until the backward comes to where the skip was made.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
+        if len(slices) < 2 or len(slices) < len(node.users):
+            continue
+        reads = {part: [order[user] for user in part.users] for part in slices}
+        for part in slices:
+            if min(reads[part]) > max(max(reads[other]) for other in slices if other is not part) + _FAR:
+                _copy_out(part)
 
 
 def _viewed(node: Any) -> Any:

@@ -240,3 +240,32 @@ def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
     for found, known in zip(model.parameters(), expected, strict=True):
         assert found.grad is not None
         assert torch.equal(found.grad, known)
+
+
+def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
+    class Skip(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(128, 8)
+            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skip = self.first(x).tanh()
+            return self.last(torch.cat([skip, self.middle(skip)], dim=1)).square().mean()
+
+    def copies(depth: int) -> int:
+        model, x = Skip(depth).train(), torch.randn(256, 64)
+        model(x).backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        (module,) = modules_of(model, x)[1:2]
+        model.zero_grad(set_to_none=False)
+        module(x).backward()
+        for found, known in zip(model.parameters(), expected, strict=True):
+            assert found.grad is not None
+            assert torch.equal(found.grad, known)
+        model.zero_grad(set_to_none=False)
+        assert allocator_peak(lambda: module(x).backward()) <= module.plan.budget_bytes
+        return sum("clone" in str(op.node.target) for op in module.plan.graph.ops)
+
+    assert copies(depth=8) == 1
+    assert copies(depth=1) == 0

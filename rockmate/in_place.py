@@ -14,6 +14,7 @@ from torch import fx
 
 from rockmate.graph import Graph, Op, Storage
 from rockmate.kernels import cross_entropy_backward, dropout_apply
+from rockmate.untraced import UntracedForward
 
 _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
@@ -128,8 +129,17 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
         operand = op.node.args[position]
         if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
             continue
+        if _is_saved_untraced(graph, operand):
+            continue
         if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(graph, op, operand):
             yield operand
+
+
+def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
+    """Whether autograd may hold it inside a submodule that is not traced, which takes it or returns it."""
+    storage = graph.storage_of[operand]
+    ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
+    return any(isinstance(op.node.target, UntracedForward) for op in ops)
 
 
 def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:

@@ -345,6 +345,9 @@ class RockmateModule(nn.Module):
             check_call(first.planned.call, call)
             msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
             raise SignatureMismatchError(msg)
+        if changed:
+            for runnable in self._runnables:
+                runnable.runner.release_accumulators()
         fitting = [runnable for runnable in self._runnables if not runnable.difference(self.original)]
         for runnable in fitting:
             if call == runnable.planned.call:

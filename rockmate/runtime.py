@@ -116,6 +116,10 @@ class Runner:
             if held_for is not owner:
                 self._accumulators[name] = owner, torch.autograd.graph.get_gradient_edge(owner).node
 
+    def release_accumulators(self) -> None:
+        """Lets go of those nodes, which remember the shapes that their parameters had (`parameter.data` may have been replaced since)."""
+        self._accumulators.clear()
+
 
 class PlannedStep(torch.autograd.Function):
     """The step as one autograd function; see the module docstring."""

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from rockmate.autocast import autocast_off
 from rockmate.capture import Capture, Role, RoleKind
 from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
@@ -201,17 +202,17 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[s
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = {key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}}
     given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with _fake_mode(like), torch.no_grad():
+    with _as_captured(like):
         node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
     return node
 
 
 @contextmanager
-def _fake_mode(node: fx.Node) -> Iterator[None]:
-    """The mode in which the fake tensors of the graph are made, which calls that take no tensor must run in."""
+def _as_captured(node: fx.Node) -> Iterator[None]:
+    """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
     value = node.meta["val"]
     fake = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
-    with fake.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+    with fake.fake_mode, torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
 
@@ -380,7 +381,7 @@ class _Unroller:
             reader = pending.pop()
             if not memory.isdisjoint(_memories(reader)):
                 args, kwargs = fx.map_arg((reader.args, reader.kwargs), lambda argument: argument.meta["val"])
-                with _fake_mode(reader), torch.no_grad():
+                with _as_captured(reader):
                     reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 pending += [user for user in reader.users if user.op == "call_function"]
 

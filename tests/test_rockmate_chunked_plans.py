@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -93,6 +94,30 @@ def test_measured_peak_with_nothing_recomputed(chunks: str) -> None:
     model.zero_grad(set_to_none=False)
     predicted = simulate(step.graph, schedule, measure_costs(step.graph)).peak_bytes
     assert timeline(run).peak_bytes == pytest.approx(predicted, rel=0.02)
+    model.zero_grad(set_to_none=True)
+
+
+def test_planned_under_autocast() -> None:
+    """Products, the log-softmax and the sums of chunks have the dtypes that they have without chunks: checked by gradients and peak."""
+    model, batch, _ = wide()
+    _, exact = eager(copy.deepcopy(model).double(), batch, 1024.0)
+    _, rounded = eager(model, batch, 1024.0, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        planner = Planner(model, batch)
+        module = planner.module(planner.minimum_peak_bytes // 3)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(**batch)["loss"]
+        (loss * 1024.0).backward()
+
+    step()
+    ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
+    assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (ours, of_eager)
+    step()
+    model.zero_grad(set_to_none=False)
+    assert "loss_chunks" in module.plan.options
+    assert timeline(step).peak_bytes <= module.plan.budget_bytes
     model.zero_grad(set_to_none=True)
 
 

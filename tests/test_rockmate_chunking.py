@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rockmate.chunking import Chunks
@@ -158,8 +158,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def eager(model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = model(**batch)["loss"]
+def eager(
+    model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0, *, autocast: torch.dtype | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = model(**batch)["loss"]
     (loss * scale).backward()
     return loss.detach(), gradients(model)
 
@@ -237,6 +240,36 @@ def test_bfloat16_within_the_rounding_of_eager(loss: str, options: dict[str, boo
     step = capture_step(model, sample())
     for chunks in FORMS:
         train(chunked(step, chunks), sample())
+        ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
+        assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (chunks, ours, of_eager)
+
+
+class Watched(fx.Interpreter):
+    """Runs a graph and compares the dtype of each value with that of its fake tensor."""
+
+    def run_node(self, n: fx.Node) -> object:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            assert value.dtype == n.meta["val"].dtype, n.format_node()
+        return value
+
+
+@pytest.mark.parametrize(("dtype", "forms"), [(torch.bfloat16, FORMS), (torch.float16, FORMS[:1])], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
+def test_written_out_under_autocast(options: dict[str, bool], dtype: torch.dtype, forms: tuple[str, ...]) -> None:
+    """Autocast's casts are those that were captured, and chunks have no others; the loss is scaled, as float16 needs it."""
+    model = make(cross_entropy(), **options)
+    _, exact = eager(model.double(), sample(), 1024.0)
+    expected, rounded = eager(model.float(), sample(), 1024.0, autocast=dtype)
+    with torch.autocast("cpu", dtype):
+        step = capture_step(model, sample())
+        steps = [chunked(step, chunks) for chunks in forms]
+        at_once = step.in_chunks(Chunks.parse("3 at_once"))
+    assert isinstance(at_once, Refusal) == (dtype == torch.float16)
+    for chunks, step in zip(forms, steps, strict=True):
+        fakes = [node.meta["val"] for node, _ in step.capture.inputs]
+        Watched(step.capture.joint).run(*(torch.zeros(fake.shape, dtype=fake.dtype) for fake in fakes))
+        assert distance(train(step, sample(), 1024.0), expected) <= 1e-6, chunks
         ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
         assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (chunks, ours, of_eager)
 

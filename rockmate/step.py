@@ -31,7 +31,7 @@ from rockmate.simulate import simulate
 from rockmate.source_lines import source_lines
 from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
 from rockmate.untraced import untraced_modules
-from rockmate.whole_gradients import made_last, with_sums
+from rockmate.whole_gradients import hooked_names, made_last, with_sums
 
 logger = logging.getLogger("rockmate")
 
@@ -243,7 +243,7 @@ def step_of(
     like: Graph | None = None,
 ) -> CapturedStep:
     """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `split_handovers`."""
-    hooked, owner_of = _names(options.get("hooked", "")), owner_names(model)
+    hooked, owner_of = hooked_names(options), owner_names(model)
     capture = with_sums(capture, hooked, owner_of)
     graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
     graph, whole = made_last(graph, hooked, owner_of)

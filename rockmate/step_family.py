@@ -26,6 +26,7 @@ from rockmate.sized_program import at_sizes, difference
 from rockmate.source_lines import source_lines
 from rockmate.symbolic import GenericCapture, SizedNumbers, SizeGroups, SizesNotCoveredError, SymbolicCapture
 from rockmate.untraced import untraced_modules, untraced_names
+from rockmate.whole_gradients import hooked_names, with_sums
 
 if TYPE_CHECKING:
     from rockmate.module import PlannedCall
@@ -142,8 +143,11 @@ class StepFamily:
     def _generic_capture(self, call: CallSignature) -> GenericCapture:
         symbolic = self._symbolic_capture(call)
         if self._generic is None:
-            self._generic = self._once("generic capture", symbolic.generic)
+            self._generic = self._once("generic capture", lambda: symbolic.generic(self._with_sums))
         return self._generic
+
+    def _with_sums(self, capture: Capture) -> Capture:
+        return with_sums(capture, hooked_names(self._planned.plan.options), owner_names(self._model))
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""

@@ -15,7 +15,7 @@ where the model's code, or PyTorch's, might have gone another way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -109,8 +109,11 @@ class SymbolicCapture:
         """
         return _copied(self._capture, self._template, self.values(call))
 
-    def generic(self) -> GenericCapture:
+    def generic(self, then: Callable[[Capture], Capture] = lambda capture: capture) -> GenericCapture:
         """The capture at generic sizes, rewritten.
+
+        Args:
+            then: changes the graph once more when it has been rewritten; what it adds has no size that depends on the call.
 
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a number in it is no integer.
@@ -123,7 +126,7 @@ class SymbolicCapture:
             except SizesNotCoveredError:
                 continue
             if self._template.is_generic(values):
-                return GenericCapture(self, self._capture, self._template, values)
+                return GenericCapture(self, self._capture, self._template, values, then)
         raise SizesNotCoveredError("no sizes near the sample's keep all expressions apart")
 
     def values(self, call: CallSignature) -> dict[sympy.Symbol, sympy.Integer]:
@@ -160,13 +163,19 @@ class GenericCapture:
     """
 
     def __init__(
-        self, symbolic: SymbolicCapture, capture: Capture, template: _Template, values: Mapping[sympy.Symbol, sympy.Integer]
+        self,
+        symbolic: SymbolicCapture,
+        capture: Capture,
+        template: _Template,
+        values: Mapping[sympy.Symbol, sympy.Integer],
+        then: Callable[[Capture], Capture],
     ) -> None:
-        """Copies a capture and its template at generic `values`, and rewrites the copy."""
+        """Copies a capture and its template at generic `values`, and rewrites the copy; for `then` see `SymbolicCapture.generic`."""
         self._symbolic = symbolic
         names, numbers = _SizeNames(), _Numbers(values)
-        self.capture = _copied(capture, template, values, names)
-        rewrite(self.capture.joint)
+        copied = _copied(capture, template, values, names)
+        rewrite(copied.joint)
+        self.capture = then(copied)  # before the template is read, which has to know every node
         self._template = _Template(self.capture.joint.graph, symbolic.mode)
         for node in self.capture.joint.graph.nodes:
             if node.target is dropout_mask:  # written by the rewrite, with the sizes that it saw

@@ -18,6 +18,11 @@ from rockmate.capture import Capture, Role, RoleKind
 from rockmate.graph import Graph, Op
 
 
+def hooked_names(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the parameters that are planned for as hooked, among the options of a captured step."""
+    return tuple(name for name in options.get("hooked", "").split(",") if name)
+
+
 def with_sums(capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]) -> Capture:
     """A capture with one gradient for each of the parameters `hooked`, the sum of what its uses contribute.
 

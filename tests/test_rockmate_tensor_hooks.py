@@ -94,6 +94,25 @@ def test_a_hook_after_planning_is_planned_for(caplog: pytest.LogCaptureFixture) 
     assert module.plan.options["hooked"] == "head.weight"
 
 
+def test_a_shorter_batch_adds_up_tied_gradients_and_has_a_plan() -> None:
+    model, reference = language_model(tied=True), language_model(tied=True)
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    for place, owner in enumerate((model, reference)):
+        owner.head.weight.register_hook(lambda gradient, place=place: seen[place].append(gradient.clone()) or gradient.mul_(0.5))
+    module = RockmateModule(model, words(), 1.0)
+    of_sample = module.plan
+    for batch in (words(21), words(30), words(21)):
+        for owner, step in ((model, module), (reference, reference)):
+            owner.zero_grad()
+            step(batch).backward()
+        torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-7)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert module.plan.schedule.forward == of_sample.schedule.forward  # taken over, not planned anew
+        assert module.plan.predicted_peak_bytes < of_sample.predicted_peak_bytes
+    assert len(seen[0]) == 3
+
+
 def test_where_nothing_is_planned_anew_a_warning_names_the_parameter_and_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
     model = language_model()
     reference = copy.deepcopy(model)

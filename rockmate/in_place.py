@@ -14,6 +14,7 @@ from torch import fx
 
 from rockmate.graph import Graph, Op, Storage
 from rockmate.kernels import cross_entropy_backward, dropout_apply
+from rockmate.untraced import UntracedForward
 
 _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
@@ -128,8 +129,16 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
         operand = op.node.args[position]
         if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
             continue
+        if _is_held_untraced(graph, graph.storage_of[operand]):
+            continue
         if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(graph, op, operand):
             yield operand
+
+
+def _is_held_untraced(graph: Graph, storage: Storage) -> bool:
+    """Whether an untraced submodule takes or makes the storage, so that its own autograd graph may have saved it."""
+    users = [*graph.readers.get(storage, ()), *([storage.producer] if storage.producer else [])]
+    return any(isinstance(op.node.target, UntracedForward) for op in users)
 
 
 def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:

@@ -310,6 +310,31 @@ def test_what_leads_to_an_output_that_the_loss_leaves_out_has_no_gradient(prong:
     assert all(p.grad is None for p in (reference.forked.second if prong == 0 else reference.forked.first).parameters())
 
 
+class Saving(nn.Module):
+    """Its autograd graph saves what goes in and what comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.square()) if x.sum().item() > -1e9 else x
+
+
+class Beside(nn.Module):
+    """What an untraced submodule saves has its last use in an elementwise op, which could otherwise run in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.saving, self.head = nn.Linear(16, 16), Saving(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered = self.enter(x)
+        return self.head(torch.relu(self.saving(entered)) + torch.sigmoid(entered)).square().mean()
+
+
+def test_nothing_runs_in_place_on_what_the_submodule_saved() -> None:
+    torch.manual_seed(0)
+    model = Beside()
+    _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["saving"]), IMAGE)
+
+
 class Doubled(nn.Module):
     """Layers that stand under two names each: one that is traced, a recurrent one, and one that is named to run as it is."""
 

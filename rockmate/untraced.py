@@ -235,7 +235,10 @@ class UntracedForward:
 
 
 class UntracedBackward:
-    """The backward of an untraced submodule as an op: `(gradients of the outputs, handle) -> gradients of the inputs that need one`."""
+    """The backward of an untraced submodule as an op: `(gradients of the outputs, handle) -> gradients of the inputs that need one`.
+
+    The gradient of an output that the loss does not depend on is None.
+    """
 
     def __init__(self, call: UntracedCall) -> None:
         """Of this call."""
@@ -245,7 +248,7 @@ class UntracedBackward:
     def __str__(self) -> str:
         return f"rockmate.untraced_backward[{self.call.name}]"
 
-    def __call__(self, gradients: Sequence[Tensor], handle: Tensor) -> list[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor | None], handle: Tensor) -> list[Tensor]:
         """Differentiates the run that made the handle, and frees what it saved."""
         graph: _Graph | None = getattr(handle, "graph", None)
         if graph is None:
@@ -274,11 +277,11 @@ class _Graph:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return cls(wanted, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
 
-    def differentiate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        pairs = [(end, gradient) for end, gradient in zip(self.ends, gradients, strict=True) if end is not None]
+    def differentiate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        pairs = [(end, gradient) for end, gradient in zip(self.ends, gradients, strict=True) if not (end is None or gradient is None)]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
         found = torch.autograd.grad(ends, self.leaves, given, retain_graph=self.is_kept, allow_unused=True)
-        values, seen = [], {gradient.untyped_storage()._cdata for gradient in gradients}
+        values, seen = [], {gradient.untyped_storage()._cdata for gradient in gradients if gradient is not None}
         for gradient, leaf in zip(found, self.leaves, strict=True):  # each is memory of its own: the plan counts it so
             made = torch.zeros_like(leaf) if gradient is None else gradient
             value = Layout.of(leaf).laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
@@ -431,7 +434,7 @@ def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op("rockmate::untraced_backward", mutates_args=())
-def _backward(gradients: list[Tensor], handle: Tensor, name: str) -> list[Tensor]:
+def _backward(gradients: Sequence[Tensor | None], handle: Tensor, name: str) -> list[Tensor]:
     raise NotImplementedError
 
 
@@ -443,21 +446,20 @@ def _(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @_backward.register_fake
-def _(gradients: list[Tensor], handle: Tensor, name: str) -> list[Tensor]:
+def _(gradients: Sequence[Tensor | None], handle: Tensor, name: str) -> list[Tensor]:
     call = _traced_calls[name]
     return [layout.empty() for layout in call.gradients]
 
 
 def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
     ctx.name = inputs[1]
+    ctx.set_materialize_grads(False)  # zeros would give what leads to an unused output alone a gradient
     ctx.save_for_backward(output[-1])
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     call = _traced_calls[ctx.name]
-    outputs = zip(gradients[:-1], call.outputs, strict=True)
-    given = [layout.empty().zero_() if gradient is None else gradient for gradient, layout in outputs]
-    found = iter(torch.ops.rockmate.untraced_backward(given, ctx.saved_tensors[0], ctx.name))
+    found = iter(torch.ops.rockmate.untraced_backward(gradients[:-1], ctx.saved_tensors[0], ctx.name))
     return [next(found) if needs else None for needs in call.differentiable], None
 
 

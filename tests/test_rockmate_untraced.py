@@ -270,6 +270,71 @@ def test_a_parameter_that_a_step_does_not_use_is_left_alone(tied: bool, gradient
     assert reference.choosing.first.weight.grad is not None
 
 
+class Forked(nn.Module):
+    """Two layers that each make an output; in some steps what the first one makes requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x) if x.sum().item() > 0 else x.detach(), self.second(x)
+
+
+class OneProng(nn.Module):
+    """Of the two outputs the loss depends on one."""
+
+    def __init__(self, prong: int) -> None:
+        super().__init__()
+        self.forked, self.head, self.prong = Forked(), nn.Linear(16, 16), prong
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forked(x)[self.prong]).square().mean()
+
+
+@pytest.mark.parametrize("prong", [0, 1])
+def test_what_leads_to_an_output_that_the_loss_leaves_out_has_no_gradient(prong: int) -> None:
+    torch.manual_seed(0)
+    model = OneProng(prong)
+    reference = copy.deepcopy(model)
+    planned = RockmateModule(model, IMAGE.abs(), 1.0, untraced=["forked"])
+    for x in (IMAGE.abs(), -IMAGE.abs()):
+        model.zero_grad()
+        reference.zero_grad()
+        planned(x).backward()
+        reference(x).backward()
+        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None), name
+            if other.grad is not None:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
+    assert all(p.grad is None for p in (reference.forked.second if prong == 0 else reference.forked.first).parameters())
+
+
+class Saving(nn.Module):
+    """Its autograd graph saves what goes in and what comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.square()) if x.sum().item() > -1e9 else x
+
+
+class Beside(nn.Module):
+    """What an untraced submodule saves has its last use in an elementwise op, which could otherwise run in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.saving, self.head = nn.Linear(16, 16), Saving(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered = self.enter(x)
+        return self.head(torch.relu(self.saving(entered)) + torch.sigmoid(entered)).square().mean()
+
+
+def test_nothing_runs_in_place_on_what_the_submodule_saved() -> None:
+    torch.manual_seed(0)
+    model = Beside()
+    _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["saving"]), IMAGE)
+
+
 class Doubled(nn.Module):
     """Layers that stand under two names each: one that is traced, a recurrent one, and one that is named to run as it is."""
 

@@ -417,36 +417,6 @@ def test_another_constant_is_refused_as_such() -> None:
     assert "shapes" not in str(caught.value)
 
 
-class Saving(nn.Module):
-    """Ends in a function whose backward reads its own result, or begins with one that reads its argument."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        return self.function(x) if x.detach().sum().item() > -1e9 else x
-
-
-class Saved(nn.Module):
-    def __init__(self, saving: nn.Module, then: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.saving, self.last, self.then = nn.Linear(8, 8), saving, nn.Linear(8, 8), then
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return (self.last(self.then(self.saving(x))) + torch.relu(x)).square().mean()
-
-
-@pytest.mark.parametrize("then", [torch.relu, torch.tanh])
-@pytest.mark.parametrize("function", [torch.tanh, torch.exp])
-def test_what_autograd_has_saved_inside_is_not_written_over(function: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> None:
-    model = Saved(Saving(function), then).train()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    _agree(model, RockmateModule(model, x, 1.0, untraced=("saving",)), x)
-
-
 class Borrowing(nn.Module):
     """Reads the weight of another layer."""
 

@@ -197,14 +197,15 @@ def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> To
         num_points = len(front.saved_bytes)
         if len(saved) * num_points > 8 * _SUM_LABELS:
             raise TooManyLabelsError
-        # By point of the part: one rising run for each, which a stable sort merges instead of sorting.
-        all_saved = np.add.outer(front.saved_bytes, saved).ravel()
-        all_ticks = np.add.outer(front.ticks, ticks).ravel()
+        # By point of the part, the last first: one rising run for each, which a stable sort merges instead of sorting. Of equal labels
+        # the one comes first whose part recomputes least.
+        all_saved = np.add.outer(front.saved_bytes[::-1], saved).ravel()
+        all_ticks = np.add.outer(front.ticks[::-1], ticks).ravel()
         keep = np.arange(len(all_saved))
         if bound is not None:
             keep = keep[bound.may_win(which, all_saved, all_ticks)]
         keep = keep[_useful(all_saved[keep], all_ticks[keep])]
-        history.append((keep % len(saved), keep // len(saved)))
+        history.append((keep % len(saved), num_points - 1 - keep // len(saved)))
         saved, ticks = all_saved[keep], all_ticks[keep]
         if len(saved) > _SUM_LABELS:
             raise TooManyLabelsError

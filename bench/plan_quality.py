@@ -256,6 +256,7 @@ class _Run:
             "lower_bound_ms": plan.lower_bound_ms,
             "gap": (simulation.time_ms - plan.lower_bound_ms) / self.planner.baseline_ms,
             "is_proved": plan.num_unproved_blocks == 0,
+            "chunks": plan.options.get("loss_chunks", ""),
         }
 
     def yardsticks(self) -> Iterator[Record]:

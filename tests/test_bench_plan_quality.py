@@ -125,6 +125,7 @@ def plan_line(budget: float, ms: float, **changes: Any) -> dict[str, Any]:
         "lower_bound_ms": 100.0,
         "gap": ms / 100.0 - 1.0,
         "is_proved": True,
+        "chunks": "",
     }
     return line | changes
 
@@ -188,6 +189,7 @@ def test_soundness_rows_name_what_fails() -> None:
     assert row("simulated peak", *lines).is_hit is False
     assert row("plans at all budgets", *lines).where == "llama"
     assert row("plans at all budgets", *lines[:2]).is_hit
+    assert row("plans at all budgets", *lines[:2], lines[2] | {"chunks": "4 recompute"}).is_hit
     assert row("no schedule", *lines).is_hit
     beaten = row("no schedule", *lines, plan_line(0.7, 101.0, lower_bound_ms=100.0))
     assert (beaten.where, beaten.is_hit) == ("llama chen at 0.700", False)

@@ -209,7 +209,7 @@ class Variants:
             for way in reversed(walk):
                 if self._chunk_bytes(way) >= best.simulation.peak_bytes or (variant := self._variant(way)) is None:
                     continue
-                if way.form == "at_once" or variant.certificate.least_peak_bytes >= best.simulation.peak_bytes:
+                if variant.certificate.least_peak_bytes >= best.simulation.peak_bytes:
                     break
                 best = min(best, variant.search(strategy).minimum(), key=lambda candidate: candidate.simulation.peak_bytes)
         return best

@@ -364,6 +364,8 @@ def _loose_note(lines: _Lines, record: Record) -> str:
     """Where a plan with a large gap stands between the peaks that limit it."""
     model = lines.models[record["model"]]
     known, proved = model["minimum_peak_bytes"]["rockmate"], model["proved_minimum_bytes"]
+    if record["chunks"]:
+        return f"- {record['model']} at {record['budget']:g}: {_percent(record['gap'])}, in chunks; nothing else is known to fit there."
     return (
         f"- {record['model']} at {record['budget']:g}: {_percent(record['gap'])}; the budget is {record['budget_bytes'] / known:.2f} times "
         f"the smallest peak known, {record['budget_bytes'] / proved:.2f} times what is proved to be needed."

@@ -21,6 +21,7 @@ from typing import Any
 
 from bench import compare, comparison, models, peers
 from bench.comparison_table import OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
+from bench.panels import figure_of
 
 Record = dict[str, Any]
 
@@ -228,17 +229,10 @@ def _notes(results: Sequence[ModelResult]) -> list[str]:
 
 def _save(results: Sequence[ModelResult], path: Path) -> None:
     """One panel a model; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    columns = min(4, len(results))
-    rows = -(-len(results) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.8 * rows), layout="constrained", facecolor="white")
-    panels: Any = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat[len(results) :]:
-        panel.set_visible(False)
-    for result, panel in zip(results, panels.flat, strict=False):
+    figure, panels = figure_of(len(results), columns=4, width=3.6, height=2.8)
+    for result, panel in zip(results, panels, strict=True):
         _draw(result, panel)
-    panels[0][0].legend(frameon=False, fontsize=7)
+    panels[0].legend(frameon=False, fontsize=7)
     figure.supxlabel("measured activation peak, as a share of eager's")
     figure.supylabel("time of a step over eager's")
     figure.savefig(path, dpi=110)

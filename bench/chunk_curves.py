@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench.machine import machine_record
+from bench.panels import figure_of
 from rockmate import InfeasibleBudgetError, Planner
 
 _VOCABULARY = 8192
@@ -161,15 +162,8 @@ def _page(curves: Sequence[Curve]) -> str:
 
 def _save(curves: Sequence[Curve], path: Path) -> None:
     """One panel a model; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(curves))
-    rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained", facecolor="white")
-    panels: Any = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat[len(curves) :]:
-        panel.set_visible(False)
-    for curve, panel in zip(curves, panels.flat, strict=False):
+    figure, panels = figure_of(len(curves), columns=3, width=4, height=3)
+    for curve, panel in zip(curves, panels, strict=True):
         for points, color, label in zip(curve.points, ("#2b2e33", "#1f6fb4"), ("without chunks", "with chunks"), strict=True):
             shares, ratios = [b / curve.peak_bytes for b, _ in points], [ms / curve.time_ms for _, ms in points]
             panel.step([*shares, 1.05], [*ratios, ratios[-1]], where="post", color=color, linewidth=1.4, label=label)
@@ -179,7 +173,7 @@ def _save(curves: Sequence[Curve], path: Path) -> None:
         panel.set_ylim(0.9, 2.5)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="#e4e6ea", linewidth=0.8)
-    panels[0][0].legend(frameon=False)
+    panels[0].legend(frameon=False)
     figure.supxlabel("peak, as a share of that with nothing recomputed")
     figure.supylabel("predicted time, likewise")
     figure.savefig(path, dpi=110)

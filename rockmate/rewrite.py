@@ -147,14 +147,20 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     The gradient of a concatenation is read so: the part of a U-Net's skip waits until the backward comes to where the skip was made.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
+    given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor)]
+    held = {_memory(node) for node in given}  # by somebody else, so that nothing would go
     for node in list(graph.nodes):
         slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
-        if len(slices) < 2 or len(slices) < len(node.users):
+        if len(slices) < 2 or len(slices) < len(node.users) or _memory(node) in held:
             continue
         reads = {part: [order[user] for user in part.users] for part in slices}
         for part in slices:
             if min(reads[part]) > max(max(reads[other]) for other in slices if other is not part) + _FAR:
                 _copy_out(part)
+
+
+def _memory(node: fx.Node) -> int:
+    return node.meta["val"].untyped_storage()._cdata
 
 
 def _viewed(node: Any) -> Any:

@@ -208,7 +208,7 @@ def capture_step(
         raise UnsupportedModelError(msg)
     state = ModelSignature.of(model)
     if hooked is not None:
-        state = replace(state, hooked=frozenset(_names(hooked)))
+        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
     if state.hooked and gradients == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
     with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
@@ -266,10 +266,6 @@ def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[
         raise InvalidSampleError(msg)
     check_devices(model, tensors)
     return None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
 
 
 _CHOICES = {"differentiable": ("loss", "all"), "outputs": ("all", "loss"), "gradients": ("accumulated", "returned")}

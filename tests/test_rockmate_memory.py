@@ -269,3 +269,18 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
 
     assert copies(depth=8) == 1
     assert copies(depth=1) == 0
+
+
+def test_parts_of_a_parameter_are_not_copied_out() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(2, 64))
+            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, last = self.table[:1], self.table[1:]
+            return (self.middle(x + first) + last).square().mean()
+
+    (module,) = modules_of(Table().train(), torch.randn(8, 64))[1:2]
+    assert not any("clone" in str(op.node.target) for op in module.plan.graph.ops)

@@ -20,6 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from rockmate.capture import Role, RoleKind
 from rockmate.delivery import deliver, deliver_embedding, deliver_product, fire_hooks
+from rockmate.direct_call import call_directly
 from rockmate.graph import EmbeddingRows, Graph, Op, Product, Storage
 from rockmate.in_place import dying_operand, in_place_call
 from rockmate.kernels import batch_norm_again
@@ -160,6 +161,7 @@ def _kept_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
 
 
 def _compile(graph: fx.Graph) -> fx.GraphModule:
+    call_directly(graph)
     graph.set_codegen(_BoxedCodeGen())
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -252,6 +254,7 @@ class _Writer:
 
     def _set(self, node: fx.Node, value: fx.Node) -> None:
         self.present[node] = value
+        value.meta["val"] = node.meta["val"]
         self.nodes_of.setdefault(self.source.storage_of[node], []).append(node)
 
     def value(self, node: fx.Node) -> fx.Node:

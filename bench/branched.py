@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare, comparison, models, peers
-from bench.comparison_table import OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
+from bench.comparison_table import HOW_TIMED, OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
 from bench.panels import figure_of
 
 Record = dict[str, Any]
@@ -139,8 +139,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
-        "the C heap's slack. Times are taken in turn in one process; a ratio is the median over rounds of the time over eager's in the "
-        "same round, ± largest less smallest. Budgets are shares of the predicted peak with nothing recomputed. The gap is from the plan "
+        "the C heap's slack. " + HOW_TIMED + " Budgets are shares of the predicted peak with nothing recomputed. The gap is from the plan "
         "to the bound that no schedule beats, over the time of nothing recomputed. MB are millions of bytes.",
     ]
 

@@ -11,7 +11,7 @@ turn. What is in the file already is not measured again; plans wait in their dir
 * `point`: a method's peaks, its gradients against eager's, seconds that its first step took beyond an ordinary one;
 * `plan`: what one of our points was planned for and promised; `planner`: what the planner spent;
 * `failed`, `skipped`, `infeasible`: a method without a point, and why;
-* `time`: one step of one method, beside eager's of the same round;
+* `time`: one step of one method, and the mean of eager's steps before and after it;
 * `finished`: nothing is left to do for this model.
 """
 
@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ from rockmate.plan import Plan
 from rockmate.step import capture_step
 
 Record = dict[str, Any]
+
+_BETWEEN_EAGER = 4  # methods that are timed between two of eager's steps
 
 
 class Lines:
@@ -209,7 +212,10 @@ class Comparison:
     # --- times ---------------------------------------------------------------------------------------------
 
     def _time(self, lent: Mapping[str, peers.Peer]) -> None:
-        """Rounds of eager and every method that has too few times, in turn; the first round is not counted."""
+        """Rounds of every method that has too few times, in turn, with eager between each few of them; the first is not counted.
+
+        A time is held against the mean of eager's before and after it, since a machine drifts while a round takes its minute.
+        """
         wanted = self.options.rounds
         counts = {name: sum(record["method"] == name for record in self.lines.of("time")) for name in lent}
         left = {name: peer for name, peer in lent.items() if name != "eager" and counts[name] < wanted}
@@ -219,15 +225,24 @@ class Comparison:
         num_rounds = max([wanted - counts[name] for name in left], default=wanted)
         say(f"{self.options.model}: timing {len(left)} methods and eager in turn, {num_rounds} rounds")
         with measure.quiet():
-            for index in range(-1, num_rounds):
-                eager_ms = self._time_once(peers.eager)
-                self._record_time("eager", index, start, eager_ms, eager_ms)
-                for name, peer in left.items():
-                    self._record_time(name, index, start, self._time_once(peer), eager_ms)
+            for number in range(start - 1, start + num_rounds):
+                is_counted = number >= start
+                self._time_round(left, number if is_counted else None)
 
-    def _record_time(self, name: str, index: int, start: int, elapsed_ms: float, eager_ms: float) -> None:
-        if index >= 0:
-            self.lines.add("time", method=name, round=start + index, ms=elapsed_ms, eager_ms=eager_ms)
+    def _time_round(self, lent: Mapping[str, peers.Peer], number: int | None) -> None:
+        """Times every method and eager; written down with the number of the round, if it has one."""
+        eager_ms = [self._time_once(peers.eager)]
+        names = list(lent)
+        for first in range(0, len(names), _BETWEEN_EAGER):
+            own_ms = {name: self._time_once(lent[name]) for name in names[first : first + _BETWEEN_EAGER]}
+            eager_ms.append(self._time_once(peers.eager))
+            for name, elapsed_ms in own_ms.items():
+                self._record_time(name, number, elapsed_ms, statistics.mean(eager_ms[-2:]))
+        self._record_time("eager", number, statistics.median(eager_ms), statistics.median(eager_ms))
+
+    def _record_time(self, name: str, number: int | None, elapsed_ms: float, eager_ms: float) -> None:
+        if number is not None:
+            self.lines.add("time", method=name, round=number, ms=elapsed_ms, eager_ms=eager_ms)
 
     def _time_once(self, peer: peers.Peer) -> float:
         gc.collect()

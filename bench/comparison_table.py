@@ -27,6 +27,12 @@ LEAST_PEAK_RATIO = 2.5
 TIME_OF_CHECKPOINT = 0.90
 GRADIENT_TOLERANCE = 1e-3  # relative; beyond it a step does not train as eager's does
 
+HOW_TIMED = (
+    "Times are the processor's on one CPU thread, the wall clock's otherwise; methods take turns in one process, with a step of eager's "
+    "between each four. A ratio is the median over rounds of the time over the mean of eager's before and after it, ± largest less "
+    "smallest."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -182,10 +188,9 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
-        "the C heap's slack. Every model computes its loss itself. Times are taken in turn in one process; a ratio is the median over "
-        "rounds of the time over eager's in the "
-        "same round, ± largest less smallest. Peers are described in `bench/peers.py`. Compiled ones run PyTorch's own kernels (AOT "
-        "eager), as we do: compared is what is saved and what is recomputed, and not the fusion that `torch.compile` can do beside it. "
+        "the C heap's slack. Every model computes its loss itself. " + HOW_TIMED + " Peers are described in `bench/peers.py`. "
+        "Compiled ones run PyTorch's own kernels (AOT eager), as we do: compared is what is saved and what is recomputed, and not the "
+        "fusion that `torch.compile` can do beside it. "
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "
         f"**wrong** ones are off by more than {GRADIENT_TOLERANCE:g}, and such points are counted all the same. MB are millions of bytes.",
     ]

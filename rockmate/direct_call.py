@@ -21,9 +21,10 @@ _HALF_NUMBER = torch.zeros((), dtype=torch.float16)
 
 
 def call_directly(graph: fx.Graph) -> None:
-    """Gives the ops of a graph their direct functions, in place; a node's `meta["val"]` is a fake tensor of its shape and dtype."""
+    """Gives the ops of a graph their direct functions, in place; `meta["val"]` of the nodes they read are fake tensors of their kind."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        is_known = all("val" in read.meta for read in node.all_input_nodes)
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and is_known:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
             node.target = direct_function(node.target, args, kwargs) or node.target
 

@@ -139,6 +139,26 @@ def _copy_out(node: fx.Node) -> None:
         copy.meta["val"] = torch.empty_like(node.meta["val"])
     for user in users:
         user.replace_input_with(node, copy)
+    _move_views(copy, _memories(node.meta["val"]))
+
+
+def _move_views(node: fx.Node, left: set[int]) -> None:
+    """Makes what is known of the views of a copy anew, which are no longer in the memory that has been left."""
+    moved = [node]
+    while moved:
+        base = moved.pop()
+        for user in base.users:
+            if _memories(user.meta.get("val")) & left:
+                args, kwargs = fx.map_arg((user.args, user.kwargs), lambda argument: argument.meta["val"])
+                assert callable(user.target)
+                with node.meta["val"].fake_mode:
+                    user.meta["val"] = user.target(*args, **kwargs)
+                moved.append(user)
+
+
+def _memories(value: Any) -> set[int]:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}
 
 
 def _copy_slices_read_late(graph: fx.Graph) -> None:
@@ -147,20 +167,16 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     The gradient of a concatenation is read so: the part of a U-Net's skip waits until the backward comes to where the skip was made.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor)]
-    held = {_memory(node) for node in given}  # by somebody else, so that nothing would go
+    given = [_memories(node.meta.get("val")) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    held = set().union(*given)  # by somebody else, so that nothing would go
     for node in list(graph.nodes):
         slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
-        if len(slices) < 2 or len(slices) < len(node.users) or _memory(node) in held:
+        if len(slices) < 2 or len(slices) < len(node.users) or _memories(node.meta["val"]) & held:
             continue
         reads = {part: [order[user] for user in part.users] for part in slices}
         for part in slices:
             if min(reads[part]) > max(max(reads[other]) for other in slices if other is not part) + _FAR:
                 _copy_out(part)
-
-
-def _memory(node: fx.Node) -> int:
-    return node.meta["val"].untyped_storage()._cdata
 
 
 def _viewed(node: Any) -> Any:

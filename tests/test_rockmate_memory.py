@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, left_allocated, modules_of, planned
+from helpers import REGIMES, differing, gradients_of, left_allocated, modules_of, planned
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -284,3 +284,27 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
 
     (module,) = modules_of(Table().train(), torch.randn(8, 64))[1:2]
     assert not any("clone" in str(op.node.target) for op in module.plan.graph.ops)
+
+
+def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skip = self.first(x)
+            turned = skip.view(4, 8, 16).transpose(1, 2)
+            both = torch.cat([self.middle(skip).view(4, 8, 16).transpose(1, 2), turned], dim=2)
+            return (both * both.cos()).square().mean()
+
+    model, x = Skip().train(), torch.randn(32, 16)
+    for module in modules_of(model, x):
+        assert any(str(op.node.target) == "aten.clone.default" for op in module.plan.graph.ops)
+        model.zero_grad()
+        model(x).backward()
+        expected = gradients_of(model)
+        model.zero_grad()
+        module(x).backward()
+        assert not differing(gradients_of(model), expected)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.utils import _pytree as pytree
 
 
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
-    """Bytes by which the allocator's peak during `function` exceeds what is left allocated when it returns.
+    """Bytes by which the allocator's peak during `function` exceeds what the elements of its result take.
 
     The function's result must be the only thing that it leaves allocated.
     """
@@ -28,8 +29,7 @@ def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int
     for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
         live += event.cpu_memory_usage()
         peak = max(peak, live)
-    del result
-    return peak - live
+    return peak - live + _unused_bytes(result)
 
 
 def _peak_beyond_result_cuda(function: Callable[[], Any], device: torch.device) -> int:
@@ -37,9 +37,13 @@ def _peak_beyond_result_cuda(function: Callable[[], Any], device: torch.device) 
     torch.cuda.reset_peak_memory_stats(device)
     result = function()
     torch.cuda.synchronize(device)
-    beyond = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    del result
-    return beyond
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) + _unused_bytes(result)
+
+
+def _unused_bytes(result: Any) -> int:
+    """Of the memory that the result's numbers stand in: a reduced loss is one number in memory as large as what was reduced."""
+    numbers = [value for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor) and value.numel() == 1]
+    return sum(number.untyped_storage().nbytes() - number.element_size() for number in numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
         return calls.setdefault(call.key, call)
 
     first = [distinct(_first_call(graph, op)) for op in graph.ops]
-    again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
+    again = [distinct(_again_call(op)) for op in graph.ops]
     additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
@@ -103,6 +103,11 @@ def _first_call(graph: Graph, op: Op) -> _Call:
         target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
         return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
     return _Call(op, op.node.target, op.node.args, op.node.kwargs)
+
+
+def _again_call(op: Op) -> _Call:
+    args = op.node.args if op.recompute_args is None else op.recompute_args
+    return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
 
 
 def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,43 @@ def batch_norm_again(
     return *_aten._native_batch_norm_legit.no_stats(values, weight, bias, training, momentum, eps), None, None
 
 
+def normalize_again(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """Batch normalisation in training with the statistics of its first run, bitwise as at that run, on CPU.
+
+    Taking the statistics is most of the work: with them at hand it is one pass over the values, a tenth of the time. PyTorch computes
+    x a + (b - m a) with a = r w, where m and r are the statistics in training, and the running mean and 1 / sqrt(variance + eps) in
+    inference. So inference with weight r w, mean m, variance 1 and eps 0 runs the same arithmetic on the same numbers.
+
+    Args:
+        values: (batch, channels, ...) of float32 or float64, dense in the order of its dimensions or with channels last.
+        weight: (channels,) of the same dtype, or None.
+        bias: likewise.
+        mean: (channels,), the second result of the first run.
+        inverse_deviation: (channels,), its third.
+
+    Returns:
+        What the first run returned, less the running statistics.
+    """
+    scale = inverse_deviation if weight is None else inverse_deviation * weight
+    result = _aten._native_batch_norm_legit_no_training(values, scale, bias, mean, torch.ones_like(mean), 0.0, 0.0)[0]
+    return result, mean.clone(), inverse_deviation.clone(), None, None
+
+
+def can_normalize_again(*tensors: torch.Tensor | None) -> bool:
+    """Whether `normalize_again` gives the same bits for tensors laid out like these, of which the first holds the values."""
+    values, *vectors = [tensor for tensor in tensors if tensor is not None]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_dense = values.is_contiguous() or values.is_contiguous(memory_format=layouts.get(values.ndim, torch.contiguous_format))
+    is_full = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
+    return is_dense and is_full and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+
+
 def cross_entropy_backward(
     gradient: torch.Tensor,
     log_probabilities: torch.Tensor,

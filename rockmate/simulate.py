@@ -136,5 +136,7 @@ def simulate_part(
 
 
 def state_bytes(op: Op) -> int:
-    """Bytes of the random state that an op needs to run again, as its device's allocator counts them."""
+    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or results."""
+    if op.results_to_keep:
+        return sum(node.meta["val"].nbytes for node in op.results_to_keep)
     return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else 0

@@ -35,7 +35,7 @@ class Cost:
     """What one run of an op costs.
 
     Attributes:
-        time_ms: wall time; at the first run that of adding its gradients to `.grad` included.
+        time_ms: wall time; at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
         overhead_bytes: allocated while it runs, beyond its inputs and its results.
     """
 
@@ -78,6 +78,7 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     first = [distinct(_first_call(graph, op)) for op in graph.ops]
     again = [distinct(_again_call(op)) for op in graph.ops]
     additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
+    keeping = [[distinct(_keeping_call(op))] if op.state_target else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
@@ -86,7 +87,7 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     costs.update({call.key: call.cost() for call in unknown})
     return Costs(
         first=tuple(_with_additions(costs[call.key], [costs[a.key] for a in added]) for call, added in zip(first, additions, strict=True)),
-        again=tuple(costs[call.key] for call in again),
+        again=tuple(_with_additions(costs[call.key], [costs[k.key] for k in kept]) for call, kept in zip(again, keeping, strict=True)),
         num_distinct=len(calls),
     )
 
@@ -109,6 +110,10 @@ def _first_call(graph: Graph, op: Op) -> _Call:
 def _again_call(op: Op) -> _Call:
     args = op.node.args if op.recompute_args is None else op.recompute_args
     return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
+
+
+def _keeping_call(op: Op) -> _Call:
+    return _Call(op, op.state_target, ([*op.results_to_keep], *op.node.args), {})
 
 
 def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class ArgumentKind(enum.Enum):
     STATIC = "static"  # a parameter, buffer, input or constant
     TANGENT = "tangent"
     KEPT = "kept"  # a storage kept from the forward
-    STATE = "state"  # the random state before an op's first run, or those of its results that it needs to run again
+    STATE = "state"  # the random state before an op's first run, or what is kept of that for another
     SINK = "sink"  # takes the parameter gradients
 
 
@@ -300,7 +300,8 @@ class _Writer:
         if present is not None:
             self.graph.call_function(exchange_state, (op.device, present))
         if op.results_to_keep and not is_again and op.index in self.again:
-            self.states[op] = self.graph.call_function(torch.stack, ([self.value(node) for node in op.results_to_keep],))
+            results = [self.value(node) for node in op.results_to_keep]
+            self.states[op] = self.graph.call_function(op.state_target, (results, *args))
         for node, role in op.delivers:
             self.hand_over(node, role)
 

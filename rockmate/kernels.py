@@ -6,6 +6,7 @@ twice (batch normalisation that updates statistics), or needs memory that its ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -93,6 +94,11 @@ def normalize_again(
     return result, mean.clone(), inverse_deviation.clone(), None, None
 
 
+def statistics_to_keep(results: Sequence[torch.Tensor], *_arguments: object) -> torch.Tensor:
+    """What `normalize_again` needs of the first run, (2, channels): mean and inverse deviation."""
+    return torch.stack(list(results))
+
+
 def can_normalize_again(*tensors: torch.Tensor | None) -> bool:
     """Whether `normalize_again` gives the same bits for tensors laid out like these, of which the first holds the values."""
     values, *vectors = [tensor for tensor in tensors if tensor is not None]
@@ -100,6 +106,69 @@ def can_normalize_again(*tensors: torch.Tensor | None) -> bool:
     is_dense = values.is_contiguous() or values.is_contiguous(memory_format=layouts.get(values.ndim, torch.contiguous_format))
     is_full = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
     return is_dense and is_full and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+
+
+_OFFSET = torch.int16
+
+
+def pool_again(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max-pooling where it is known which value of each window is the largest, bitwise as at the first run.
+
+    Finding the largest is all of the work, and slow on CPU, which guesses wrong at every other comparison. The arguments are those of
+    `max_pool2d_with_indices` with what `offsets_to_keep` made of its first run in between; the returned indices are of the dtype of
+    PyTorch's whatever that of the offsets.
+
+    Args:
+        values: (..., height, width), contiguous.
+        offsets: (1, ..., rows, columns) or without the first dim, of the largest value behind the first of its window.
+        kernel: of two dims, or one for both; likewise what follows.
+        stride: the kernel if empty.
+        padding: on each side.
+    """
+    indices = offsets + _first_in_window(offsets, values.shape[-1], stride or kernel, padding)
+    return values.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), indices
+
+
+def offsets_to_keep(
+    results: Sequence[torch.Tensor],
+    values: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    *_: object,
+) -> torch.Tensor:
+    """What `pool_again` needs of the first run, (1, ..., rows, columns): its indices less the first of each window, a quarter as large."""
+    (indices,) = results
+    offsets = torch.empty((1, *indices.shape), dtype=_OFFSET, device=indices.device)
+    torch.sub(indices, _first_in_window(indices, values.shape[-1], stride or kernel, padding), out=offsets[0])
+    return offsets
+
+
+def _first_in_window(pooled: torch.Tensor, width: int, stride: Sequence[int], padding: Sequence[int]) -> torch.Tensor:
+    """(rows, columns): the flat index of each window's first value, which lies outside where that is padding."""
+    rows = torch.arange(pooled.shape[-2], device=pooled.device).mul_(stride[0]).sub_(padding[0]).mul_(width)
+    columns = torch.arange(pooled.shape[-1], device=pooled.device).mul_(stride[-1]).sub_(padding[-1])
+    return rows.unsqueeze(1) + columns
+
+
+def can_pool_again(
+    values: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    *_: object,
+) -> bool:
+    """Whether `pool_again` serves for values laid out like these; arguments as of `max_pool2d_with_indices`."""
+    largest = (kernel[0] - 1) * dilation[0] * values.shape[-1] + (kernel[-1] - 1) * dilation[-1]
+    return values.device.type == "cpu" and values.is_contiguous() and largest <= torch.iinfo(_OFFSET).max
 
 
 def cross_entropy_backward(

@@ -87,7 +87,7 @@ class OutlineOp:
         source: the user's line that called it, empty if unknown.
         can_run_again: whether it may be recomputed.
         is_random: whether it draws from the generator.
-        state_bytes: what it needs of its first run to run again: the generator's state, or results.
+        state_bytes: what it needs of its first run to run again: the generator's state, or what it has found.
         delivers: names of the parameters whose gradients are final with it.
     """
 
@@ -112,7 +112,7 @@ class OutlineOp:
     @property
     def state_name(self) -> str:
         """What `state_bytes` are of."""
-        return "random state" if self.is_random else "statistics"
+        return "random state" if self.is_random else "what is kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

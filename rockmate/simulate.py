@@ -136,7 +136,5 @@ def simulate_part(
 
 
 def state_bytes(op: Op) -> int:
-    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or results."""
-    if op.results_to_keep:
-        return sum(node.meta["val"].nbytes for node in op.results_to_keep)
-    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else 0
+    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or what it has found."""
+    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else op.state_bytes

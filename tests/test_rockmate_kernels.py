@@ -20,10 +20,13 @@ from rockmate.in_place import _FORMS
 from rockmate.kernels import (
     batch_norm_again,
     can_normalize_again,
+    can_pool_again,
     cross_entropy_backward,
     dropout_apply,
     dropout_mask,
     normalize_again,
+    offsets_to_keep,
+    pool_again,
 )  # fmt: skip
 from rockmate.structure import flatten
 
@@ -165,6 +168,40 @@ def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
     assert not can_normalize_again(values.bfloat16(), vector, vector, vector, vector)
     assert not can_normalize_again(values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16())
     assert not can_normalize_again(values, vector.double(), vector, vector, vector)
+
+
+# --- max-pooling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([2, 2], [2, 2]), ([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 0], [2, 3]), ([2], [2]),
+        ([3, 3], [2, 2], [0, 0], [1, 1], True),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 5, 16, 12), (3, 9, 13)])
+def test_pooling_again_gives_the_bits_of_max_pooling(shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    values = torch.randn(shape).relu()  # with ties
+    values.view(-1)[::7] = -torch.inf
+    values.view(-1)[3] = torch.nan
+    for given in (values, values.double(), values.bfloat16()):
+        expected = aten.max_pool2d_with_indices(given, *arguments)
+        assert can_pool_again(given, *arguments)
+        offsets = offsets_to_keep(expected[1:], given, *arguments)
+        assert offsets.nbytes == expected[1].nbytes / 4
+        ours = pool_again(given, offsets[0], *arguments)
+        assert ours[0].isnan().any()
+        assert same_bits(ours[0].isnan(), expected[0].isnan())
+        assert same_bits(ours[0].nan_to_num(nan=3.0), expected[0].nan_to_num(nan=3.0))
+        assert same_bits(ours[1], expected[1])
+        assert [a.stride() for a in ours] == [b.stride() for b in expected]
+
+
+def test_what_cannot_be_pooled_again() -> None:
+    assert not can_pool_again(torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2])
+    assert can_pool_again(torch.empty(1, 3, 32766), [2, 2])
+    assert not can_pool_again(torch.empty(1, 3, 32768), [2, 2])  # the offset of the second row does not fit into two bytes
 
 
 # --- in place ------------------------------------------------------------------------------------------

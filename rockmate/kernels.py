@@ -117,6 +117,7 @@ def pool_again(
     kernel: Sequence[int],
     stride: Sequence[int] = (),
     padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
     *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max-pooling where it is known which value of each window is the largest, bitwise as at the first run.
@@ -131,8 +132,9 @@ def pool_again(
         kernel: of two dims, or one for both; likewise what follows.
         stride: the kernel if empty.
         padding: on each side.
+        dilation: from one value of a window to the next.
     """
-    indices = offsets + _first_in_window(offsets, values.shape[-1], stride or kernel, padding)
+    indices = offsets + _first_in_window(offsets, values.shape[-1], stride or kernel, padding, dilation)
     return values.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), indices
 
 
@@ -142,20 +144,25 @@ def offsets_to_keep(
     kernel: Sequence[int],
     stride: Sequence[int] = (),
     padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
     *_: object,
 ) -> torch.Tensor:
     """What `pool_again` needs of the first run, (1, ..., rows, columns): its indices less the first of each window, a quarter as large."""
     (indices,) = results
     offsets = torch.empty((1, *indices.shape), dtype=_OFFSET, device=indices.device)
-    torch.sub(indices, _first_in_window(indices, values.shape[-1], stride or kernel, padding), out=offsets[0])
+    torch.sub(indices, _first_in_window(indices, values.shape[-1], stride or kernel, padding, dilation), out=offsets[0])
     return offsets
 
 
-def _first_in_window(pooled: torch.Tensor, width: int, stride: Sequence[int], padding: Sequence[int]) -> torch.Tensor:
-    """(rows, columns): the flat index of each window's first value, which lies outside where that is padding."""
-    rows = torch.arange(pooled.shape[-2], device=pooled.device).mul_(stride[0]).sub_(padding[0]).mul_(width)
-    columns = torch.arange(pooled.shape[-1], device=pooled.device).mul_(stride[-1]).sub_(padding[-1])
-    return rows.unsqueeze(1) + columns
+def _first_in_window(
+    pooled: torch.Tensor, width: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> torch.Tensor:
+    """(rows, columns): the flat index of the first value in each window that is no padding."""
+    firsts = []
+    for dim in (-2, -1):
+        places = torch.arange(pooled.shape[dim], device=pooled.device) * stride[dim % len(stride)] - padding[dim % len(padding)]
+        firsts.append(places.where(places >= 0, places % dilation[dim % len(dilation)]))
+    return firsts[0].unsqueeze(1) * width + firsts[1]
 
 
 def can_pool_again(

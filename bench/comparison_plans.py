@@ -13,6 +13,8 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +43,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     options.plans.mkdir(parents=True, exist_ok=True)
     workload = models.build(options.model, tiny=options.tiny, device=options.device).with_loss_inside()
-    planner = Planner(workload.model, workload.sample)
     points = [record for record in comparison.Lines(options.lines, options.model).of("point") if record["owner"] == "peer"]
     earlier = [record for record in comparison.read(options.plans / "plans.jsonl") if record["kind"] != "planner"]
     known = {record["method"] for record in earlier}
-    sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
-    wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
-    planned = _plan_all(planner, options.plans, wanted)
-    records = [_planner_record(planner) | {"num_peer_points": len(points)}, *earlier, *planned]
+    with recorded_programs() as programs:
+        planner = Planner(workload.model, workload.sample)
+        sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
+        wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
+        planned = list(_plan_all(planner, options.plans, wanted))
+    own = {"num_peer_points": len(points), "largest_program_ops": max(programs, default=0)}
+    records = [_planner_record(planner) | own, *earlier, *planned]
     partial_listing = options.plans / "plans.partial"
     partial_listing.write_text("".join(json.dumps({**record, "model": options.model}) + "\n" for record in records))
     partial_listing.rename(options.plans / "plans.jsonl")
     return 0
+
+
+@contextmanager
+def recorded_programs() -> Iterator[list[int]]:
+    """Collects, of each 0/1 program that is written down meanwhile to be solved, how many ops it decides on."""
+    solving: Any = import_module("checkmate.solve")
+    write, sizes = solving.build, list[int]()
+
+    def build(*args: Any, **options: Any) -> Any:
+        program = write(*args, **options)
+        sizes.append(len(program.recompute))
+        return program
+
+    solving.build = build
+    try:
+        yield sizes
+    finally:
+        solving.build = write
 
 
 def _planner_record(planner: Planner) -> Record:

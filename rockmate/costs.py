@@ -2,7 +2,8 @@
 
 Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each distinct one is run alone, on inputs made up for it; the
 model as a whole is never run. Rounds go over all distinct calls in turn, so that no call finds its own data in the cache, and the
-median over rounds is taken.
+median over rounds is taken. On a CPU results go to memory that the process has already, as within a step, where they take the place of
+what was released: pages that are fresh from the system may take longer than the op, and whether a call gets such is chance.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Cost:
     """What one run of an op costs.
 
     Attributes:
-        time_ms: wall time; at the first run that of adding its gradients to `.grad` included.
+        time_ms: wall time; at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
         overhead_bytes: allocated while it runs, beyond its inputs and its results.
     """
 
@@ -75,8 +76,9 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
         return calls.setdefault(call.key, call)
 
     first = [distinct(_first_call(graph, op)) for op in graph.ops]
-    again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
+    again = [distinct(_again_call(op)) for op in graph.ops]
     additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
+    keeping = [[distinct(_keeping_call(op))] if op.state_target else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
@@ -85,7 +87,7 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     costs.update({call.key: call.cost() for call in unknown})
     return Costs(
         first=tuple(_with_additions(costs[call.key], [costs[a.key] for a in added]) for call, added in zip(first, additions, strict=True)),
-        again=tuple(costs[call.key] for call in again),
+        again=tuple(_with_additions(costs[call.key], [costs[k.key] for k in kept]) for call, kept in zip(again, keeping, strict=True)),
         num_distinct=len(calls),
     )
 
@@ -103,6 +105,15 @@ def _first_call(graph: Graph, op: Op) -> _Call:
         target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
         return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
     return _Call(op, op.node.target, op.node.args, op.node.kwargs)
+
+
+def _again_call(op: Op) -> _Call:
+    args = op.node.args if op.recompute_args is None else op.recompute_args
+    return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
+
+
+def _keeping_call(op: Op) -> _Call:
+    return _Call(op, op.state_target, ([*op.results_to_keep], *op.node.args), {})
 
 
 def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -153,6 +164,8 @@ class _Call:
 
     def measure_overhead(self) -> None:
         target, args, kwargs = self._make_call()
+        if self.device.type == "cpu":
+            self._touch_memory()
         begin = time.perf_counter()
         try:
             self.overhead_bytes = peak_beyond_result(lambda: target(*args, **kwargs), self.device)
@@ -178,10 +191,15 @@ class _Call:
             end.synchronize()
             self.times_ms.append(start.elapsed_time(end))
             return
+        self._touch_memory()
         begin = time.perf_counter()
         result = target(*args, **kwargs)
         self.times_ms.append((time.perf_counter() - begin) * 1e3)
         del result
+
+    def _touch_memory(self) -> None:
+        """Leaves as much memory in the heap as the call allocates."""
+        torch.ones(self.op.written_bytes + self.overhead_bytes, dtype=torch.uint8)
 
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values

@@ -9,6 +9,7 @@ empties (the boxed convention): a caller's argument tuple would keep everything 
 from __future__ import annotations
 
 import enum
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from rockmate.delivery import deliver, deliver_embedding, deliver_product, fire_
 from rockmate.direct_call import call_directly
 from rockmate.graph import EmbeddingRows, Graph, Op, Product, Storage
 from rockmate.in_place import dying_operand, in_place_call
-from rockmate.kernels import batch_norm_again
 from rockmate.random_state import exchange_state, keep_state
 from rockmate.schedule import Schedule, last_reads
 
@@ -36,13 +36,13 @@ class ArgumentKind(enum.Enum):
     STATIC = "static"  # a parameter, buffer, input or constant
     TANGENT = "tangent"
     KEPT = "kept"  # a storage kept from the forward
-    STATE = "state"  # the random state before an op's first run
+    STATE = "state"  # the random state before an op's first run, or what is kept of that for another
     SINK = "sink"  # takes the parameter gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an emitted graph: a role of the joint graph, a kept storage, an op's random state, or the sink."""
+    """One argument of an emitted graph: a role of the joint graph, a kept storage, what an op needs to run again, or the sink."""
 
     kind: ArgumentKind
     what: Role | Storage | Op | None
@@ -284,10 +284,9 @@ class _Writer:
         is_again = op.index in self.ran
         self.ran.add(op.index)
         target: Any = op.recompute_target if is_again else op.node.target
-        source = op.node.args
-        if target is batch_norm_again:  # the running statistics, which may have changed, are none of its business
-            source = (*source[:3], None, None, *source[5:])
-        args, kwargs = fx.map_arg((source, op.node.kwargs), self.value)
+        source = op.recompute_args if is_again and op.recompute_args is not None else op.node.args
+        kept = {node: self._item(self.states[op], place) for place, node in enumerate(op.results_to_keep)} if is_again else {}
+        args, kwargs = fx.map_arg((source, op.node.kwargs), lambda node: kept[node] if node in kept else self.value(node))
         if position in self.schedule.in_place:
             operand = dying_operand(self.source, op, self.ends[position])
             assert operand is not None
@@ -303,8 +302,14 @@ class _Writer:
         self._publish(op, self.graph.call_function(target, args, kwargs))
         if present is not None:
             self.graph.call_function(exchange_state, (op.device, present))
+        if op.results_to_keep and not is_again and op.index in self.again:
+            results = [self.value(node) for node in op.results_to_keep]
+            self.states[op] = self.graph.call_function(op.state_target, (results, *args))
         for node, role in op.delivers:
             self.hand_over(node, role)
+
+    def _item(self, several: fx.Node, place: int) -> fx.Node:
+        return self.graph.call_function(operator.getitem, (several, place))
 
     def _publish(self, op: Op, call: fx.Node) -> None:
         for storage in op.writes:

@@ -19,11 +19,22 @@ from torch import fx
 
 from rockmate.capture import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
-from rockmate.kernels import batch_norm_again
+from rockmate.kernels import (
+    batch_norm_again,
+    can_normalize_again,
+    can_pool_again,
+    normalize_again,
+    offsets_to_keep,
+    pool_again,
+    statistics_to_keep,
+)
 from rockmate.random_state import is_random
 
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 _CUDA_BLOCK_BYTES = 512
+_MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default
+_FUNCTIONAL_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_BATCH_NORMS = {_FUNCTIONAL_BATCH_NORM, torch.ops.aten._native_batch_norm_legit.no_stats}
 IN_FORWARD = "in_forward"
 """Key in a node's `meta`: what only the backward reads is made in the forward, and only there."""
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
@@ -117,6 +128,10 @@ class Op:
         writes: storages it makes.
         phase: when it must run.
         recompute_target: called instead of the node's target when the op runs again; None if it cannot run again.
+        recompute_args: its arguments then; None if they are the node's. A result of the op itself among them stands for what is kept of it.
+        state_target: makes what is kept of the first run for further ones, a tensor of `state_bytes` with an item for each such result;
+            called with a list of them and the node's arguments. None if there is nothing.
+        state_bytes: what that takes.
         delivers: gradients that are final once the op has run, and whose they are.
         handover: set where the op's result is added to `.grad` piece by piece instead of being made as a whole.
         module: path of the submodule that ran it ("" for the root and for backward ops of unknown origin).
@@ -130,6 +145,9 @@ class Op:
     writes: tuple[Storage, ...]
     phase: Phase
     recompute_target: Any = None
+    recompute_args: tuple[Any, ...] | None = None
+    state_target: Any = None
+    state_bytes: int = 0
     delivers: list[tuple[fx.Node, Role]] = field(default_factory=list)
     handover: Product | EmbeddingRows | None = None
     module: str = ""
@@ -140,6 +158,11 @@ class Op:
     def call_key(self) -> Hashable:
         """Equal for ops with the same target, constants and tensor metadata."""
         return call_key(self.node.target, self.node.args, self.node.kwargs)
+
+    @cached_property
+    def results_to_keep(self) -> tuple[fx.Node, ...]:
+        """Results of its first run that it needs in order to run again."""
+        return tuple(a for a in self.recompute_args or () if isinstance(a, fx.Node) and a.args[:1] == (self.node,))
 
     @property
     def name(self) -> str:
@@ -433,8 +456,15 @@ class _Builder:
         for op in self.ops:
             if op.phase is Phase.BACKWARD or op.node.meta.get(IN_FORWARD):
                 continue
-            if op.node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
+            if op.node.target in _BATCH_NORMS and (statistics := _statistics(op)):
+                op.recompute_target, op.recompute_args = normalize_again, (*op.node.args[:3], *statistics)
+                op.state_target, op.state_bytes = statistics_to_keep, sum(node.meta["val"].nbytes for node in statistics)
+            elif op.node.target is _MAX_POOL and (indices := _pooled_indices(op)):
+                op.recompute_target, op.recompute_args = pool_again, (op.node.args[0], indices, *op.node.args[1:])
+                op.state_target, op.state_bytes = offsets_to_keep, indices.meta["val"].nbytes // 4
+            elif op.node.target is _FUNCTIONAL_BATCH_NORM:
                 op.recompute_target = batch_norm_again
+                op.recompute_args = (*op.node.args[:3], None, None, *op.node.args[5:])  # the running statistics may have changed by then
             elif not any(storage.is_updated for storage in op.reads) and not getattr(op.node.target, "runs_once", False):
                 op.recompute_target = op.node.target
 
@@ -459,6 +489,27 @@ class _Builder:
                 else:
                     producer.delivers.append((node, role))
         return tuple(initial)
+
+
+def _statistics(op: Op) -> tuple[fx.Node, ...]:
+    """Mean and inverse deviation that a batch normalisation in training has taken, where they are enough to run it again."""
+    items = _items(op)
+    found = tuple(items[place] for place in (1, 2) if place in items)
+    operands = [argument.meta["val"] if isinstance(argument, fx.Node) else None for argument in op.node.args[:3]]
+    is_training = op.node.args[5 if op.node.target is _FUNCTIONAL_BATCH_NORM else 3]
+    can = is_training is True and len(found) == 2 and can_normalize_again(*operands, *(node.meta["val"] for node in found))
+    return found if can else ()
+
+
+def _pooled_indices(op: Op) -> fx.Node | None:
+    """The indices that max-pooling has found, where they are enough to run it again."""
+    values, *rest = op.node.args
+    assert isinstance(values, fx.Node)
+    return _items(op).get(1) if can_pool_again(values.meta["val"], *rest) else None  # pyright: ignore[reportArgumentType]
+
+
+def _items(op: Op) -> dict[Any, fx.Node]:
+    return {user.args[1]: user for user in op.node.users if _is_getitem(user)}
 
 
 def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:

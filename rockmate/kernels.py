@@ -6,6 +6,7 @@ twice (batch normalisation that updates statistics), or needs memory that its ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -63,6 +64,118 @@ def batch_norm_again(
     """
     assert training, "batch normalisation in inference mode updates nothing and is recomputed as it is"
     return *_aten._native_batch_norm_legit.no_stats(values, weight, bias, training, momentum, eps), None, None
+
+
+def normalize_again(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """Batch normalisation in training with the statistics of its first run, bitwise as at that run, on CPU.
+
+    Taking the statistics is most of the work: with them at hand it is one pass over the values, a tenth of the time. PyTorch computes
+    x a + (b - m a) with a = r w, where m and r are the statistics in training, and the running mean and 1 / sqrt(variance + eps) in
+    inference. So inference with weight r w, mean m, variance 1 and eps 0 runs the same arithmetic on the same numbers.
+
+    Args:
+        values: (batch, channels, ...) of float32 or float64, dense in the order of its dimensions or with channels last.
+        weight: (channels,) of the same dtype, or None.
+        bias: likewise.
+        mean: (channels,), the second result of the first run.
+        inverse_deviation: (channels,), its third.
+
+    Returns:
+        What the first run returned, less the running statistics.
+    """
+    scale = inverse_deviation if weight is None else inverse_deviation * weight
+    result = _aten._native_batch_norm_legit_no_training(values, scale, bias, mean, torch.ones_like(mean), 0.0, 0.0)[0]
+    return result, mean.clone(), inverse_deviation.clone(), None, None
+
+
+def statistics_to_keep(results: Sequence[torch.Tensor], *_arguments: object) -> torch.Tensor:
+    """What `normalize_again` needs of the first run, (2, channels): mean and inverse deviation."""
+    return torch.stack(list(results))
+
+
+def can_normalize_again(*tensors: torch.Tensor | None) -> bool:
+    """Whether `normalize_again` gives the same bits for tensors laid out like these, of which the first holds the values."""
+    values, *vectors = [tensor for tensor in tensors if tensor is not None]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_dense = values.is_contiguous() or values.is_contiguous(memory_format=layouts.get(values.ndim, torch.contiguous_format))
+    is_full = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
+    return is_dense and is_full and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+
+
+_OFFSET = torch.int16
+
+
+def pool_again(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max-pooling where it is known which value of each window is the largest, bitwise as at the first run.
+
+    Finding the largest is all of the work, and slow on CPU, which guesses wrong at every other comparison. The arguments are those of
+    `max_pool2d_with_indices` with what `offsets_to_keep` made of its first run in between; the returned indices are of the dtype of
+    PyTorch's whatever that of the offsets.
+
+    Args:
+        values: (..., height, width), contiguous.
+        offsets: (1, ..., rows, columns) or without the first dim, of the largest value behind the first of its window.
+        kernel: of two dims, or one for both; likewise what follows.
+        stride: the kernel if empty.
+        padding: on each side.
+        dilation: from one value of a window to the next.
+    """
+    indices = offsets + _first_in_window(offsets, values.shape[-1], stride or kernel, padding, dilation)
+    return values.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), indices
+
+
+def offsets_to_keep(
+    results: Sequence[torch.Tensor],
+    values: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    *_: object,
+) -> torch.Tensor:
+    """What `pool_again` needs of the first run, (1, ..., rows, columns): its indices less the first of each window, a quarter as large."""
+    (indices,) = results
+    offsets = torch.empty((1, *indices.shape), dtype=_OFFSET, device=indices.device)
+    torch.sub(indices, _first_in_window(indices, values.shape[-1], stride or kernel, padding, dilation), out=offsets[0])
+    return offsets
+
+
+def _first_in_window(
+    pooled: torch.Tensor, width: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> torch.Tensor:
+    """(rows, columns): the flat index of the first value in each window that is no padding."""
+    firsts = []
+    for dim in (-2, -1):
+        places = torch.arange(pooled.shape[dim], device=pooled.device) * stride[dim % len(stride)] - padding[dim % len(padding)]
+        firsts.append(places.where(places >= 0, places % dilation[dim % len(dilation)]))
+    return firsts[0].unsqueeze(1) * width + firsts[1]
+
+
+def can_pool_again(
+    values: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    *_: object,
+) -> bool:
+    """Whether `pool_again` serves for values laid out like these; arguments as of `max_pool2d_with_indices`."""
+    largest = (kernel[0] - 1) * dilation[0] * values.shape[-1] + (kernel[-1] - 1) * dilation[-1]
+    return values.device.type == "cpu" and values.is_contiguous() and largest <= torch.iinfo(_OFFSET).max
 
 
 def cross_entropy_backward(

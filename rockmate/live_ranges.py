@@ -56,15 +56,15 @@ class LiveRanges:
         self.of: dict[Storage, list[LiveRange]] = {}
         self._dropped: set[int] = set()
         self.inserted: dict[int, set[int]] = {}
-        self._drawn: dict[Op, list[int]] = {}  # positions at which random ops run
+        self._with_state: dict[Op, list[int]] = {}  # positions at which ops run that need a state to run again
         self._ranges: list[LiveRange] = []
         reads, _, makes = graph.made_storages
         for position, index in enumerate(self._steps):
             for storage in reads[index]:
                 if storage in self.of:
                     self.of[storage][-1].reads.append(position)
-            if graph.ops[index].is_random:
-                self._drawn.setdefault(graph.ops[index], []).append(position)
+            if state_bytes(graph.ops[index]):
+                self._with_state.setdefault(graph.ops[index], []).append(position)
             for storage in makes[index]:
                 self.of.setdefault(storage, []).append(self._new(storage, position, []))
         self._extents = np.array([_extent(live) for live in self._ranges], dtype=np.int64).reshape(-1, 2)
@@ -193,19 +193,19 @@ class LiveRanges:
         self.bytes_in_use[last + 1 : following] -= live.storage.num_bytes
         for op in runs:
             self.inserted.setdefault(following, set()).add(op.index)
-            self._keep_random_state(op, following)
+            self._keep_state(op, following)
             for storage in op.reads:
                 for known in self.of.get(storage, []):
                     if known.start < following <= known.end and following not in known.reads:
                         insort(known.reads, following)
 
-    def _keep_random_state(self, op: Op, position: int) -> None:
-        """Holds the generator's state of a random op from its first run to the one that is inserted before `position`."""
-        if op in self._drawn:
-            drawn = self._drawn[op]
-            held_until = drawn[-1] + 1 if len(drawn) > 1 else drawn[0]
+    def _keep_state(self, op: Op, position: int) -> None:
+        """Holds what an op needs to run again from its first run to the one that is inserted before `position`."""
+        if op in self._with_state:
+            runs = self._with_state[op]
+            held_until = runs[-1] + 1 if len(runs) > 1 else runs[0]
             self.bytes_in_use[held_until : position + 1] += state_bytes(op)
-            insort(drawn, position)
+            insort(runs, position)
 
     def _is_inserted(self, live: LiveRange, position: int) -> bool:
         producer = live.storage.producer

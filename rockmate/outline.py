@@ -87,7 +87,7 @@ class OutlineOp:
         source: the user's line that called it, empty if unknown.
         can_run_again: whether it may be recomputed.
         is_random: whether it draws from the generator.
-        state_bytes: what keeping the generator's state takes if it runs again.
+        state_bytes: what it needs of its first run to run again: the generator's state, or what it has found.
         delivers: names of the parameters whose gradients are final with it.
     """
 
@@ -108,6 +108,11 @@ class OutlineOp:
         """The bare name of its target: "addmm" of "aten.addmm.default(...)"."""
         parts = self.call.partition("(")[0].split(".")
         return parts[1] if parts[0] == "aten" else parts[-1]
+
+    @property
+    def state_name(self) -> str:
+        """What `state_bytes` are of."""
+        return "random state" if self.is_random else "what is kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,5 +136,5 @@ def simulate_part(
 
 
 def state_bytes(op: Op) -> int:
-    """Bytes of the random state that an op needs to run again, as its device's allocator counts them."""
-    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else 0
+    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or what it has found."""
+    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else op.state_bytes

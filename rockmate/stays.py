@@ -37,13 +37,13 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """What takes memory while one run of a schedule goes on: a storage, or a random state or overhead of an op.
+    """What takes memory while one run of a schedule goes on: a storage, or what an op needs to run again, or its overhead.
 
     Attributes:
         num_bytes: how much.
         storage: index of the storage, None for the other two.
-        op: index of the op whose random state or overhead it is.
-        what: "storage", "random state" or "overhead".
+        op: index of the op whose state or overhead it is.
+        what: "storage", "overhead", or what the state is, as `OutlineOp.state_name` says.
     """
 
     num_bytes: int
@@ -129,7 +129,7 @@ class Stays:
         ]
         for drawn, first in self._first_run.items():
             if self.outline.ops[drawn].state_bytes and first <= position <= self._last_run[drawn] != first:
-                occupants.append(Occupant(self.outline.ops[drawn].state_bytes, op=drawn, what="random state"))
+                occupants.append(Occupant(self.outline.ops[drawn].state_bytes, op=drawn, what=self.outline.ops[drawn].state_name))
         overhead = (costs.first if self._first_run[index] == position else costs.again)[index].overhead_bytes
         if overhead:
             occupants.append(Occupant(overhead, op=index, what="overhead"))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+import checkmate
 from bench import branched, models
 from bench.branched_models import modules_at
+from bench.comparison_plans import recorded_programs
 from bench.comparison_table import ModelResult
 
 MACHINE = {
@@ -17,7 +19,7 @@ MACHINE = {
 }  # fmt: skip
 PLANNER = {
     "kind": "planner", "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0}, "minimum_peak_bytes": 290, "num_ops": 9,
-    "num_forward_ops": 4, "num_blocks": 2, "largest_block_ops": 50, "largest_part_ops": 41,
+    "num_forward_ops": 4, "num_blocks": 2, "largest_block_ops": 50, "largest_part_ops": 50, "largest_program_ops": 41,
 }  # fmt: skip
 
 
@@ -52,9 +54,22 @@ def test_page_tells_hits_from_misses() -> None:
     assert "| predicted time there: U-Net | <= 1.05 | 1.060 | unet | **miss** |" in text
     assert "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet | **miss** |" in text  # the minimum's is not among them
     assert f"natural modules: largest | <= 0.80 | {290 / 380:.3f} | unet | hit |" in text
-    assert "| ops that a solver gets at once: most | <= 40.00 | 41.000 | unet | **miss** |" in text
+    assert "| ops that a 0/1 program gets at once: most | <= 40.00 | 41.000 | unet | **miss** |" in text
     assert "| planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit |" in text
     assert "| unet | 0.35 | infeasible: the least peak is 0.00029 MB |" in text
+
+
+def test_programs_are_recorded_where_the_sweep_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = tuple(checkmate.Op(time_ms=1.0 + n, inputs=(n - 1,) if n else (), outputs=(n,)) for n in range(6))
+    problem = checkmate.Knapsack(ops=ops, value_bytes=(7, 11, 13, 17, 19, 23), required=frozenset({1, 3, 5}))
+    with recorded_programs() as programs:
+        swept = checkmate.pareto(problem)
+    assert programs == []
+    monkeypatch.setattr("checkmate.frontier._PART_LABELS", 1)
+    with recorded_programs() as programs:
+        solved = checkmate.pareto(problem)
+    assert set(programs) == {6}
+    assert [(s.saved_bytes, s.time_ms) for s in solved] == [(s.saved_bytes, s.time_ms) for s in swept]
 
 
 def test_every_model_that_is_no_chain_is_in_the_table_and_most_have_natural_modules() -> None:

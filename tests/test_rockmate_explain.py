@@ -197,9 +197,9 @@ def test_block_table_adds_up(name: str) -> None:
         assert sum(row.num_ops for row in rows) == len(graph.ops)
         assert sum(row.made_bytes for row in rows) == sum(op.written_bytes for op in graph.forward_ops)
         states = sum(
-            CPU_STATE_BYTES
+            CPU_STATE_BYTES if op.is_random else op.state_bytes
             for op in graph.forward_ops
-            if op.is_random and runs[op.index] > 1 and schedule.steps.index(op.index) < len(schedule.forward)
+            if runs[op.index] > 1 and schedule.steps.index(op.index) < len(schedule.forward)
         )
         assert sum(row.kept_bytes for row in rows) == plan.simulation.saved_bytes - states
         assert sum(row.num_recomputed for row in rows) == schedule.num_recomputations()

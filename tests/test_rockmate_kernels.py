@@ -17,7 +17,17 @@ from rockmate import Planner
 from rockmate.budget import parse_budget
 from rockmate.errors import InvalidBudgetError, UnsupportedModelError
 from rockmate.in_place import _FORMS
-from rockmate.kernels import batch_norm_again, cross_entropy_backward, dropout_apply, dropout_mask
+from rockmate.kernels import (
+    batch_norm_again,
+    can_normalize_again,
+    can_pool_again,
+    cross_entropy_backward,
+    dropout_apply,
+    dropout_mask,
+    normalize_again,
+    offsets_to_keep,
+    pool_again,
+)  # fmt: skip
 from rockmate.structure import flatten
 
 aten = torch.ops.aten
@@ -131,6 +141,67 @@ def test_batch_norm_again(shape: tuple[int, ...], affine: bool) -> None:
     other_mean = torch.randn(5)
     ours = batch_norm_again(values, weight, bias, other_mean, var, True, 0.1, 1e-5)
     assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(16, 5), (4, 5, 7), (4, 37, 6, 7), (2, 5, 3, 3, 3), (3, 64, 33, 31)])
+def test_normalizing_again_gives_the_bits_of_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, affine: bool) -> None:
+    channels, last = shape[1], {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
+    for layout in (torch.contiguous_format, last):
+        values = (3 * torch.randn(shape, dtype=dtype) + 7).to(memory_format=layout)
+        values[:, 0] = 2.5  # a channel without variance
+        weight, bias = (torch.randn(channels, dtype=dtype), torch.randn(channels, dtype=dtype)) if affine else (None, None)
+        running = torch.randn(channels, dtype=dtype), torch.rand(channels, dtype=dtype)
+        expected = aten._native_batch_norm_legit_functional(values, weight, bias, *running, True, 0.1, 1e-5)
+        assert can_normalize_again(values, weight, bias, *expected[1:3])
+        ours = normalize_again(values, weight, bias, *expected[1:3])
+        assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
+        assert [a.stride() for a in ours[:3]] == [b.stride() for b in expected[:3]]
+        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(ours[:3], expected[:3], strict=True))
+
+
+def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
+    values, vector = torch.randn(4, 5, 6, 7), torch.randn(5)
+    assert can_normalize_again(values, None, None, vector, vector)
+    assert not can_normalize_again(values.permute(0, 1, 3, 2), None, None, vector, vector)  # another kernel, which rounds otherwise
+    assert not can_normalize_again(values.bfloat16(), vector, vector, vector, vector)
+    assert not can_normalize_again(values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16())
+    assert not can_normalize_again(values, vector.double(), vector, vector, vector)
+
+
+# --- max-pooling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([2, 2], [2, 2]), ([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 0], [2, 3]), ([2], [2]),
+        ([3, 3], [2, 2], [0, 0], [1, 1], True),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 5, 16, 12), (3, 9, 13)])
+def test_pooling_again_gives_the_bits_of_max_pooling(shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    values = torch.randn(shape).relu()  # with ties
+    values.view(-1)[::7] = -torch.inf
+    values.view(-1)[3] = torch.nan
+    for given in (values, values.double(), values.bfloat16()):
+        expected = aten.max_pool2d_with_indices(given, *arguments)
+        assert can_pool_again(given, *arguments)
+        offsets = offsets_to_keep(expected[1:], given, *arguments)
+        assert offsets.nbytes == expected[1].nbytes / 4
+        ours = pool_again(given, offsets[0], *arguments)
+        assert ours[0].isnan().any()
+        assert same_bits(ours[0].isnan(), expected[0].isnan())
+        assert same_bits(ours[0].nan_to_num(nan=3.0), expected[0].nan_to_num(nan=3.0))
+        assert same_bits(ours[1], expected[1])
+        assert [a.stride() for a in ours] == [b.stride() for b in expected]
+
+
+def test_what_cannot_be_pooled_again() -> None:
+    assert not can_pool_again(torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2])
+    assert can_pool_again(torch.empty(1, 3, 32766), [2, 2])
+    assert not can_pool_again(torch.empty(1, 3, 32768), [2, 2])  # the offset of the second row does not fit into two bytes
 
 
 # --- in place ------------------------------------------------------------------------------------------

@@ -166,15 +166,26 @@ def resident_peak(step: Step) -> int:
     Linux only, CPU only, and only in a process started with `RESIDENT_ENVIRONMENT`. Run the step once
     beforehand, in the same process.
     """
+    return resident_marks([step])[0]
+
+
+def resident_marks(steps: Sequence[Step]) -> list[int]:
+    """For each of some steps, called one after the other, the largest excess as in `resident_peak`, above the start of the first.
+
+    What a step leaves resident, memory that it did not free or fragments that nothing fits in, is in the marks of all later ones.
+    """
     missing = {name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")} - os.environ.keys()
     if missing:
         raise RuntimeError(f"the resident peak needs {', '.join(sorted(missing))} set at process start")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is resident now
-    before_bytes = _status_bytes("VmRSS")
-    step()
-    return _status_bytes("VmHWM") - before_bytes
+    before_bytes, marks_bytes = None, []
+    for step in steps:
+        Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is resident now
+        before_bytes = _status_bytes("VmRSS") if before_bytes is None else before_bytes
+        step()
+        marks_bytes.append(_status_bytes("VmHWM") - before_bytes)
+    return marks_bytes
 
 
 def resident_calibration(num_bytes: int = 64 << 20) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import random
 import tempfile
+from typing import Any
 
-import torch
 import transformers
 from arguments import parser
 from text import source_text
@@ -39,19 +39,19 @@ def main() -> None:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
-        def encoded(piece: str) -> list[int]:
-            return tokenizer(piece, truncation=True, padding="max_length", max_length=options.length)["input_ids"]
+        def encoded(piece: str) -> dict[str, Any]:
+            return dict(tokenizer(piece, truncation=True, max_length=options.length))  # the trainer pads each batch to its longest
     else:
         config = transformers.BertConfig(
             vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
             max_position_embeddings=options.length,
         )  # fmt: skip
-        model = transformers.BertForSequenceClassification(config)
+        model, tokenizer = transformers.BertForSequenceClassification(config), None
 
-        def encoded(piece: str) -> list[int]:
-            return [*piece.encode()[: options.length]]
+        def encoded(piece: str) -> dict[str, Any]:
+            return {"input_ids": [*piece.encode()[: options.length]]}
 
-    rows = [{"input_ids": torch.tensor(encoded(piece)), "labels": torch.tensor(kind)} for piece, kind in pieces(options.length)]
+    rows = [{**encoded(piece), "labels": kind} for piece, kind in pieces(options.length)]
     held_back, rows = rows[:32], rows[32:]
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -60,7 +60,7 @@ def main() -> None:
         )  # fmt: skip
         module = RockmateModule(model.train(), budget=options.budget)
         trainer = transformers.Trainer(
-            model=module, args=arguments, train_dataset=rows, eval_dataset=held_back,
+            model=module, args=arguments, train_dataset=rows, eval_dataset=held_back, processing_class=tokenizer,
             compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
         )  # fmt: skip
         trainer.train()

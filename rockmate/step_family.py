@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _Made = TypeVar("_Made")
 logger = logging.getLogger("rockmate")
 
+_MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
+_NUM_BUCKETS, _LEAST_BUCKET = 8, 8  # how many lengths it advises at most, and the smallest
+
 
 class StepFamily:
     """Captures a model for other sizes than those that it was planned for, as long as its state is that of the plan.
@@ -52,12 +55,14 @@ class StepFamily:
         """Takes a model and the planned call whose step is known."""
         self._model = model
         self._planned = planned
+        self._options = {name: value for name, value in planned.plan.options.items() if name != "loss_chunks"}  # of the capture
         self._groups = SizeGroups.of(planned.call)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized: dict[PlannedCall, _SizedCall] = {}
         self._obstacles: dict[tuple[str, PlannedCall | None], str] = {}  # what there is not, of which call, and why
         self._other_batch: CallSignature | None = None
+        self._alone: list[CallSignature] = []  # captured by itself, in order of their coming
 
     def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
         """A planned call at sizes that are nowhere larger, its program with other numbers; None where that is not known to be right.
@@ -66,6 +71,8 @@ class StepFamily:
             planned: a planned call of this family.
             call: signature of the smaller one.
         """
+        if "loss_chunks" in planned.plan.options:  # whose sizes are no expressions of the call's
+            return None
         try:
             with collection_put_off():
                 generic = self._generic_capture(call)
@@ -102,7 +109,7 @@ class StepFamily:
         return _SizedCall(program, numbers)
 
     def step(self, sample: SampleCall, call: CallSignature) -> CapturedStep:
-        """The model's step for a call that differs from the planned one in sizes.
+        """The model's step for a call that differs from the planned one in sizes, with its loss block whole.
 
         Args:
             sample: the call.
@@ -120,9 +127,23 @@ class StepFamily:
                 return self._step_of(capture, call)
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
-            options: dict[str, Any] = {"hooked": "", **self._planned.plan.options}
-            options.pop("loss_chunks", None)
+                self._warn_of_lengths(call, str(reason))
+            options: dict[str, Any] = {"hooked": "", **self._options}
             return capture_step(self._model, sample, **options)
+
+    def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
+        """Says once that there are many lengths for which the model has been captured, and what to do."""
+        if _differs_in_batch(self._planned.call, call):
+            return
+        self._alone.append(call)
+        if len(self._alone) == _MANY_LENGTHS:
+            size = _bucket_size([self._planned.call, *self._alone])
+            logger.warning(
+                "the model has been captured for %d lengths one by one, since %s. Each capture takes time. Pad batches so that few lengths "
+                "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
+                "rockmate.trainer.wrap_trainer.",
+                _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
+            )  # fmt: skip
 
     def _symbolic_capture(self, call: CallSignature) -> SymbolicCapture:
         """The symbolic capture, made when it is first worth it."""
@@ -162,10 +183,8 @@ class StepFamily:
     def _equal_capture(self) -> SymbolicCapture:
         """A symbolic capture that equals the planned step at that one's sizes."""
         begin = time.perf_counter()
-        planned, options = self._planned, self._planned.plan.options
+        planned, options = self._planned, self._options
         apart = list(untraced_modules(self._model, untraced_names(options)))
-        if "loss_chunks" in options:
-            raise SizesNotCoveredError("the plan takes the loss block in chunks of the sample's size")
         if apart:
             raise SizesNotCoveredError(f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone")
         with source_lines():
@@ -174,7 +193,8 @@ class StepFamily:
             )
         capture = symbolic.instance(planned.call)
         rewrite(capture.joint)
-        found = planned.plan.outline.difference(outline_of(self._step_of(capture, planned.call).graph, planned.call))
+        step = self._step_of(capture, planned.call).in_form_of(planned.plan)
+        found = planned.plan.outline.difference(outline_of(step.graph, planned.call))
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
         seconds = time.perf_counter() - begin
@@ -184,7 +204,7 @@ class StepFamily:
     def _step_of(self, capture: Capture, call: CallSignature, *, like: Graph | None = None) -> CapturedStep:
         from rockmate.step import step_of
 
-        return step_of(capture, self._model, call, self._planned.state, dict(self._planned.plan.options), like=like)
+        return step_of(capture, self._model, call, self._planned.state, dict(self._options), like=like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +218,10 @@ class _SizedCall:
 def _differs_in_batch(planned: CallSignature, call: CallSignature) -> bool:
     """Whether the calls differ in the leading dimension of their tensors alone."""
     return all(mine.shape[1:] == theirs.shape[1:] for mine, theirs in zip(planned.tensors, call.tensors, strict=True))
+
+
+def _bucket_size(calls: Sequence[CallSignature]) -> int:
+    """The power of two of which the largest size that differs between the calls, the batch aside, has no more than `_NUM_BUCKETS`."""
+    places = zip(*([size for tensor in call.tensors for size in tensor.shape[1:]] for call in calls), strict=True)
+    largest = max(max(sizes) for sizes in places if len(set(sizes)) > 1)
+    return max(_LEAST_BUCKET, 1 << (-(-largest // _NUM_BUCKETS) - 1).bit_length())

@@ -74,6 +74,7 @@ def test_writing_replaces_the_blocks_and_nothing_else(tmp_path: Path) -> None:
         walkthrough.write([section, walkthrough.Section(name="two", language="text", text="", is_exact=True)], page)
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # of the trainer, where there is no GPU
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
 def test_readme_snippet_runs(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for what a snippet saves

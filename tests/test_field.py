@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from fine_tuning import LENGTH, VOCABULARY, batch, gpt2, llama
 from helpers import differing, gradients_of, same_bits
 from torch import nn
 
+from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
@@ -328,3 +333,71 @@ def test_noisy_routing_is_the_same_when_recomputed() -> None:
     module = planner.module(planner.minimum_peak_bytes)
     assert module.plan.schedule.num_recomputations() > 0
     assert_same_step(module, model, copy.deepcopy(model), {})
+
+
+# --- what the allocator makes of a plan ------------------------------------------------------------------
+
+NUM_ROWS = 4096
+RESIDENT_MARKS = f"""
+import json, models, torch
+from bench import measure
+from rockmate import RockmateModule
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = models.Stack(num_layers=4, width=64).train()
+optimizer = torch.optim.AdamW(model.parameters())
+module = RockmateModule(model, torch.randn({NUM_ROWS}, 64), 0.35)
+plan = module.plan
+
+
+def step(callee, num_rows):
+    callee(torch.randn(num_rows, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def marks(callee):
+    steps = [lambda rows=rows: step(callee, rows) for rows in ({NUM_ROWS}, 3301, 2099, 3907, 2713, 3109)]
+    for warm_up in steps:  # captures, and makes a program for each size
+        warm_up()
+    return measure.resident_marks(4 * steps)
+
+
+print(json.dumps({{"budget": plan.budget_bytes, "planned": marks(module), "eager": marks(model)}}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc")
+def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes() -> None:
+    """Of the whole process, so what libraries take and what fragments count as well; large blocks go back to the kernel one by one."""
+    root = Path(__file__).resolve().parent.parent
+    settings = os.environ | measure.RESIDENT_ENVIRONMENT | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    command = [sys.executable, "-c", RESIDENT_MARKS]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=settings)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    small_bytes = 1 << 20  # the batch itself; Python's objects, blocks below 64 KiB, what is left of the last page of each block
+    largest = found["planned"][::6]
+    assert max(found["planned"]) <= found["budget"] + small_bytes
+    assert max(found["eager"]) >= 2 * found["budget"]  # the meter would see it
+    assert all(later <= largest[0] + small_bytes // 4 for later in largest)  # nothing is left behind from step to step
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_cudas_allocator_holds_in_reserve_stays_near_the_budget() -> None:
+    device = torch.device("cuda")
+    model = models.Stack(num_layers=8, width=512).to(device).train()
+    module = RockmateModule(model, torch.randn(32768, 512, device=device), 0.35)
+    budget_bytes = module.plan.budget_bytes
+    for num_rows in (32768, 26001, 17003, 32768):  # captures, and makes .grad and the libraries' workspaces
+        module(torch.randn(num_rows, 512, device=device)).square().mean().backward()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_reserved()
+    for num_rows in 8 * (32768, 26001, 17003):
+        module(torch.randn(num_rows, 512, device=device)).square().mean().backward()
+    torch.cuda.synchronize()
+    input_bytes = 32768 * 512 * 4
+    reserved_bytes = torch.cuda.memory_reserved() - before_bytes
+    assert reserved_bytes <= 1.25 * (budget_bytes + input_bytes)

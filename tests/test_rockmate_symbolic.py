@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import assert_same, one_step, tensors_of
+from helpers import assert_same, one_step, relative_error, tensors_of
 from torch import Tensor, nn
 
 from bench import measure
@@ -193,6 +193,54 @@ def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> Non
             callee(images).square().sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+    assert work.captures == ["symbolic"]
+
+
+class Wide(nn.Module):
+    """Words to many logits: the loss block is most of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1024, 16)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 1024, bias=False)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.dropout(self.words(words)))).flatten(0, 1), labels.flatten())
+
+
+def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work) -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    given = {name: torch.randint(1024, (4, 24)) for name in ("words", "labels")}
+    module = RockmateModule(model, given, Planner(model, given).minimum_peak_bytes // 3)
+    planned, budget_bytes = module.plan, module.plan.budget_bytes
+    work.captures.clear()
+    for index, shape in enumerate([(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (3, 5), (3, 11)]):
+        given = {name: torch.randint(1024, shape) for name in ("words", "labels")}
+        ours, theirs = steps_of(model, module, given)
+        assert relative_error(ours.loss, theirs.loss) <= 1e-6  # sums in another order
+        assert all(relative_error(ours.gradients[name], theirs.gradients[name]) <= 2e-6 for name in theirs.gradients)
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        assert torch.equal(ours.random_state, theirs.random_state)
+        assert module.plan.options["loss_chunks"] == planned.options["loss_chunks"]
+        assert module.plan.predicted_peak_bytes <= budget_bytes
+        if index % 7 == 0:
+            assert measure.allocator_peak(lambda given=given: module(**given).backward()) <= budget_bytes
+    assert work.captures == ["symbolic"]
+
+
+def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_capture(work: Work) -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    given = {name: torch.randint(1024, (4, 24)) for name in ("words", "labels")}
+    module = RockmateModule(model, given, Planner(model, given).minimum_peak_bytes // 3)
+    work.captures.clear()
+    given = {name: torch.randint(1024, (4, 30)) for name in ("words", "labels")}
+    ours, theirs = steps_of(model, module, given)
+    assert relative_error(ours.loss, theirs.loss) <= 1e-6
+    assert "loss_chunks" in module.plan.options
+    assert measure.allocator_peak(lambda: module(**given).backward()) <= module.plan.budget_bytes
     assert work.captures == ["symbolic"]
 
 

@@ -34,7 +34,7 @@ class ChunkingNote:
     text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan:
     """A schedule that fits a budget.
 
@@ -157,6 +157,13 @@ class Plan:
         half = "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
         again = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
         return f"{again}{op.name} ({op.module or 'no single submodule'}) in the {half}"
+
+    def __repr__(self) -> str:
+        """One line; `summary` says more, and `to_text` all."""
+        return (
+            f"Plan(budget {size_text(self.budget_bytes)}, predicted peak {size_text(self.predicted_peak_bytes)}, "
+            f"{self.predicted_ratio:.3f}x the time of nothing recomputed)"
+        )
 
     def summary(self) -> str:
         """A few lines: budget, peak and where it is, time, what is kept and what is recomputed."""

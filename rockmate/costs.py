@@ -11,8 +11,11 @@ import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 from tqdm import tqdm
@@ -22,6 +25,9 @@ from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, Product, call_key
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _ADD = torch.ops.aten.add_.Tensor
 _ROUNDS = 5
@@ -42,13 +48,28 @@ class Cost:
     overhead_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The cost of each op of a graph, by `Op.index`: at its first run, and when recomputed (which may be another call)."""
 
     first: tuple[Cost, ...]
     again: tuple[Cost, ...]
     num_distinct: int
+
+    @cached_property
+    def first_table(self) -> tuple[Floats, Ints]:
+        """Milliseconds and overhead bytes of each op's first run."""
+        return _table(self.first)
+
+    @cached_property
+    def again_table(self) -> tuple[Floats, Ints]:
+        """Milliseconds and overhead bytes of each op when recomputed."""
+        return _table(self.again)
+
+
+def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
+    times_ms = np.array([cost.time_ms for cost in costs], dtype=np.float64)
+    return times_ms, np.array([cost.overhead_bytes for cost in costs], dtype=np.int64)
 
 
 def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None) -> Costs:

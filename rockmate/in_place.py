@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from rockmate.accesses import Ints
 from rockmate.graph import Graph, Op, Storage
 from rockmate.kernels import cross_entropy_backward, dropout_apply
 from rockmate.untraced import UntracedForward
@@ -110,12 +112,23 @@ def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | 
         op: the op in question.
         ends: storages that nobody reads after this run.
     """
-    if op.in_place_operands is None:
-        op.in_place_operands = tuple(_operands(graph, op))
-    for operand in op.in_place_operands:  # empty for most ops
+    for operand in _operands_of(graph, op):  # empty for most ops
         if graph.storage_of[operand] in ends:
             return operand
     return None
+
+
+def operands_in_place(graph: Graph) -> tuple[Ints, Ints]:
+    """Pairs of an op and a storage whose memory its result can take, if nobody reads it afterwards: indices of both."""
+    pairs = [(op.index, graph.storage_of[operand].index) for op in graph.ops for operand in _operands_of(graph, op)]
+    ops, storages = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return ops, storages
+
+
+def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:
+    if op.in_place_operands is None:
+        op.in_place_operands = tuple(_operands(graph, op))
+    return op.in_place_operands
 
 
 def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from rockmate.allocations import peak_beyond_result
 from rockmate.autocast import autocast_off
-from rockmate.capture import Role, RoleKind
+from rockmate.capture import RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, Product, call_key
 
@@ -95,9 +95,10 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    first = [distinct(_first_call(graph, op)) for op in graph.ops]
-    again = [distinct(_Call(op, op.recompute_target or op.node.target, op.node.args, op.node.kwargs)) for op in graph.ops]
-    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
+    parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    first = [distinct(_first_call(parameters, op)) for op in graph.ops]
+    again = [distinct(_own_call(op, op.recompute_target or op.node.target)) for op in graph.ops]
+    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
@@ -117,25 +118,28 @@ def unit_times(costs: Costs) -> Costs:
     return Costs(first=first, again=again, num_distinct=costs.num_distinct)
 
 
-def _first_call(graph: Graph, op: Op) -> _Call:
+def _own_call(op: Op, target: Any) -> _Call:
+    """The op's own arguments, by its own target or by the one for another run."""
+    return _Call(op, target, op.node.args, op.node.kwargs, key=op.call_key if target is op.node.target else None)
+
+
+def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
     """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
     if isinstance(op.handover, Product) and op.handover.is_one_of_several:
-        parameter = next(node for node, role in graph.inputs if role == Role(RoleKind.PARAMETER, op.delivers[0][1].name))
         target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
-        return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
-    return _Call(op, op.node.target, op.node.args, op.node.kwargs)
+        return _Call(op, target, (parameters[op.delivers[0][1].name], *op.node.args), op.node.kwargs)
+    return _own_call(op, op.node.target)
 
 
 def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return total.t().addmm_(left, right)
 
 
-def _additions(graph: Graph, op: Op) -> list[tuple[fx.Node, fx.Node]]:
+def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node, fx.Node]]:
     """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
     if isinstance(op.handover, Product) and op.handover.is_one_of_several:
         return []
-    parameter = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
-    pairs = [(parameter[role.name], node) for node, role in op.delivers]
+    pairs = [(parameters[role.name], node) for node, role in op.delivers]
     return pairs * 2 if op.handover else pairs
 
 
@@ -159,12 +163,14 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
 class _Call:
     """One distinct call, with what has been measured of it."""
 
-    def __init__(self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, key: Hashable | None = None
+    ) -> None:
         self.op = op
         self.target = target
         self.args, self.kwargs = args, kwargs
-        self.device = _device_of(op.node)
-        self.key = call_key(target, args, kwargs)
+        self.device = op.device
+        self.key = key or call_key(target, args, kwargs)
         self.times_ms: list[float] = []
         self.overhead_bytes = 0
         self.first_ms = 0.0
@@ -222,9 +228,3 @@ def _made_up(fake: torch.Tensor) -> torch.Tensor:
     needed = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
     memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    first = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
-    return first.device

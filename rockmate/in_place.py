@@ -118,11 +118,17 @@ def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | 
     return None
 
 
-def operands_in_place(graph: Graph) -> tuple[Ints, Ints]:
-    """Pairs of an op and a storage whose memory its result can take, if nobody reads it afterwards: indices of both."""
-    pairs = [(op.index, graph.storage_of[operand].index) for op in graph.ops for operand in _operands_of(graph, op)]
-    ops, storages = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return ops, storages
+def operands_in_place(graph: Graph) -> Ints:
+    """For each op the storages whose memory its result can take, if nobody reads them afterwards.
+
+    Returns:
+        Their indices, -1 where there is none; shape (ops, 2).
+    """
+    found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
+    for op in graph.ops:
+        for place, operand in enumerate(_operands_of(graph, op)):
+            found[op.index, place] = graph.storage_of[operand].index
+    return found
 
 
 def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:

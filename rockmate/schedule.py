@@ -164,11 +164,9 @@ def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int])
 
 
 def _in_place(graph: Graph, accesses: Accesses, num_forward: int) -> frozenset[int]:
-    ops, operands = operands_in_place(graph)
-    num_storages = len(graph.storages)
     positions, storages = accesses.released(graph)
     if graph.updates:  # those that end with the forward are still to be copied then
         is_copied = (positions == num_forward - 1) & np.isin(storages, [storage.index for storage in graph.updates])
         positions, storages = positions[~is_copied], storages[~is_copied]
-    found = np.isin(accesses.steps[positions] * num_storages + storages, ops * num_storages + operands)
-    return frozenset(positions[found].tolist())
+    can_be_taken = operands_in_place(graph)[accesses.steps[positions]] == storages[:, np.newaxis]
+    return frozenset(positions[can_be_taken.any(axis=1)].tolist())

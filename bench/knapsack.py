@@ -27,10 +27,10 @@ from typing import TypeVar
 
 import pulp
 
+from rockmate.accesses import state_bytes
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.schedule import Schedule, finish
-from rockmate.simulate import state_bytes
 
 _Item = TypeVar("_Item", Op, Storage)
 

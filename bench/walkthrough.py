@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from rockmate.accesses import state_bytes
 from rockmate.allocations import timeline
 from rockmate.backward_order import weight_gradients_first
 from rockmate.capture import Capture, Role, capture_joint
@@ -40,7 +41,7 @@ from rockmate.rewrite import rewrite
 from rockmate.runtime import Runner
 from rockmate.schedule import Schedule, last_reads, no_recomputation
 from rockmate.search import Candidate, Searcher
-from rockmate.simulate import Simulation, simulate, state_bytes
+from rockmate.simulate import Simulation, simulate
 from rockmate.solver_time import SolverTime
 from rockmate.strategies import make_search
 from rockmate.structure import flatten

@@ -38,7 +38,7 @@ class Curve:
             self._fronts = part_fronts(reduce(problem), deadline=monotonic() + time_limit_s)
             self._hulls = Hulls.of(self._fronts)
             self._hull_bytes, ticks = self._hulls.whole
-            self._hull_ms = [ms_of_ticks(problem, int(sum_of_ticks)) for sum_of_ticks in ticks]
+            self._hull_ms = ms_of_ticks(problem, ticks.tolist())
         except (TooManyLabelsError, OutOfTimeError) as error:
             self.is_cut_short = isinstance(error, OutOfTimeError)
             plans = convex_hull(problem)[::-1]
@@ -57,7 +57,7 @@ class Curve:
                 total = best_within(
                     self._fronts, max_saved_bytes, deadline=monotonic() + time_limit_s, hulls=self._hulls
                 )
-                return ms_of_ticks(self._problem, int(total.ticks[-1]))
+                return ms_of_ticks(self._problem, [int(total.ticks[-1])])[0]
             except TooManyLabelsError:
                 pass
             except OutOfTimeError:

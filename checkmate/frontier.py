@@ -243,8 +243,7 @@ class Hulls:
     def of(fronts: Sequence[Front]) -> "Hulls":
         """The hulls of these parts."""
         hulls = [_lower_hull(front) for front in fronts]
-        walk = descend(hulls)
-        whole, *rest = (_walked(hulls, walk, first) for first in range(len(fronts) + 1))
+        whole, *rest = _walked(hulls, descend(hulls))
         return Hulls(whole=whole, rest=tuple(rest))
 
 
@@ -267,18 +266,19 @@ class _Bound:
         return (room >= rest_saved[0]) & (at_best <= self._incumbent + 0.5)
 
 
-def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]], first: int) -> tuple[Ints, Ints]:
-    """The hull of the sum of the parts from `first` on, by rising bytes."""
-    saved = sum(points[0][0] for points in hulls[first:])
-    ticks = sum(points[0][1] for points in hulls[first:])
-    points = [(saved, ticks)]
-    for which, to in walk:
-        if which >= first:
-            saved += hulls[which][to][0] - hulls[which][to - 1][0]
-            ticks += hulls[which][to][1] - hulls[which][to - 1][1]
-            points.append((saved, ticks))
-    both = np.array(points[::-1], dtype=np.int64)
-    return both[:, 0], both[:, 1]
+def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]]) -> list[tuple[Ints, Ints]]:
+    """For each part, and none, the hull of the sum of the parts from it on, by rising bytes."""
+    which = np.array([part for part, _ in walk], dtype=np.int64)
+    steps = np.array(
+        [np.subtract(hulls[part][to], hulls[part][to - 1]) for part, to in walk], dtype=np.int64
+    ).reshape(-1, 2)
+    starts = np.array([points[0] for points in hulls], dtype=np.int64).reshape(-1, 2)
+    walked = []
+    for first in range(len(hulls) + 1):
+        steps, which = steps[which >= first], which[which >= first]
+        points = np.cumsum(np.vstack([starts[first:].sum(axis=0), steps]), axis=0)[::-1]
+        walked.append((points[:, 0], points[:, 1]))
+    return walked
 
 
 def _lower_hull(front: Front) -> list[tuple[int, int]]:

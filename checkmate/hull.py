@@ -18,7 +18,7 @@ Optimal: each returned plan is the fastest for its own saved bytes. Not covered:
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -37,11 +37,15 @@ class Vertex:
     recomputed: frozenset[int]
 
 
-def convex_hull(problem: Knapsack) -> tuple[Solution, ...]:
+def convex_hull(
+    problem: Knapsack, *, choose: Callable[[list[tuple[int, int]]], Collection[int]] | None = None
+) -> tuple[Solution, ...]:
     """Plans on the lower convex hull of the frontier, by minimum cuts, with no ILP.
 
     Args:
         problem: The problem; whole models of some hundreds of ops are fine.
+        choose: Given (saved bytes, ticks) of every plan below, in their order, the positions of those that are
+            wanted: to put a plan together takes longer than to find it. All of them if left out.
 
     Returns:
         Verified plans of strictly falling saved bytes and strictly rising time, from the least time to the
@@ -58,12 +62,22 @@ def convex_hull(problem: Knapsack) -> tuple[Solution, ...]:
     recomputed = set(reduced.free)
     for part, vertices in zip(reduced.parts, hulls, strict=True):
         recomputed.update(part.indices[i] for i in vertices[0].recomputed)
-    plans = [assemble(problem, recomputed, Status.OPTIMAL)]
-    for which, to in descend([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls]):
+    walk = descend([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls])
+    saved_bytes = [sum(vertices[0].saved_bytes for vertices in hulls)]
+    ticks = [sum(vertices[0].ticks for vertices in hulls)]
+    for which, to in walk:
+        before, after = hulls[which][to - 1], hulls[which][to]
+        saved_bytes.append(saved_bytes[-1] + after.saved_bytes - before.saved_bytes)
+        ticks.append(ticks[-1] + after.ticks - before.ticks)
+    points = list(zip(saved_bytes, ticks, strict=True))
+    wanted = range(len(points)) if choose is None else frozenset(choose(points))
+    plans = [assemble(problem, recomputed, Status.OPTIMAL)] if 0 in wanted else []
+    for position, (which, to) in enumerate(walk, start=1):
         part, before, after = reduced.parts[which], hulls[which][to - 1], hulls[which][to]
         recomputed.difference_update(part.indices[i] for i in before.recomputed)
         recomputed.update(part.indices[i] for i in after.recomputed)
-        plans.append(assemble(problem, recomputed, Status.OPTIMAL))
+        if position in wanted:
+            plans.append(assemble(problem, recomputed, Status.OPTIMAL))
     plans = strictly_falling(plans)
     for plan in plans:
         verify(problem, plan)

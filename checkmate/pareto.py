@@ -156,8 +156,7 @@ def _from_table(
 
 def _spread_hull(problem: Knapsack, max_points: int) -> list[Solution]:
     """A choice of the plans on the convex hull."""
-    hull = convex_hull(problem)
-    return [hull[i] for i in spread([(plan.saved_bytes, plan.time_ms) for plan in hull], max_points)]
+    return list(convex_hull(problem, choose=lambda points: spread(points, max_points)))
 
 
 def _bisect(

@@ -14,7 +14,7 @@ together take at most 1e12 ticks: equal times compare equal (0.1 + 0.2 and 0.3),
 of their total.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import floor, fsum, log10
 
@@ -78,11 +78,11 @@ def ticks_of(problem: Knapsack) -> tuple[int, ...]:
     return tuple(round(op.time_ms / 10.0**-exponent) for op in problem.ops)
 
 
-def ms_of_ticks(problem: Knapsack, ticks: int) -> float:
-    """A sum of ticks in milliseconds, less what rounding each op's time to ticks may have added."""
+def ms_of_ticks(problem: Knapsack, ticks: Sequence[int]) -> list[float]:
+    """Sums of ticks in milliseconds, less what rounding each op's time to ticks may have added."""
     exponent = _exponent(problem)
-    least = max(0.0, ticks - len(problem.ops) / 2)
-    return least / 10.0**exponent if exponent >= 0 else least * 10.0**-exponent
+    least = [max(0.0, sum_of_ticks - len(problem.ops) / 2) for sum_of_ticks in ticks]
+    return [one / 10.0**exponent if exponent >= 0 else one * 10.0**-exponent for one in least]
 
 
 def _exponent(problem: Knapsack) -> int:

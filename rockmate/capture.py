@@ -22,13 +22,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.structure import Structure, flatten
@@ -96,6 +97,13 @@ class Capture:
         """Each value that the graph returns now, with its role."""
         returned: Any = self.joint.graph.output_node().args[0]
         return tuple((node, role) for node, role in zip(returned, self.output_roles, strict=True) if role is not None)
+
+
+def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> Capture:
+    """The capture on a copy of its graph, where `twins` stand for its own nodes; no code is written for it, since none is run."""
+    with _use_lazy_graph_module(True):
+        joint = _make_graph_module(capture.joint, graph)
+    return replace(capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs))
 
 
 def capture_joint(

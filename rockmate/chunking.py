@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from rockmate.autocast import autocast_off
-from rockmate.capture import Capture, Role, RoleKind
+from rockmate.capture import Capture, Role, RoleKind, with_graph
 from rockmate.cleanup import remove_dead
 from rockmate.graph import IN_FORWARD
 from rockmate.kernels import cross_entropy_backward, dropout_apply, target_weight
@@ -150,8 +150,7 @@ def _copy(capture: Capture) -> Capture:
     graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
     returned = graph.graph_copy(capture.joint.graph, twins)
     graph.output(returned)
-    inputs = tuple((twins[node], role) for node, role in capture.inputs)
-    return replace(capture, joint=fx.GraphModule(capture.joint, graph), inputs=inputs)
+    return with_graph(capture, graph, twins)
 
 
 def _sum_losses(graph: fx.Graph) -> None:

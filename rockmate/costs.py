@@ -12,17 +12,23 @@ import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 from tqdm import tqdm
 
 from rockmate.allocations import peak_beyond_result
 from rockmate.autocast import autocast_off
-from rockmate.capture import Role, RoleKind
+from rockmate.capture import RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, Product, call_key
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _ADD = torch.ops.aten.add_.Tensor
 _ROUNDS = 5
@@ -43,13 +49,28 @@ class Cost:
     overhead_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The cost of each op of a graph, by `Op.index`: at its first run, and when recomputed (which may be another call)."""
 
     first: tuple[Cost, ...]
     again: tuple[Cost, ...]
     num_distinct: int
+
+    @cached_property
+    def first_table(self) -> tuple[Floats, Ints]:
+        """Milliseconds and overhead bytes of each op's first run."""
+        return _table(self.first)
+
+    @cached_property
+    def again_table(self) -> tuple[Floats, Ints]:
+        """Milliseconds and overhead bytes of each op when recomputed."""
+        return _table(self.again)
+
+
+def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
+    times_ms = np.array([cost.time_ms for cost in costs], dtype=np.float64)
+    return times_ms, np.array([cost.overhead_bytes for cost in costs], dtype=np.int64)
 
 
 def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None) -> Costs:
@@ -75,9 +96,10 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    first = [distinct(_first_call(graph, op)) for op in graph.ops]
+    parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    first = [distinct(_first_call(parameters, op)) for op in graph.ops]
     again = [distinct(_again_call(op)) for op in graph.ops]
-    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(graph, op)] for op in graph.ops]
+    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)] for op in graph.ops]
     keeping = [[distinct(_keeping_call(op))] if op.state_target else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
@@ -98,16 +120,21 @@ def unit_times(costs: Costs) -> Costs:
     return Costs(first=first, again=again, num_distinct=costs.num_distinct)
 
 
-def _first_call(graph: Graph, op: Op) -> _Call:
+def _own_call(op: Op) -> _Call:
+    return _Call(op, op.node.target, op.node.args, op.node.kwargs, key=op.call_key)
+
+
+def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
     """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
     if isinstance(op.handover, Product) and op.handover.is_one_of_several:
-        parameter = next(node for node, role in graph.inputs if role == Role(RoleKind.PARAMETER, op.delivers[0][1].name))
         target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
-        return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
-    return _Call(op, op.node.target, op.node.args, op.node.kwargs)
+        return _Call(op, target, (parameters[op.delivers[0][1].name], *op.node.args), op.node.kwargs)
+    return _own_call(op)
 
 
 def _again_call(op: Op) -> _Call:
+    if op.recompute_target in (None, op.node.target) and op.recompute_args is None:
+        return _own_call(op)
     args = op.node.args if op.recompute_args is None else op.recompute_args
     return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
 
@@ -120,12 +147,11 @@ def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.T
     return total.t().addmm_(left, right)
 
 
-def _additions(graph: Graph, op: Op) -> list[tuple[fx.Node, fx.Node]]:
+def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node, fx.Node]]:
     """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
     if isinstance(op.handover, Product) and op.handover.is_one_of_several:
         return []
-    parameter = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
-    pairs = [(parameter[role.name], node) for node, role in op.delivers]
+    pairs = [(parameters[role.name], node) for node, role in op.delivers]
     return pairs * 2 if op.handover else pairs
 
 
@@ -149,12 +175,14 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
 class _Call:
     """One distinct call, with what has been measured of it."""
 
-    def __init__(self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, key: Hashable | None = None
+    ) -> None:
         self.op = op
         self.target = target
         self.args, self.kwargs = args, kwargs
-        self.device = _device_of(op.node)
-        self.key = call_key(target, args, kwargs)
+        self.device = op.device
+        self.key = key or call_key(target, args, kwargs)
         self.times_ms: list[float] = []
         self.overhead_bytes = 0
         self.first_ms = 0.0
@@ -219,9 +247,3 @@ def _made_up(fake: torch.Tensor) -> torch.Tensor:
     needed = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
     memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    first = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
-    return first.device

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.accesses import OpAccesses
 from rockmate.capture import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.kernels import (
@@ -229,22 +230,9 @@ class Graph:
         return tuple(storage for storage in made if not storage.is_static)
 
     @cached_property
-    def released(self) -> tuple[list[tuple[Storage, ...]], list[tuple[Storage, ...]]]:
-        """For each op what it reads, and what it makes, of the storages that a last read releases."""
-        reads = [tuple(storage for storage in op.reads if storage not in self.held) for op in self.ops]
-        return reads, [tuple(storage for storage in op.writes if storage not in self.held) for op in self.ops]
-
-    @cached_property
-    def made_storages(self) -> tuple[list[tuple[Storage, ...]], list[tuple[Storage, ...]], list[tuple[Storage, ...]]]:
-        """For each op what it reads of the storages that ops make, what it makes, and what of that a second run makes anew."""
-        reads = [tuple(storage for storage in op.reads if storage.producer) for op in self.ops]
-        again = [tuple(storage for storage in op.writes if not storage.is_result) for op in self.ops]
-        return reads, [op.writes for op in self.ops], again
-
-    @cached_property
-    def written_bytes(self) -> tuple[int, ...]:
-        """For each op the bytes of all storages that it makes."""
-        return tuple(op.written_bytes for op in self.ops)
+    def op_accesses(self) -> OpAccesses:
+        """What each op reads and makes, in arrays."""
+        return OpAccesses.of(self)
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:

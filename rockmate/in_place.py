@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from rockmate.accesses import Ints
 from rockmate.graph import Graph, Op, Storage
 from rockmate.kernels import cross_entropy_backward, dropout_apply
 from rockmate.untraced import UntracedForward
@@ -110,12 +112,29 @@ def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | 
         op: the op in question.
         ends: storages that nobody reads after this run.
     """
-    if op.in_place_operands is None:
-        op.in_place_operands = tuple(_operands(graph, op))
-    for operand in op.in_place_operands:  # empty for most ops
+    for operand in _operands_of(graph, op):  # empty for most ops
         if graph.storage_of[operand] in ends:
             return operand
     return None
+
+
+def operands_in_place(graph: Graph) -> Ints:
+    """For each op the storages whose memory its result can take, if nobody reads them afterwards.
+
+    Returns:
+        Their indices, -1 where there is none; shape (ops, 2).
+    """
+    found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
+    for op in graph.ops:
+        for place, operand in enumerate(_operands_of(graph, op)):
+            found[op.index, place] = graph.storage_of[operand].index
+    return found
+
+
+def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:
+    if op.in_place_operands is None:
+        op.in_place_operands = tuple(_operands(graph, op))
+    return op.in_place_operands
 
 
 def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:

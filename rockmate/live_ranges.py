@@ -14,10 +14,11 @@ from typing import TypeGuard
 
 import numpy as np
 
+from rockmate.accesses import Accesses, state_bytes
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.schedule import Schedule, finish
-from rockmate.simulate import Simulation, state_bytes
+from rockmate.simulate import Simulation
 
 
 @dataclass(eq=False, slots=True)
@@ -53,22 +54,51 @@ class LiveRanges:
         self._steps = schedule.steps
         self._num_forward = len(schedule.forward)
         self._in_place = schedule.in_place
-        self.of: dict[Storage, list[LiveRange]] = {}
         self._dropped: set[int] = set()
         self.inserted: dict[int, set[int]] = {}
-        self._with_state: dict[Op, list[int]] = {}  # positions at which ops run that need a state to run again
-        self._ranges: list[LiveRange] = []
-        reads, _, makes = graph.made_storages
-        for position, index in enumerate(self._steps):
-            for storage in reads[index]:
-                if storage in self.of:
-                    self.of[storage][-1].reads.append(position)
-            if state_bytes(graph.ops[index]):
-                self._with_state.setdefault(graph.ops[index], []).append(position)
-            for storage in makes[index]:
-                self.of.setdefault(storage, []).append(self._new(storage, position, []))
-        self._extents = np.array([_extent(live) for live in self._ranges], dtype=np.int64).reshape(-1, 2)
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
+        accesses = schedule.accesses or Accesses.of(graph, schedule.forward, schedule.backward)
+        self._accesses = accesses
+        self._with_state: dict[Op, list[int]] = {}  # positions at which ops run that need a state to run again
+        for position in np.flatnonzero(graph.op_accesses.state_bytes[accesses.steps]).tolist():
+            self._with_state.setdefault(self.op_at(position), []).append(position)
+        is_counted = ~graph.op_accesses.is_result[accesses.storage]  # a result stays
+        made = np.flatnonzero(accesses.is_made & is_counted)
+        in_order = np.argsort(accesses.position[made], kind="stable")
+        self._number = np.empty(len(accesses.storage), dtype=np.int64)  # of the range that each access begins
+        self._number[made[in_order]] = np.arange(len(made))
+        self._made_by = accesses.storage[made[in_order]]
+        self._begin = np.searchsorted(accesses.storage, np.arange(len(graph.storages) + 1))
+        self._extents = np.column_stack([accesses.position[made], accesses.position[accesses.is_last & is_counted]])
+        self._extents[(self._extents[:, 0] == self._extents[:, 1]) | (graph.op_accesses.num_bytes[accesses.storage[made]] == 0)] = 0, -1
+        self._extents = self._extents[in_order]
+        self._ranges: list[LiveRange | None] = [None] * len(made)
+        self._of: dict[Storage, list[LiveRange]] = {}
+
+    def of(self, storage: Storage) -> list[LiveRange]:
+        """The ranges of a value, in order; none of a result, which stays."""
+        if storage not in self._of:
+            self._of[storage] = [] if storage.is_result else self._read_off(storage)
+        return self._of[storage]
+
+    def _read_off(self, storage: Storage) -> list[LiveRange]:
+        ranges: list[LiveRange] = []
+        own = slice(*self._begin[storage.index : storage.index + 2].tolist())
+        accesses = zip(self._accesses.is_made[own].tolist(), self._accesses.position[own].tolist(), self._number[own].tolist(), strict=True)
+        for is_made, position, number in accesses:
+            if is_made:
+                ranges.append(LiveRange(storage, position, [], number))
+                self._ranges[number] = ranges[-1]
+            elif ranges:
+                ranges[-1].reads.append(position)
+        return ranges
+
+    def _numbered(self, number: int) -> LiveRange:
+        if self._ranges[number] is None:
+            self.of(self.graph.storages[self._made_by[number]])
+        live = self._ranges[number]
+        assert live is not None
+        return live
 
     def runs_again(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
@@ -88,8 +118,8 @@ class LiveRanges:
 
     def is_live(self, storage: Storage, position: int) -> bool:
         """Whether the value is in memory when a run inserted before `position` would read it."""
-        ranges = self.of.get(storage)
-        if ranges is None:
+        ranges = self.of(storage)
+        if not ranges:
             return storage.is_static or storage.is_result or storage.is_tangent
         for live in ranges:  # asked more often than anything else: no generator, no property
             if live.start < position:
@@ -103,7 +133,7 @@ class LiveRanges:
         """Ranges that start before `position` and end after it, of values that take memory."""
         extents = self._extents
         numbers = np.flatnonzero((extents[:, 0] < position) & (extents[:, 1] > position))
-        return [self._ranges[number] for number in numbers.tolist()]
+        return [self._numbered(number) for number in numbers.tolist()]
 
     def gap_around(self, live: LiveRange, position: int) -> tuple[int, int] | None:
         """The last event of the range before `position` and the next read after, None where it is read or made there."""
@@ -134,7 +164,7 @@ class LiveRanges:
         """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
         extra = []
         for storage in self.op_at(position).writes:
-            ranges = self.of.get(storage, [])
+            ranges = self.of(storage)
             place = next((i for i, live in enumerate(ranges) if live.start == position), None)
             if not place or not ranges[place].reads:
                 continue
@@ -150,7 +180,7 @@ class LiveRanges:
             self.bytes_in_use[first : last + 1] += num_bytes
         op = self.op_at(position)
         for storage in op.writes:
-            ranges = self.of.get(storage, [])
+            ranges = self.of(storage)
             place = next((i for i, live in enumerate(ranges) if live.start == position), None)
             if place:
                 ranges[place - 1].reads += ranges[place].reads
@@ -163,31 +193,31 @@ class LiveRanges:
         op = self.op_at(position)
         self._dropped.add(position)
         for storage in op.writes:
-            self.of[storage] = [live for live in self.of.get(storage, []) if live.start != position]
+            self._of[storage] = [live for live in self.of(storage) if live.start != position]
         for storage in op.reads:
-            live = next((live for live in self.of.get(storage, []) if position in live.reads), None)
+            live = next((live for live in self.of(storage) if position in live.reads), None)
             if live is None:
                 continue
             live.reads.remove(position)
             self._note_reads(live)
             if live.end < position:
                 self.bytes_in_use[live.end + 1 : position + 1] -= storage.num_bytes
-            ranges = self.of[storage]
+            ranges = self.of(storage)
             if not live.reads and ranges.index(live) > 0 and self._serves_nobody(live.start):
                 self.bytes_in_use[live.start] -= storage.num_bytes
                 self._forget(live.start)
 
     def _serves_nobody(self, position: int) -> bool:
         writes = self.op_at(position).writes
-        return not any(live.start == position and live.reads for storage in writes for live in self.of.get(storage, []))
+        return not any(live.start == position and live.reads for storage in writes for live in self.of(storage))
 
     def evict(self, live: LiveRange, gap: tuple[int, int], runs: Sequence[Op]) -> None:
         """Ends `live` at the first position of the gap and has `runs` make it again before the second."""
         last, following = gap
         place = bisect_right(live.reads, last)
-        ranges = self.of[live.storage]
+        ranges = self.of(live.storage)
         ranges.insert(ranges.index(live) + 1, self._new(live.storage, following, live.reads[place:]))
-        self._extents = np.concatenate([self._extents, [_extent(self._ranges[-1])]])
+        self._extents = np.concatenate([self._extents, [_extent(self._numbered(-1))]])
         del live.reads[place:]
         self._note_reads(live)
         self.bytes_in_use[last + 1 : following] -= live.storage.num_bytes
@@ -195,7 +225,7 @@ class LiveRanges:
             self.inserted.setdefault(following, set()).add(op.index)
             self._keep_state(op, following)
             for storage in op.reads:
-                for known in self.of.get(storage, []):
+                for known in self.of(storage):
                     if known.start < following <= known.end and following not in known.reads:
                         insort(known.reads, following)
 

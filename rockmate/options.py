@@ -11,12 +11,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from checkmate import Knapsack, Solution, Status, pareto
+from rockmate.accesses import state_bytes
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Phase, Storage
 from rockmate.knapsack import knapsack_of
 from rockmate.lowering import backward_steps
-from rockmate.partition import Block, BlockChain, storages_of, structure_of
-from rockmate.simulate import PartSimulation, simulate_part, state_bytes
+from rockmate.partition import Block, BlockChain, kind_of, storages_of, wiring_of
+from rockmate.simulate import PartSimulation, simulate_part
 from rockmate.solver_time import SolverTime
 
 logger = logging.getLogger("rockmate")
@@ -47,8 +48,21 @@ class SolvedBlock:
     is_proved: bool
 
 
-SolvedBlocks = dict[Hashable, SolvedBlock]
-"""By structure and costs, so that graphs which have blocks in common can share them."""
+class SolvedBlocks:
+    """Options by structure and costs, so that graphs which have blocks in common can share them.
+
+    Attributes:
+        of: by key of the block.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is solved yet."""
+        self.of: dict[Hashable, SolvedBlock] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def number_of(self, kind: Hashable) -> int:
+        """A number that stands for `kind` in keys: blocks are many, and what their ops are is long."""
+        return self._numbers.setdefault(kind, len(self._numbers))
 
 
 class OptionSolver:
@@ -71,8 +85,12 @@ class OptionSolver:
         self.max_options = max_options
         self.solver_time = solver_time
         self.num_unproved = 0
-        self._solved: SolvedBlocks = {} if solved is None else solved
+        self._solved = SolvedBlocks() if solved is None else solved
         self._used: set[Hashable] = set()
+        self._kinds = [
+            self._solved.number_of((kind_of(op, chain.carried), first, again))
+            for op, first, again in zip(graph.ops, costs.first, costs.again, strict=True)
+        ]
         self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
 
     @property
@@ -82,16 +100,17 @@ class OptionSolver:
 
     def options(self, block: Block) -> tuple[BlockOption, ...]:
         """The block's options, from the one that saves most to the one that saves least."""
-        costs = tuple((self.costs.first[op.index], self.costs.again[op.index]) for op in (*block.forward, *block.backward))
-        key = structure_of(block, self.chain.carried), costs, self.max_options
-        if key not in self._solved:
+        kinds = tuple(self._kinds[op.index] for op in (*block.forward, *block.backward))
+        key = kinds, wiring_of(block), self.max_options
+        solved = self._solved.of.get(key)
+        if solved is None:
             num_unproved = self.num_unproved
             options = self._solve(block)
-            self._solved[key] = SolvedBlock(options, is_proved=self.num_unproved == num_unproved)
-        elif key not in self._used and not self._solved[key].is_proved:
+            solved = self._solved.of[key] = SolvedBlock(options, is_proved=self.num_unproved == num_unproved)
+        elif key not in self._used and not solved.is_proved:
             self.num_unproved += 1
         self._used.add(key)
-        return self._solved[key].options
+        return solved.options
 
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()

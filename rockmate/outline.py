@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.accesses import state_bytes
 from rockmate.capture import Role, RoleKind
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.partition import BlockChain
 from rockmate.signature import CallSignature
-from rockmate.simulate import state_bytes
 
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?')
 _NOT_COMPARED = {"name", "aliases", "module", "source"}
@@ -271,6 +271,8 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
         )
         for storage in graph.storages
     )
+    traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
+    source_of = {trace: _source(trace) for trace in traces}  # equal layers share their lines
     return Outline(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
@@ -278,7 +280,7 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
         outputs=tuple((_role_text(role), graph.storage_of[node].index) for node, role in graph.outputs),
         updates=tuple(storage.index for storage in graph.updates),
         storages=tuple(storages),
-        ops=tuple(_outline_op(op) for op in graph.ops),
+        ops=tuple(_outline_op(op, source_of) for op in graph.ops),
     )
 
 
@@ -303,13 +305,13 @@ def _keywords(call: CallSignature) -> dict[int, str]:
     return {places.index(value): name for name, value in given.items() if any(value is place for place in places)}
 
 
-def _outline_op(op: Op) -> OutlineOp:
+def _outline_op(op: Op, source_of: Mapping[str, str]) -> OutlineOp:
     return OutlineOp(
         name=op.name,
         call=_call_text(op.node),
         phase=op.phase.value,
         module=op.module,
-        source=_source(op.node.meta.get("stack_trace") or ""),
+        source=source_of[op.node.meta.get("stack_trace") or ""],
         reads=tuple(storage.index for storage in op.reads),
         writes=tuple(storage.index for storage in op.writes),
         can_run_again=op.recompute_target is not None,

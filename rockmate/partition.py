@@ -12,6 +12,7 @@ block than the ops whose gradients they read, so that the blocks of the backward
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -205,27 +206,28 @@ def _read_from_afar(
     return frozenset(far)
 
 
-def structure_of(block: Block, carried: frozenset[Storage]) -> Hashable:
-    """A key that is equal for blocks with the same ops, constants, sizes and wiring.
+def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
+    """What an op is to its block but for its place in it: equal for equal calls on storages of equal sizes and roles."""
+    return (
+        op.call_key,
+        op.phase,
+        op.recompute_target is None,
+        len(op.delivers),
+        tuple(storage.is_static for storage in op.reads),
+        tuple((s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
+    )
+
+
+def wiring_of(block: Block) -> tuple[int, ...]:
+    """The number of each storage that its ops read and make, in order: with their kinds, equal for equal blocks.
 
     Storages are numbered in order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one; see
     `storages_of`.
     """
-    number = {storage: index for index, storage in enumerate(storages_of(block))}
-
-    def of_op(op: Op) -> Hashable:
-        reads = tuple(number[s] if not s.is_static else -1 for s in op.reads)
-        return (
-            op.call_key,
-            op.phase,
-            op.recompute_target is None,
-            reads,
-            tuple((number[s], s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
-            len(op.delivers),
-        )
-
-    ends = tuple(number.get(end, -1) if end else -1 for end in (block.input, block.output))
-    return tuple(of_op(op) for op in block.forward), tuple(of_op(op) for op in block.backward), ends
+    number: dict[Storage, int] = defaultdict(itertools.count().__next__)
+    ops = (*block.forward, *block.backward)
+    wiring = [-1 if storage.is_static else number[storage] for op in ops for storage in (*op.reads, *op.writes)]
+    return *wiring, *(number.get(end, -1) if end else -1 for end in (block.input, block.output))
 
 
 def storages_of(block: Block) -> list[Storage]:

@@ -9,13 +9,15 @@ runs that may write into the memory of an input which dies there.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rockmate.accesses import Accesses
 from rockmate.graph import Graph, Phase, Storage
-from rockmate.in_place import dying_operand
+from rockmate.in_place import operands_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,13 @@ class Schedule:
         forward: runs before the loss is returned.
         backward: runs of the backward: backward and late ops once each, forward ops as often as they are recomputed.
         in_place: positions in forward + backward whose result takes over the memory of its first read that dies there.
-        ends: `last_reads` of the two, None where nobody has looked for them.
+        accesses: what the runs make and read, None where nobody has looked.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     in_place: frozenset[int] = frozenset()
-    ends: tuple[list[Storage], ...] | None = field(default=None, compare=False, repr=False)
+    accesses: Accesses | None = field(default=None, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -115,75 +117,56 @@ def no_recomputation(graph: Graph) -> Schedule:
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
     """Drops runs whose results nobody reads, then finds the runs that can work in place."""
     forward, backward = prune(graph, forward, backward)
-    ends = last_reads(graph, forward, backward)
-    in_place = _in_place(graph, forward, backward, ends)
-    return Schedule(tuple(forward), tuple(backward), in_place, tuple(ends))
+    accesses = Accesses.of(graph, forward, backward)
+    return Schedule(tuple(forward), tuple(backward), _in_place(graph, accesses, len(forward)), accesses)
 
 
 def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tuple[list[int], list[int]]:
     """Removes each run that makes nothing that is read before it is made anew, returned, handed over or drawn."""
-    steps = [*forward, *backward]
-    first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
-    reads, writes, writes_again = graph.made_storages
-    needed = {graph.storage_of[node] for node, _ in graph.outputs}
-    kept: list[int] = []
-    for position in range(len(steps) - 1, -1, -1):
-        index = steps[position]
-        is_first = first_run[index] == position
-        if needed.isdisjoint(writes[index]):
-            op = graph.ops[index]
-            if not (op.delivers or (is_first and op.is_random)):
-                continue
-        kept.append(position)
-        needed.difference_update(writes[index] if is_first else writes_again[index])
-        needed.update(reads[index])
-    kept.reverse()
-    in_forward = bisect_left(kept, len(forward))
-    return [steps[position] for position in kept[:in_forward]], [steps[position] for position in kept[in_forward:]]
+    accesses = Accesses.of(graph, forward, backward)
+    ops, steps = graph.op_accesses, accesses.steps
+    makers = accesses.makers()
+    reads = np.flatnonzero(~accesses.is_made)
+    reader, maker = accesses.position[reads], accesses.position[makers[reads]]
+    num_readers = np.bincount(maker, minlength=len(steps))
+    returned = np.array(sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64)
+    last = np.searchsorted(accesses.storage, returned, side="right") - 1
+    np.add.at(num_readers, accesses.position[makers[last[accesses.storage[last] == returned]]], 1)
+    is_wanted = (num_readers > 0) | ops.is_delivering[steps] | (ops.is_random[steps] & accesses.is_first)
+    is_pruned = np.zeros(len(steps), dtype=np.bool_)
+    must_run = is_wanted & (num_readers == 0)
+    if graph.updates:  # what the forward made of them is copied when it has ended
+        is_copied = (reader == len(forward) - 1) & np.isin(accesses.storage[reads], [storage.index for storage in graph.updates])
+        must_run[maker[is_copied]] = True
+    unread = np.flatnonzero(~is_wanted)
+    while len(unread):
+        is_pruned[unread] = True
+        gone = is_pruned[reader]
+        num_readers -= np.bincount(maker[gone], minlength=len(steps))
+        reader, maker = reader[~gone], maker[~gone]
+        unread = np.flatnonzero((num_readers == 0) & ~must_run & ~is_pruned)
+    kept = steps[~is_pruned].tolist()
+    in_forward = len(forward) - int(is_pruned[: len(forward)].sum())
+    return kept[:in_forward], kept[in_forward:]
 
 
 def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> list[list[Storage]]:
-    """For each position the storages whose memory is released when that run has ended.
-
-    Left out is what someone else holds: static storages, tangents and results. A storage that nobody reads ends where it is made;
-    one that is copied into a buffer ends with the forward.
-    """
-    steps = [*forward, *backward]
-    ends: list[list[Storage]] = [[] for _ in steps]
-    needed: set[Storage] = set()  # by a later run
-    reads, writes = graph.released
-    last_of_forward = len(forward) - 1
-    updates = [storage for storage in graph.updates if storage not in graph.held]
-    for position in range(len(steps) - 1, -1, -1):
-        index = steps[position]
-        for storage in reads[index] if position != last_of_forward else (*updates, *reads[index]):
-            if storage not in needed:
-                needed.add(storage)
-                ends[position].append(storage)
-        for storage in writes[index]:
-            if storage in needed:
-                needed.discard(storage)
-            else:
-                ends[position].append(storage)
+    """For each position the storages whose memory is released when that run has ended; see `Accesses.released`."""
+    ends: list[list[Storage]] = [[] for _ in range(len(forward) + len(backward))]
+    for position, storage in zip(*map(np.ndarray.tolist, Accesses.of(graph, forward, backward).released(graph)), strict=True):
+        ends[position].append(graph.storages[storage])
     return ends
 
 
 def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
     """Positions at which the op has an in-place form and one operand's memory dies there, unseen by anyone else."""
-    return _in_place(graph, forward, backward, last_reads(graph, forward, backward))
+    return _in_place(graph, Accesses.of(graph, forward, backward), len(forward))
 
 
-def _in_place(
-    graph: Graph, forward: Sequence[int], backward: Sequence[int], ends: Sequence[Sequence[Storage]]
-) -> frozenset[int]:
-    found = {
-        position
-        for position, index in enumerate([*forward, *backward])
-        if ends[position] and dying_operand(graph, graph.ops[index], ends[position])
-    }
-    last = len(forward) - 1
-    if last in found:  # updates of buffers are still to be copied when the forward has ended
-        dying = [storage for storage in ends[last] if storage not in graph.updates]
-        if not dying_operand(graph, graph.ops[forward[last]], dying):
-            found.remove(last)
-    return frozenset(found)
+def _in_place(graph: Graph, accesses: Accesses, num_forward: int) -> frozenset[int]:
+    positions, storages = accesses.released(graph)
+    if graph.updates:  # those that end with the forward are still to be copied then
+        is_copied = (positions == num_forward - 1) & np.isin(storages, [storage.index for storage in graph.updates])
+        positions, storages = positions[~is_copied], storages[~is_copied]
+    can_be_taken = operands_in_place(graph)[accesses.steps[positions]] == storages[:, np.newaxis]
+    return frozenset(positions[can_be_taken.any(axis=1)].tolist())

@@ -6,15 +6,16 @@ options or solvers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from rockmate.accesses import Accesses, Ints
 from rockmate.costs import Costs
-from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.graph import Graph, Phase, Storage
 from rockmate.in_place import dying_operand
-from rockmate.random_state import CPU_STATE_BYTES
-from rockmate.schedule import Schedule, last_reads
+from rockmate.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,39 +47,42 @@ class PartSimulation:
 
 def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     """Replays `schedule`; see `Simulation`."""
-    steps, num_forward = schedule.steps, len(schedule.forward)
-    ends = schedule.ends or last_reads(graph, schedule.forward, schedule.backward)
-    num_runs = Counter(steps)
-    ran = [0] * len(graph.ops)
-    written_bytes = graph.written_bytes
-    live = saved = 0
-    time_ms = 0.0
-    live_bytes = []
-    for position, index in enumerate(steps):
-        if position == num_forward:
-            saved = live
-            live += sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
-        cost = (costs.again if ran[index] else costs.first)[index]
-        ran[index] += 1
-        time_ms += cost.time_ms
-        is_repeated = num_runs[index] > 1
-        if is_repeated and ran[index] == 1:
-            live += state_bytes(graph.ops[index])
-        live += written_bytes[index]
-        taken = graph.ops[index].writes[0].num_bytes if position in schedule.in_place else 0
-        live_bytes.append(live - taken + cost.overhead_bytes)
-        for storage in ends[position]:
-            live -= storage.num_bytes
-        if is_repeated and ran[index] == num_runs[index]:
-            live -= state_bytes(graph.ops[index])
-    peak = max(live_bytes, default=0)
+    num_forward = len(schedule.forward)
+    accesses = schedule.accesses or Accesses.of(graph, schedule.forward, schedule.backward)
+    ops, steps = graph.op_accesses, accesses.steps
+    if not len(steps):
+        return Simulation(peak_bytes=0, peak_position=0, time_ms=0.0, live_bytes=(), saved_bytes=0)
+    made_bytes = ops.written_bytes[steps]
+    freed_bytes = np.zeros(len(steps), dtype=np.int64)
+    positions, storages = accesses.released(graph)
+    np.add.at(freed_bytes, positions, ops.num_bytes[storages])
+    if schedule.backward:
+        made_bytes[num_forward] += sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
+    _add_states(graph, accesses, made_bytes, freed_bytes)
+    after = np.cumsum(made_bytes - freed_bytes)
+    running = after + freed_bytes + np.where(accesses.is_first, costs.first_table[1][steps], costs.again_table[1][steps])
+    for position in schedule.in_place:
+        running[position] -= graph.ops[steps[position]].writes[0].num_bytes
+    peak_position = int(running.argmax())
     return Simulation(
-        peak_bytes=peak,
-        peak_position=live_bytes.index(peak) if live_bytes else 0,
-        time_ms=time_ms,
-        live_bytes=tuple(live_bytes),
-        saved_bytes=saved if schedule.backward else live,
+        peak_bytes=int(running[peak_position]),
+        peak_position=peak_position,
+        time_ms=float(np.cumsum(np.where(accesses.is_first, costs.first_table[0][steps], costs.again_table[0][steps]))[-1]),
+        live_bytes=tuple(running.tolist()),
+        saved_bytes=int(after[num_forward - 1]) if num_forward else 0,
     )
+
+
+def _add_states(graph: Graph, accesses: Accesses, made_bytes: Ints, freed_bytes: Ints) -> None:
+    """Adds what each op needs of its first run to run again, which is kept from that to its last."""
+    steps, state_bytes = accesses.steps, graph.op_accesses.state_bytes
+    runs = np.flatnonzero(state_bytes[steps])
+    last = {int(steps[position]): position for position in runs.tolist()}
+    for position in runs[accesses.is_first[runs]].tolist():
+        index = int(steps[position])
+        if last[index] != position:
+            made_bytes[position] += state_bytes[index]
+            freed_bytes[last[index]] += state_bytes[index]
 
 
 def simulate_part(
@@ -133,8 +137,3 @@ def simulate_part(
         live -= sum(storage.num_bytes for storage in ending)
         time_ms += cost.time_ms
     return PartSimulation(peak_bytes=peak, time_ms=time_ms)
-
-
-def state_bytes(op: Op) -> int:
-    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or what it has found."""
-    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else op.state_bytes

@@ -58,7 +58,7 @@ def make_search(
     if strategy == "checkmate":
         return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
     max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
-    solved = {} if solved is None else solved
+    solved = SolvedBlocks() if solved is None else solved
 
     def several_levels(costs: Costs, **options: Any) -> SeveralLevels:
         return SeveralLevels(graph, chain, costs, max_bytes=max_bytes, solver_time=solver_time, solved=solved, **options)

@@ -16,7 +16,7 @@ where the model's code, or PyTorch's, might have gone another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +25,10 @@ import torch
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
 
-from rockmate.capture import Capture, Role, capture_joint
+from rockmate.capture import Capture, Role, capture_joint, with_graph
 from rockmate.errors import UnsupportedModelError
 from rockmate.kernels import dropout_mask
 from rockmate.rewrite import rewrite
@@ -249,9 +248,7 @@ def _copied(
     capture: Capture, template: _Template, values: Mapping[sympy.Symbol, sympy.Integer], names: _SizeNames | None = None
 ) -> Capture:
     graph, copies = template.copy(values, names)
-    with _use_lazy_graph_module(True):  # its code is never run
-        joint = _make_graph_module(capture.joint, graph)
-    return replace(capture, joint=joint, inputs=tuple((copies[node], role) for node, role in capture.inputs))
+    return with_graph(capture, graph, copies)
 
 
 def _symbolic_sizes(

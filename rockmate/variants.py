@@ -108,7 +108,7 @@ class Variants:
         self._costs_of = costs_of
         self._allow_chunking = allow_chunking
         self._solver_time = SolverTime(time_limit_s)
-        self._solved: SolvedBlocks = {}
+        self._solved = SolvedBlocks()
         self._known: dict[Chunks, Variant | None] = {}
         self.plain = self._planned(step)
 

@@ -1,0 +1,135 @@
+"""Which storages are made and read as a schedule runs, in arrays sorted by storage, then by time.
+
+What a schedule releases, what it takes, which of its runs serve nobody and where its values are live are all read off this. A storage
+that somebody else gave (static ones, tangents) is made by no run and left out. A result is made by the first run of its op alone:
+it stays, so that a later run leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from rockmate.random_state import CPU_STATE_BYTES
+
+if TYPE_CHECKING:
+    from rockmate.graph import Graph, Op
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpAccesses:
+    """What each op reads and makes, one op after the other, and what there is to know of storages and ops by index.
+
+    Attributes:
+        begin: where those of each op begin in the next two; one more at the end.
+        storage: indices of storages that some op makes.
+        is_made: whether the op makes it; else it reads it.
+        num_bytes: of each storage.
+        is_held: whether somebody holds the storage, so that no last read releases it.
+        is_result: whether it is a result.
+        written_bytes: of each op.
+        is_delivering: whether an op hands gradients over.
+        is_random: whether it draws from the generator.
+        state_bytes: what an op needs of its first run to run again; see `state_bytes`.
+    """
+
+    begin: Ints
+    storage: Ints
+    is_made: Bools
+    num_bytes: Ints
+    is_held: Bools
+    is_result: Bools
+    written_bytes: Ints
+    is_delivering: Bools
+    is_random: Bools
+    state_bytes: Ints
+
+    @staticmethod
+    def of(graph: Graph) -> OpAccesses:
+        """Those of a graph."""
+        accesses = [
+            [*((s.index, False) for s in op.reads if s.producer), *((s.index, True) for s in op.writes)] for op in graph.ops
+        ]
+        flat = np.array([access for own in accesses for access in own], dtype=np.int64).reshape(-1, 2)
+        storages = graph.storages
+        return OpAccesses(
+            begin=np.cumsum([0, *map(len, accesses)]),
+            storage=flat[:, 0],
+            is_made=flat[:, 1].astype(np.bool_),
+            num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
+            is_held=np.array([s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_),
+            is_result=np.array([storage.is_result for storage in storages], dtype=np.bool_),
+            written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
+            is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
+            is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
+            state_bytes=np.array([state_bytes(op) for op in graph.ops], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Accesses:
+    """Accesses of a schedule by storage; for each storage by time, a run's reads before what it makes.
+
+    Attributes:
+        steps: indices of the ops in running order.
+        is_first: whether a run is the first of its op.
+        storage: index of the storage of each access.
+        position: of its run in `steps`.
+        is_made: whether the run makes the storage; else it reads it.
+        is_last: whether nobody reads it from there on before it is made anew.
+    """
+
+    steps: Ints
+    is_first: Bools
+    storage: Ints
+    position: Ints
+    is_made: Bools
+    is_last: Bools
+
+    @staticmethod
+    def of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Accesses:
+        """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read by the forward's last run."""
+        ops = graph.op_accesses
+        steps = np.array([*forward, *backward], dtype=np.int64)
+        is_first = np.zeros(len(steps), dtype=np.bool_)
+        is_first[np.unique(steps, return_index=True)[1]] = True
+        counts = ops.begin[steps + 1] - ops.begin[steps]
+        position = np.repeat(np.arange(len(steps)), counts)
+        place = np.arange(len(position)) + np.repeat(ops.begin[steps] - (np.cumsum(counts) - counts), counts)
+        storage, is_made = ops.storage[place], ops.is_made[place]
+        is_new = ~(is_made & ops.is_result[storage]) | is_first[position]
+        times = 2 * len(steps)
+        keys = (storage * times + 2 * position + is_made)[is_new]
+        if len(forward):
+            copied = np.array([storage.index for storage in graph.updates], dtype=np.int64)
+            keys = np.concatenate([keys, copied * times + 2 * (len(forward) - 1)])
+        keys.sort()
+        storage, time = np.divmod(keys, max(times, 1))
+        is_made = (time & 1).astype(np.bool_)
+        is_last = np.ones(len(keys), dtype=np.bool_)
+        is_last[:-1] = is_made[1:] | (storage[1:] != storage[:-1])
+        return Accesses(steps=steps, is_first=is_first, storage=storage, position=time >> 1, is_made=is_made, is_last=is_last)
+
+    def makers(self) -> Ints:
+        """For each access, which access made what it reads, or makes: the one that the storage was made by last."""
+        return np.maximum.accumulate(np.where(self.is_made, np.arange(len(self.storage)), 0))
+
+    def released(self, graph: Graph) -> tuple[Ints, Ints]:
+        """Positions, and the storages whose memory is released when the run there has ended.
+
+        Left out is what someone else holds. A storage that nobody reads ends where it is made.
+        """
+        chosen = self.is_last & ~graph.op_accesses.is_held[self.storage]
+        return self.position[chosen], self.storage[chosen]
+
+
+def state_bytes(op: Op) -> int:
+    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or what it has found."""
+    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else op.state_bytes

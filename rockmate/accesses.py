@@ -75,7 +75,7 @@ class OpAccesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Accesses:
-    """Accesses of a schedule by storage; for each storage by time, a run's reads before what it makes.
+    """Accesses of a schedule by storage; for each storage by time, a run's reads before what it makes, copies at the forward's end last.
 
     Attributes:
         steps: indices of the ops in running order.
@@ -95,7 +95,7 @@ class Accesses:
 
     @staticmethod
     def of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Accesses:
-        """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read by the forward's last run."""
+        """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read behind its last run."""
         ops = graph.op_accesses
         steps = np.array([*forward, *backward], dtype=np.int64)
         is_first = np.zeros(len(steps), dtype=np.bool_)
@@ -105,17 +105,17 @@ class Accesses:
         place = np.arange(len(position)) + np.repeat(ops.begin[steps] - (np.cumsum(counts) - counts), counts)
         storage, is_made = ops.storage[place], ops.is_made[place]
         is_new = ~(is_made & ops.is_result[storage]) | is_first[position]
-        times = 2 * len(steps)
-        keys = (storage * times + 2 * position + is_made)[is_new]
+        times = 3 * len(steps)  # of each run: before it, with it, behind it
+        keys = (storage * times + 3 * position + is_made)[is_new]
         if len(forward):
             copied = np.array([storage.index for storage in graph.updates], dtype=np.int64)
-            keys = np.concatenate([keys, copied * times + 2 * (len(forward) - 1)])
+            keys = np.concatenate([keys, copied * times + 3 * (len(forward) - 1) + 2])
         keys.sort()
         storage, time = np.divmod(keys, max(times, 1))
-        is_made = (time & 1).astype(np.bool_)
+        is_made = time % 3 == 1
         is_last = np.ones(len(keys), dtype=np.bool_)
         is_last[:-1] = is_made[1:] | (storage[1:] != storage[:-1])
-        return Accesses(steps=steps, is_first=is_first, storage=storage, position=time >> 1, is_made=is_made, is_last=is_last)
+        return Accesses(steps=steps, is_first=is_first, storage=storage, position=time // 3, is_made=is_made, is_last=is_last)
 
     def makers(self) -> Ints:
         """For each access, which access made what it reads, or makes: the one that the storage was made by last."""

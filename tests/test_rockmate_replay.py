@@ -13,9 +13,11 @@ import collections
 import models
 import numpy as np
 import pytest
+import torch
 from helpers import planned
+from torch import nn
 
-from rockmate import Plan
+from rockmate import Plan, Planner
 from rockmate.capture import RoleKind
 
 STATE_BYTES = 5056
@@ -80,6 +82,13 @@ def test_independent_replay_agrees(name: str) -> None:
         plan = planner.plan(int(low + share * (high - low)))
         live = replayed_live_bytes(plan, overhead)
         assert live.max() == plan.predicted_peak_bytes
+
+
+def test_a_statistic_that_the_last_run_of_the_forward_updates_is_released_once() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16), nn.BatchNorm1d(16)).train()
+    plan = Planner(model, torch.randn(32, 16)).plan(1.0)
+    live = replayed_live_bytes(plan, [cost.overhead_bytes for cost in plan.costs.first])
+    assert tuple(live.tolist()) == plan.simulation.live_bytes
 
 
 def test_predicted_time_is_the_sum_over_the_runs() -> None:

@@ -1,6 +1,6 @@
 """How far estimated costs are from measured ones, in what a plan depends on: ratios.
 
-    taskset -c 1 python -m bench.estimate --processor-time
+    taskset -c 1 python -m bench.estimate
 
 For each model: the share of the step that each kind of op takes, the backward's time over the forward's, and plans. A plan
 that was chosen with estimated costs is priced with measured ones: `own` is the time ratio that it promises, `real` what it
@@ -11,13 +11,10 @@ measured overheads, over the budget.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 
@@ -135,13 +132,6 @@ def _backward_ratio(graph: Graph, costs: Costs) -> float:
     return sum(cost.time_ms for cost in costs.first) / forward - 1
 
 
-@contextlib.contextmanager
-def processor_clock() -> Iterator[None]:
-    """Costs are measured in processor seconds, which other work on the machine does not lengthen; right for one thread."""
-    with mock.patch("rockmate.costs.time.perf_counter", time.process_time):
-        yield
-
-
 def report(error: ModelError, *, num_kinds: int = 10) -> str:
     """One model as text."""
     lines = [
@@ -163,13 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help=f"repeatable (default: {', '.join(MODELS)})")
     parser.add_argument("--machine", default="cpu-avx2", help="name, or path of a description, of the machine that this runs on")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--processor-time", action="store_true", help="measure processor seconds: on a machine with other work")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with processor_clock() if options.processor_time else contextlib.nullcontext():
-        for name in options.model or MODELS:
-            sys.stdout.write(report(compare(name, options.machine, tiny=options.tiny)) + "\n")
-            sys.stdout.flush()
+    for name in options.model or MODELS:
+        sys.stdout.write(report(compare(name, options.machine, tiny=options.tiny)) + "\n")
+        sys.stdout.flush()
     return 0
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from bench import measure, models
-from bench.estimate import processor_clock
 from bench.machine import machine_record
 from rockmate import InfeasibleBudgetError, Planner
 
@@ -58,8 +57,7 @@ def measure_model(workload: models.Workload, budgets: Sequence[str], *, rounds: 
     reference = _gradients(model)
     records: list[Record] = []
     for may_chunk in (False, True):
-        with processor_clock():
-            planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
+        planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
         for budget in budgets:
             record = _point(planner, batch, budget, eager_bytes, reference)
             records.append({"chunks": may_chunk, "budget": budget, "eager_mb": eager_bytes / 1e6, **record})
@@ -91,8 +89,7 @@ def _point(planner: Planner, batch: Mapping[str, Tensor], budget: str, eager_byt
     budget_bytes = planner.minimum_peak_bytes if budget == "minimum" else int(float(budget) * eager_bytes)
     begin = time.process_time()
     try:
-        with processor_clock():
-            module = planner.module(budget_bytes)
+        module = planner.module(budget_bytes)
     except InfeasibleBudgetError:
         return {"plan": "infeasible"}
     plan_s = time.process_time() - begin

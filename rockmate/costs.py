@@ -3,7 +3,8 @@
 Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each distinct one is run alone, on inputs made up for it; the
 model as a whole is never run. Rounds go over all distinct calls in turn, so that no call finds its own data in the cache, and the
 median over rounds is taken. On a CPU results go to memory that the process has already, as within a step, where they take the place of
-what was released: pages that are fresh from the system may take longer than the op, and whether a call gets such is chance.
+what was released: pages that are fresh from the system may take longer than the op, and whether a call gets such is chance. Times
+are the processor's where PyTorch has one thread, the wall clock's where it has several, and the device's events on CUDA.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Cost:
     """What one run of an op costs.
 
     Attributes:
-        time_ms: wall time; at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
+        time_ms: at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
         overhead_bytes: allocated while it runs, beyond its inputs and its results.
     """
 
@@ -172,6 +173,11 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
             bar.update()
 
 
+def _seconds() -> float:
+    """A clock: the thread's own where an op runs on one, which other work on the machine does not drive, else the wall clock."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 class _Call:
     """One distinct call, with what has been measured of it."""
 
@@ -194,7 +200,7 @@ class _Call:
         target, args, kwargs = self._make_call()
         if self.device.type == "cpu":
             self._touch_memory()
-        begin = time.perf_counter()
+        begin = _seconds()
         try:
             self.overhead_bytes = peak_beyond_result(lambda: target(*args, **kwargs), self.device)
         except Exception as error:
@@ -203,7 +209,7 @@ class _Call:
                 "Check the sample's shapes and dtypes against what the model takes."
             )
             raise InvalidSampleError(msg) from error
-        self.first_ms = (time.perf_counter() - begin) * 1e3
+        self.first_ms = (_seconds() - begin) * 1e3
         if self.device.type == "cuda":
             self.first_ms = 0.0  # the first launch tells nothing
         elif self.first_ms >= _SLOW_MS:
@@ -220,9 +226,9 @@ class _Call:
             self.times_ms.append(start.elapsed_time(end))
             return
         self._touch_memory()
-        begin = time.perf_counter()
+        begin = _seconds()
         result = target(*args, **kwargs)
-        self.times_ms.append((time.perf_counter() - begin) * 1e3)
+        self.times_ms.append((_seconds() - begin) * 1e3)
         del result
 
     def _touch_memory(self) -> None:

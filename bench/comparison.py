@@ -226,8 +226,7 @@ class Comparison:
         say(f"{self.options.model}: timing {len(left)} methods and eager in turn, {num_rounds} rounds")
         with measure.quiet():
             for number in range(start - 1, start + num_rounds):
-                is_counted = number >= start
-                self._time_round(left, number if is_counted else None)
+                self._time_round(left, number if number >= start else None)
 
     def _time_round(self, lent: Mapping[str, peers.Peer], number: int | None) -> None:
         """Times every method and eager; written down with the number of the round, if it has one."""
@@ -238,7 +237,8 @@ class Comparison:
             eager_ms.append(self._time_once(peers.eager))
             for name, elapsed_ms in own_ms.items():
                 self._record_time(name, number, elapsed_ms, statistics.mean(eager_ms[-2:]))
-        self._record_time("eager", number, statistics.median(eager_ms), statistics.median(eager_ms))
+        median_ms = statistics.median(eager_ms)
+        self._record_time("eager", number, median_ms, median_ms)
 
     def _record_time(self, name: str, number: int | None, elapsed_ms: float, eager_ms: float) -> None:
         if number is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from tqdm import tqdm
 
+from rockmate.accesses import Ints
 from rockmate.allocations import peak_beyond_result
 from rockmate.autocast import autocast_off
 from rockmate.capture import RoleKind
@@ -29,7 +30,6 @@ from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph import Graph, Op, Product, call_key
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _ADD = torch.ops.aten.add_.Tensor
 _ROUNDS = 5

@@ -9,6 +9,9 @@ but the attempt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
 import numpy as np
 
 from rockmate.costs import Costs
@@ -66,31 +69,43 @@ def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
     """Evicts values over position `worst` until the bytes in use there are within the budget; False if none can go."""
     evicted = False
     enough = budget_bytes + int((int(ranges.bytes_in_use[worst]) - budget_bytes) * (1 - _ROUND))
-    for _, live in _by_price(ranges, worst, budget_bytes):
-        if ranges.bytes_in_use[worst] <= enough:
-            break
+    for live in _by_price(ranges, worst, budget_bytes):
         gap = ranges.gap_around(live, worst)  # anew, with the runs: an eviction since may read it, or have been an input
         runs = _runs_to_make(ranges, live.storage, gap[1]) if gap else None
         if gap and runs and _fits_before(ranges, live.storage, runs, gap[1], budget_bytes):
             ranges.evict(live, gap, runs)
             evicted = True
+            if ranges.bytes_in_use[worst] <= enough:
+                break
     return evicted
 
 
-def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> list[tuple[float, LiveRange]]:
+def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[LiveRange]:
+    """What can be evicted at `worst`, by the time that it costs for each useful byte.
+
+    Few of many are asked for, so each stands at the price of its own op alone until it comes first.
+    """
     excess = int(ranges.bytes_in_use[worst]) - budget_bytes
     exceeding = np.concatenate([[0], np.cumsum(ranges.bytes_in_use > budget_bytes)])
-    priced = []
-    for live in ranges.over(worst):
-        gap = ranges.gap_around(live, worst)
-        if gap is None or not can_run_again(live.storage.producer):
+    waiting: list[tuple[float, int, bool]] = []  # price, place in `over`, whether the price counts every run
+    over = ranges.over(worst)
+    useful: list[int] = []
+    for place, live in enumerate(over):
+        gap, producer = ranges.gap_around(live, worst), live.storage.producer
+        useful.append(min(live.storage.num_bytes, excess) * int(exceeding[gap[1]] - exceeding[gap[0] + 1]) if gap else 0)
+        if gap and can_run_again(producer):
+            waiting.append((ranges.cost_ms(producer) / useful[place], place, False))
+    heapify(waiting)
+    while waiting:
+        _, place, is_whole = heappop(waiting)
+        live = over[place]
+        if is_whole:
+            yield live
             continue
-        runs = _runs_to_make(ranges, live.storage, gap[1])
+        gap = ranges.gap_around(live, worst)
+        runs = _runs_to_make(ranges, live.storage, gap[1]) if gap else None
         if runs is not None:
-            useful = min(live.storage.num_bytes, excess) * int(exceeding[gap[1]] - exceeding[gap[0] + 1])
-            priced.append((sum(ranges.cost_ms(op) for op in runs) / useful, live))
-    priced.sort(key=lambda entry: entry[0])
-    return priced
+            heappush(waiting, (sum(ranges.cost_ms(op) for op in runs) / useful[place], place, True))
 
 
 def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[Op] | None:

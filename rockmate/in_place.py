@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -104,6 +105,9 @@ _FORMS: dict[Any, InPlaceForm] = {
 }
 
 
+_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = WeakKeyDictionary()  # asked for by every schedule of a graph
+
+
 def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
     """The argument whose memory the op's result can take, or None.
 
@@ -124,11 +128,13 @@ def operands_in_place(graph: Graph) -> Ints:
     Returns:
         Their indices, -1 where there is none; shape (ops, 2).
     """
-    found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
-    for op in graph.ops:
-        for place, operand in enumerate(_operands_of(graph, op)):
-            found[op.index, place] = graph.storage_of[operand].index
-    return found
+    if graph not in _OPERANDS_OF:
+        found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
+        for op in graph.ops:
+            for place, operand in enumerate(_operands_of(graph, op)):
+                found[op.index, place] = graph.storage_of[operand].index
+        _OPERANDS_OF[graph] = found
+    return _OPERANDS_OF[graph]
 
 
 def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:

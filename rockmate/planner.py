@@ -169,9 +169,9 @@ class Planner:
         if (budget_bytes, strategy) not in self._plans:
             with collection_put_off():
                 best = self._variants.best_within(budget_bytes, strategy)
-            if best is None:
-                raise self._infeasible(budget_bytes, strategy)
-            self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
+                if best is None:
+                    raise self._infeasible(budget_bytes, strategy)
+                self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
         return self._plans[budget_bytes, strategy]
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:

@@ -29,7 +29,7 @@ SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transf
 _MAX_OPTIONS = 16  # of a span
 _MAX_SAVED_SETS = 32  # of the whole graph
 _MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
-_TABLE_CELLS = 5_200_000  # stages x stages x slots: bounds the table's time
+_TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
 
 ScheduleMaker = Callable[[], Schedule]
 
@@ -72,7 +72,7 @@ class SeveralLevels:
         *,
         max_bytes: int,
         solver_time: SolverTime,
-        max_slots: int = 2000,
+        max_slots: int = 500,
         solved: SolvedBlocks | None = None,
         is_all_or_nothing: bool = False,
     ) -> None:

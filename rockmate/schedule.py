@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
-from rockmate.accesses import Accesses
+from rockmate.accesses import Accesses, Bools
 from rockmate.graph import Graph, Phase, Storage
 from rockmate.in_place import operands_in_place
 
@@ -116,14 +117,16 @@ def no_recomputation(graph: Graph) -> Schedule:
 
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
     """Drops runs whose results nobody reads, then finds the runs that can work in place."""
-    forward, backward = prune(graph, forward, backward)
     accesses = Accesses.of(graph, forward, backward)
+    is_needed = _is_needed(graph, accesses, len(forward))
+    if not is_needed.all():
+        forward, backward = list(compress(forward, is_needed)), list(compress(backward, is_needed[len(forward) :]))
+        accesses = Accesses.of(graph, forward, backward)
     return Schedule(tuple(forward), tuple(backward), _in_place(graph, accesses, len(forward)), accesses)
 
 
-def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Removes each run that makes nothing that is read before it is made anew, returned, handed over or drawn."""
-    accesses = Accesses.of(graph, forward, backward)
+def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
+    """For each run whether it makes anything that is read before it is made anew, returned, handed over or drawn."""
     ops, steps = graph.op_accesses, accesses.steps
     makers = accesses.makers()
     reads = np.flatnonzero(~accesses.is_made)
@@ -136,7 +139,7 @@ def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tupl
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
     must_run = is_wanted & (num_readers == 0)
     if graph.updates:  # what the forward made of them is copied when it has ended
-        is_copied = (reader == len(forward) - 1) & np.isin(accesses.storage[reads], [storage.index for storage in graph.updates])
+        is_copied = (reader == num_forward - 1) & np.isin(accesses.storage[reads], [storage.index for storage in graph.updates])
         must_run[maker[is_copied]] = True
     unread = np.flatnonzero(~is_wanted)
     while len(unread):
@@ -145,9 +148,7 @@ def prune(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> tupl
         num_readers -= np.bincount(maker[gone], minlength=len(steps))
         reader, maker = reader[~gone], maker[~gone]
         unread = np.flatnonzero((num_readers == 0) & ~must_run & ~is_pruned)
-    kept = steps[~is_pruned].tolist()
-    in_forward = len(forward) - int(is_pruned[: len(forward)].sum())
-    return kept[:in_forward], kept[in_forward:]
+    return ~is_pruned
 
 
 def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> list[list[Storage]]:

@@ -18,6 +18,7 @@ from rockmate.whole_graph import WholeGraphSearch
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
 _FEW_SLOTS = 50  # of such a table: only its tight end matters
+_ONE_SLOT = 1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
 STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
 
 
@@ -68,7 +69,7 @@ def make_search(
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
     timed = several_levels(costs)
     counted = several_levels(unit_times(costs), max_slots=_FEW_SLOTS)
-    whole_blocks = several_levels(unit_times(costs), is_all_or_nothing=True)
+    whole_blocks = several_levels(unit_times(costs), max_slots=_ONE_SLOT, is_all_or_nothing=True)
     families = [one_level(graph, chain, timed.solver), timed.makers()]
     smallest = [*counted.makers()[:_SMALLEST], *whole_blocks.makers()[:1]]
     num_unproved = timed.solver.num_unproved + counted.solver.num_unproved

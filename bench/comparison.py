@@ -37,6 +37,7 @@ from torch import nn
 
 from bench import measure, models, peers
 from bench.machine import machine_record
+from rockmate import STRATEGIES
 from rockmate.module import RockmateModule
 from rockmate.plan import Plan
 from rockmate.step import capture_step
@@ -150,9 +151,11 @@ class Comparison:
         return lent
 
     def _is_planned(self) -> bool:
-        """Whether an earlier run, which was interrupted, planned for the very points that there are."""
+        """Whether an earlier run, which was interrupted, planned for the very points that there are and what is asked for."""
         listing = read(self.options.plans / "plans.jsonl")
-        return any(record["kind"] == "planner" and record["num_peer_points"] == self._num_peer_points() for record in listing)
+        asked = {name for name in self.options.method if name.partition(": ")[0] in STRATEGIES}
+        is_for_points = any(record["kind"] == "planner" and record["num_peer_points"] == self._num_peer_points() for record in listing)
+        return is_for_points and asked <= {record.get("method") for record in listing}
 
     def _num_peer_points(self) -> int:
         return sum(record["owner"] == "peer" for record in self.lines.of("point"))

@@ -30,8 +30,10 @@ from rockmate.proposals import SPANS
 Record = dict[str, Any]
 
 DEFAULT = "rockmate"
-SHARES = {DEFAULT: ("minimum", 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0), "rotor": ("minimum", 0.3, 0.5, 0.7)}
-QUICK_SHARES = {DEFAULT: ("minimum", 0.5, 1.0), "rotor": ("minimum",)}
+IN_TWICE = "in 2x"  # in place of a share: the smallest budget whose plan is predicted to take at most `_TWICE` times no recomputation
+_TWICE, _HALVINGS = 2.0, 6
+SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0), "rotor": ("minimum", 0.3, 0.5, 0.7)}
+QUICK_SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
 OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}  # the first two have one schedule each
 LARGEST_WHOLE_GRAPH = 150  # ops that whole-graph Checkmate takes on in reasonable time
 PEAK_STEP = 0.01  # peers whose peaks differ by less share a plan, made for the smallest of them
@@ -114,7 +116,7 @@ def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
 
 
 def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """Likewise of those methods that name one of our strategies and a share of the peak, or the minimum."""
+    """Likewise of those methods that name one of our strategies and a share of the peak, "minimum" or "in 2x"."""
     for method in methods:
         strategy, _, share = method.partition(": ")
         if strategy in STRATEGIES:
@@ -122,7 +124,21 @@ def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str,
 
 
 def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
+    if share == IN_TWICE:
+        return _least_in(planner, strategy, _TWICE)
     return planner.minimum_peak(strategy) if share == "minimum" else int(float(share) * planner.baseline_peak_bytes)
+
+
+def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
+    """The smallest budget, to a 64th of the range, whose plan is predicted to take at most `ratio` times no recomputation."""
+    too_small, enough = planner.minimum_peak(strategy), planner.baseline_peak_bytes
+    if planner.plan(too_small, strategy=strategy).predicted_ratio <= ratio:
+        return too_small
+    for _ in range(_HALVINGS):
+        middle = (too_small + enough) // 2
+        is_enough = planner.plan(middle, strategy=strategy).predicted_ratio <= ratio
+        too_small, enough = (too_small, middle) if is_enough else (middle, enough)
+    return enough
 
 
 def _at_peaks(planner: Planner, points: Iterable[Record]) -> Iterator[tuple[str, str, int]]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
-from rockmate.costs import Costs, unit_times
+from rockmate.costs import Costs, perturbed_times, unit_times
 from rockmate.graph import Graph
 from rockmate.improvement import make_room, spend_room
 from rockmate.proposals import ScheduleMaker
@@ -31,6 +32,8 @@ _NEAR, _RATHER_NEAR = 5e-5, 5e-3  # to the bound, of the time of no recomputatio
 _NOT_FAR = 1e-2  # likewise, within which improvement neither begins far above the budget nor goes there and back
 _LOOSE = 1.2  # times the minimum, above which it does: nearer to that, it gains nothing and takes long
 _THERE_AND_BACK = (1.1, 1.2, 1.35, 1.5, 1.8)  # times the budget
+_DRAWS, _DRAWN_RUNS, _IN_VAIN = 40, 30_000, 14  # of prices; ops in all schedules made by them; in a row that gain nothing and end it
+_SPREADS = (0.2, 0.5, 1.0)  # of the logarithm of prices
 _MAX_EXCESS = 1.5  # peak over budget, of those
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -207,19 +210,42 @@ class Search:
                 break
             improved = self._first_improved(starts, budget_bytes, best.simulation.time_ms)
             best = best if improved is None else min(best, improved, key=_by_time)
-        return self._there_and_back(best, budget_bytes)
+        return self._by_drawn_prices(self._there_and_back(best, budget_bytes), budget_bytes)
 
     def _there_and_back(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room than there is and then made to fit again, until that gains nothing."""
         while self._is_loose(budget_bytes) and not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             before = best
             for factor in _THERE_AND_BACK:
-                roomy = spend_room(self.graph, self.costs, best.schedule, best.simulation, int(factor * budget_bytes))
-                back = self._improve(self._evaluate(roomy), budget_bytes)
-                best = best if back is None else min(best, back, key=_by_time)
+                best = self._and_back(self._roomy(best, int(factor * budget_bytes), self.costs), budget_bytes, self.costs, best)
             if best is before:
                 return best
         return best
+
+    def _by_drawn_prices(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """Likewise, and from no recomputation, by prices that are drawn around the true ones.
+
+        Improvement is greedy, so what fits tightly depends on an order that a small error changes. The draws are the same at every call.
+        """
+        draw, in_vain = Random(0), 0
+        num_draws = min(_DRAWS, _DRAWN_RUNS // max(len(self.graph.ops), 1)) if self._improves else 0
+        for number in range(num_draws):
+            if in_vain == _IN_VAIN or self._is_near_bound(best, budget_bytes, _NOT_FAR):
+                break
+            prices = perturbed_times(self.costs, draw.choice(_SPREADS), draw)
+            roomy_bytes = int(draw.choice(_THERE_AND_BACK) * budget_bytes)
+            start = self._roomy(best, roomy_bytes, prices) if number % 2 else self.baseline
+            before, best = best, self._and_back(start, budget_bytes, prices, best)
+            in_vain = 0 if best is not before else in_vain + 1
+        return best
+
+    def _roomy(self, candidate: Candidate, budget_bytes: int, prices: Costs) -> Candidate:
+        return self._evaluate(spend_room(self.graph, prices, candidate.schedule, candidate.simulation, budget_bytes))
+
+    def _and_back(self, roomy: Candidate, budget_bytes: int, prices: Costs, best: Candidate) -> Candidate:
+        """The faster of `best` and what comes of `roomy`."""
+        back = self._improve(roomy, budget_bytes, prices)
+        return best if back is None else min(best, back, key=_by_time)
 
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self.baseline.simulation.time_ms
@@ -291,14 +317,18 @@ class Search:
                     return improved
         return None
 
-    def _improve(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """What comes of `candidate` when it is made to fit and then to use all the room; None if it cannot be made to fit."""
+    def _improve(self, candidate: Candidate, budget_bytes: int, prices: Costs | None = None) -> Candidate | None:
+        """What comes of `candidate` when it is made to fit and then to use all the room; None if it cannot be made to fit.
+
+        Which values go and which runs are dropped is chosen by `prices`, where given, in place of the costs.
+        """
         if not self._improves:
             return candidate if candidate.simulation.peak_bytes <= budget_bytes else None
-        fitting = self._made_to_fit(candidate, budget_bytes, self.costs)
+        prices = self.costs if prices is None else prices
+        fitting = self._made_to_fit(candidate, budget_bytes, prices)
         if fitting is None:
             return None
-        full = self._evaluate(spend_room(self.graph, self.costs, fitting.schedule, fitting.simulation, budget_bytes))
+        full = self._evaluate(spend_room(self.graph, prices, fitting.schedule, fitting.simulation, budget_bytes))
         fits = full.simulation.peak_bytes <= budget_bytes
         return min(fitting, full, key=_by_time) if fits else fitting
 

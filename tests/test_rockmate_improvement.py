@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from helpers import assert_same, train, workload_loss
 from test_rockmate_certificate import SMALL, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
 
-from rockmate import RockmateModule
+from bench.unet import UNet
+from rockmate import Planner, RockmateModule
 from rockmate.costs import Costs
 from rockmate.graph import Graph
 from rockmate.improvement import make_room, spend_room
@@ -140,6 +142,20 @@ def _num_improved(name: str) -> int:
         assert found.time_ms <= least_ms
         num_improved += found.time_ms < least_ms
     return num_improved
+
+
+def test_drawn_prices_find_faster_plans_near_the_smallest_peak_and_the_same_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, image = UNet(num_levels=2, base_width=8, classes=4).train(), torch.zeros(2, 3, 64, 64)
+    drawn, again, greedy = (Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(3))
+    for factor in (1.03, 1.1, 1.15):
+        budget_bytes = int(factor * drawn.minimum_peak_bytes)
+        plan = drawn.plan(budget_bytes)
+        plan.schedule.verify(plan.graph)
+        assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
+        assert again.plan(budget_bytes).schedule == plan.schedule
+        with monkeypatch.context() as patch:
+            patch.setattr("rockmate.search._DRAWS", 0)
+            assert plan.predicted_ms < 0.99 * greedy.plan(budget_bytes).predicted_ms
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])

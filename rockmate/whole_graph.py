@@ -7,8 +7,10 @@ run once, since a second run needs the generator's state. Recomputation starts w
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
+from rockmate.accesses import state_bytes
 from rockmate.costs import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph import Graph, Phase
@@ -62,17 +64,28 @@ class WholeGraphSearch:
         if budget_bytes >= self._baseline.simulation.peak_bytes:
             return self._baseline
         if budget_bytes not in self._solved:
-            solution = self.solve(budget_bytes)
-            if solution.status is Status.NOT_FOUND:
-                msg = (
-                    f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} bytes in {self._time_limit_s:.0f} s. "
-                    "Raise time_limit_s, or use the default strategy, which plans block by block."
-                )
-                raise SolverLimitError(msg)
-            if solution.status is Status.FEASIBLE:
-                logger.warning("the whole graph was not solved to the end for %d bytes in %.0f s", budget_bytes, self._time_limit_s)
-            self._solved[budget_bytes] = self._candidate(solution) if solution.found else None
+            self._solved[budget_bytes] = self._solve_within(budget_bytes)
         return self._solved[budget_bytes]
+
+    def _solve_within(self, budget_bytes: int) -> Candidate | None:
+        """The optimum; where what ops keep of their first run to run again, which the program does not count, exceeds: with room for it."""
+        best = self._solve_candidate(budget_bytes)
+        if best is None or best.simulation.peak_bytes <= budget_bytes:
+            return best
+        best = self._solve_candidate(budget_bytes - sum(state_bytes(op) for op in self._ops))
+        return None if best is None else replace(best, is_proved=False)
+
+    def _solve_candidate(self, budget_bytes: int) -> Candidate | None:
+        solution = self.solve(budget_bytes)
+        if solution.status is Status.NOT_FOUND:
+            msg = (
+                f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} bytes in {self._time_limit_s:.0f} s. "
+                "Raise time_limit_s, or use the default strategy, which plans block by block."
+            )
+            raise SolverLimitError(msg)
+        if solution.status is Status.FEASIBLE:
+            logger.warning("the whole graph was not solved to the end for %d bytes in %.0f s", budget_bytes, self._time_limit_s)
+        return self._candidate(solution) if solution.found else None
 
     def solve(self, budget_bytes: int) -> StagedSolution:
         """The staged program's own answer, with the bound that it proves."""

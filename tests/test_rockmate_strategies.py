@@ -17,6 +17,7 @@ from helpers import assert_same, train, workload_loss
 from test_rockmate_certificate import HEURISTIC, NAMES, budgets_between, fixed, graph_and_costs, no_clock
 
 import rockmate.planner
+from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Phase
@@ -231,3 +232,12 @@ def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(monkeypa
         plan.schedule.verify(graph)
         assert simulate(graph, plan.schedule, costs).peak_bytes <= budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
+
+
+def test_what_ops_keep_of_their_first_run_counts_against_checkmates_budget() -> None:
+    model, image = UNet(num_levels=1, base_width=4, classes=2).train(), torch.zeros(1, 3, 32, 32)
+    planner = Planner(model, image, machine="cpu-avx2", allow_chunking=False)
+    for share in (0.97, 0.96, 0.95):
+        plan = planner.plan(share, strategy="checkmate")
+        plan.schedule.verify(plan.graph)
+        assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes

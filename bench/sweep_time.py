@@ -1,0 +1,104 @@
+"""How long a sweep of predicted budgets takes once the step is captured and its ops are measured.
+
+    taskset -c 1 python -m bench.sweep_time
+    taskset -c 1 python -m bench.sweep_time --model llama --budgets 20
+
+Fifty budgets from a fifth of the peak with nothing recomputed to all of it, or from the smallest peak where that is more. Solving is what
+all budgets share. Seconds are of processor time on one thread, so that others on the machine do not count, and of the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench import models
+from bench.machine import machine_record
+from rockmate import Planner
+from rockmate.search import evenly
+from rockmate.step import capture_step
+
+MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
+LOWEST_SHARE = 0.2
+
+HEADER = """\
+| model | ops | measuring and solving, s | budgets | processor s | wall s | slowest, ms | median gap |
+|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTime:
+    """One model's sweep.
+
+    Attributes:
+        name: of the model.
+        num_ops: in its step.
+        prepare_s: processor time of measuring its ops and of solving.
+        budget_s: processor time of each budget after that, the largest budget first.
+        wall_s: wall time of all budgets.
+        median_gap: from the plans to the bound that no schedule beats, as a share of the step with nothing recomputed.
+    """
+
+    name: str
+    num_ops: int
+    prepare_s: float
+    budget_s: tuple[float, ...]
+    wall_s: float
+    median_gap: float
+
+
+def measure_model(name: str, num_budgets: int) -> SweepTime:
+    """Sweeps one model of `bench.models`."""
+    workload = models.build(name)
+    step = capture_step(workload.model, workload.sample)
+    num_ops = len(step.graph.ops)  # the graph is part of the capture, and made when it is first asked for
+    begin = time.process_time()
+    planner = Planner.of(step)
+    prepare_s = time.process_time() - begin
+    lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
+    budget_s, gaps, wall_begin = [], [], time.perf_counter()
+    for budget_bytes in reversed(evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)):
+        begin = time.process_time()
+        gaps.append(planner.plan(budget_bytes).optimality_gap)
+        budget_s.append(time.process_time() - begin)
+    return SweepTime(
+        name=name,
+        num_ops=num_ops,
+        prepare_s=prepare_s,
+        budget_s=tuple(budget_s),
+        wall_s=time.perf_counter() - wall_begin,
+        median_gap=statistics.median(gaps),
+    )
+
+
+def as_row(result: SweepTime) -> str:
+    """One row of the table, Markdown."""
+    return (
+        f"| {result.name} | {result.num_ops} | {result.prepare_s:.1f} | {len(result.budget_s)} | {sum(result.budget_s):.2f} | "
+        f"{result.wall_s:.2f} | {max(result.budget_s) * 1e3:.0f} | {result.median_gap:.2%} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the machine and one row a model."""
+    parser = argparse.ArgumentParser(prog="python -m bench.sweep_time", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help="repeatable; six if left out")
+    parser.add_argument("--budgets", type=int, default=50, help="how many, at least 2")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    record = machine_record("bench.sweep_time")
+    told = ("processor", "torch", "transformers", "commit", "load_average")
+    sys.stdout.write(", ".join(f"{name} {record[name]}" for name in told) + f"\n\n{HEADER}\n")
+    for name in chosen.model or MODELS:
+        sys.stdout.write(as_row(measure_model(name, chosen.budgets)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate.budget import Budget, parse_budget, size_text
+from rockmate.cut_output import refusing_gradients
 from rockmate.data_parallel import SHARDED, finds_unused_parameters
 from rockmate.emit import Program
 from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
@@ -58,6 +59,7 @@ class PlannedCall:
         call: signature of the calls that it serves.
         state: of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
+        cut_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
     """
 
     plan_of: Callable[[], Plan]
@@ -65,6 +67,7 @@ class PlannedCall:
     call: CallSignature
     state: ModelSignature
     output_structure: Structure
+    cut_outputs: tuple[int, ...]
 
     @cached_property
     def plan(self) -> Plan:
@@ -330,8 +333,10 @@ class RockmateModule(nn.Module):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self._runnable_for(call, tensors)
-        outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self))
-        return runnable.planned.output_structure.rebuild(list(outputs))
+        outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self)))
+        for index in runnable.planned.cut_outputs:
+            outputs[index] = refusing_gradients(outputs[index])
+        return runnable.planned.output_structure.rebuild(outputs)
 
     def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
         """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""

@@ -328,6 +328,8 @@ class RockmateModule(nn.Module):
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _apart_from_dynamo(self, args, kwargs)
         self.__dict__["_num_runs"] += 1  # past `nn.Module.__setattr__`, which takes as long as an op
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
@@ -503,6 +505,12 @@ class RockmateModule(nn.Module):
             f"(budget {size_text(plan.budget_bytes)}, predicted peak {size_text(plan.predicted_peak_bytes)} at "
             f"{plan.predicted_ratio:.3f}x of the time without recomputation)"
         )
+
+
+@torch.compiler.disable
+def _apart_from_dynamo(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call from code that `torch.compile` compiles, or of a module that it was given: the plan runs as it is."""
+    return module._run(args, kwargs)
 
 
 def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan: Plan | None) -> None:

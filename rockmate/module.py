@@ -18,7 +18,7 @@ from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.cut_output import refusing_gradients
 from rockmate.data_parallel import SHARDED, finds_unused_parameters
 from rockmate.emit import Program
-from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
+from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan import Plan
 from rockmate.request import PlanRequest
@@ -403,7 +403,15 @@ class RockmateModule(nn.Module):
 
     def _planned_within(self, step: CapturedStep, family: StepFamily, budget_bytes: int) -> _Runnable:
         assert self._request is not None
-        self._use(self._request.call_of_step(step, budget_bytes), family)
+        try:
+            planned = self._request.call_of_step(step, budget_bytes)
+        except InfeasibleBudgetError as error:
+            advice = (
+                "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
+                "(without one the first training batch is it)."
+            )
+            raise error.advised(advice) from None
+        self._use(planned, family)
         self._log_plan("its tensors have other shapes than the sample's")
         return self._runnables[0]
 

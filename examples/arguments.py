@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rockmate.errors import RockmateError
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -24,3 +29,12 @@ def budget(text: str) -> int | float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs an example. An error that its user can act on (no plan fits the budget, say) is told by its text alone; the exit status is 2."""
+    try:
+        main()
+    except RockmateError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 import transformers
-from arguments import parser
+from arguments import parser, run
 from text import Rows, rows_of_tokens
 
 from rockmate.trainer import wrap_trainer
@@ -42,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

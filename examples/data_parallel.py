@@ -6,7 +6,7 @@ import os
 
 import torch
 import transformers
-from arguments import parser
+from arguments import parser, run
 from text import rows_of_tokens
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -48,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from arguments import parser
+from arguments import parser, run
 from PIL import Image, ImageDraw, ImageFont
 
 from rockmate import RockmateModule
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

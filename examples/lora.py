@@ -7,7 +7,7 @@ from pathlib import Path
 
 import peft
 import transformers
-from arguments import parser
+from arguments import parser, run
 from text import Rows, rows_of_tokens
 
 from rockmate import RockmateModule
@@ -42,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 import transformers
-from arguments import parser
+from arguments import parser, run
 from text import source_text
 
 from rockmate import RockmateModule
@@ -70,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -83,6 +83,7 @@ class Capture:
         constants: tensors that the model's code made from Python numbers, by name.
         output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
         module_of_sequence: autograd sequence number of a forward op -> path of the innermost module that ran it.
+        cut_outputs: indices of the outputs that have a gradient in eager and none here.
     """
 
     joint: fx.GraphModule
@@ -91,6 +92,7 @@ class Capture:
     constants: Mapping[str, torch.Tensor]
     output_structure: Structure
     module_of_sequence: Mapping[int, str]
+    cut_outputs: tuple[int, ...]
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:
@@ -173,6 +175,7 @@ class _TensorsIn(nn.Module):
         self._outputs = outputs
         self.output_structure: Structure | None = None
         self.differentiable_outputs: tuple[int, ...] = ()
+        self.cut_outputs: tuple[int, ...] = ()
         self.notice = ""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -188,8 +191,8 @@ class _TensorsIn(nn.Module):
                 raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         if self._differentiable == "loss" and loss is not None:
-            cut = [tensor for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad]
-            scalars = sum(tensor.numel() == 1 for tensor in cut)
+            self.cut_outputs = tuple(index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad)
+            scalars = sum(flat[index].numel() == 1 for index in self.cut_outputs)
             self.notice = f"{scalars} scalar outputs beside the loss have no gradient in planned steps" if scalars else ""
             flat = [tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)]
         self.output_structure = structure
@@ -538,7 +541,7 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn, spans: list[tuple[in
         )
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None
-    return Capture(joint, inputs, output_roles, constants, forward.output_structure, _module_of_sequence(spans))
+    return Capture(joint, inputs, output_roles, constants, forward.output_structure, _module_of_sequence(spans), forward.cut_outputs)
 
 
 def _input_role(descriptor: Any) -> Role:

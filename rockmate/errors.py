@@ -34,6 +34,11 @@ class InfeasibleBudgetError(RockmateError, ValueError):
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
 
+    def advised(self, advice: str) -> InfeasibleBudgetError:
+        """The same error, which says more."""
+        self.args = (f"{self} {advice}",)
+        return self
+
 
 class InfeasibleMemoryLimitError(RockmateError, ValueError):
     """A memory limit that parameters, gradients and the optimizer's state alone reach.

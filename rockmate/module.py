@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rockmate.budget import Budget, parse_budget, size_text
+from rockmate.cut_output import refusing_gradients
 from rockmate.data_parallel import SHARDED, finds_unused_parameters
 from rockmate.emit import Program
-from rockmate.errors import InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
+from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan import Plan
 from rockmate.request import PlanRequest
@@ -58,6 +59,7 @@ class PlannedCall:
         call: signature of the calls that it serves.
         state: of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
+        cut_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
     """
 
     plan_of: Callable[[], Plan]
@@ -65,6 +67,7 @@ class PlannedCall:
     call: CallSignature
     state: ModelSignature
     output_structure: Structure
+    cut_outputs: tuple[int, ...]
 
     @cached_property
     def plan(self) -> Plan:
@@ -325,13 +328,17 @@ class RockmateModule(nn.Module):
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _apart_from_dynamo(self, args, kwargs)
         self.__dict__["_num_runs"] += 1  # past `nn.Module.__setattr__`, which takes as long as an op
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self._runnable_for(call, tensors)
-        outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self))
-        return runnable.planned.output_structure.rebuild(list(outputs))
+        outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self)))
+        for index in runnable.planned.cut_outputs:
+            outputs[index] = refusing_gradients(outputs[index])
+        return runnable.planned.output_structure.rebuild(outputs)
 
     def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
         """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
@@ -396,7 +403,15 @@ class RockmateModule(nn.Module):
 
     def _planned_within(self, step: CapturedStep, family: StepFamily, budget_bytes: int) -> _Runnable:
         assert self._request is not None
-        self._use(self._request.call_of_step(step, budget_bytes), family)
+        try:
+            planned = self._request.call_of_step(step, budget_bytes)
+        except InfeasibleBudgetError as error:
+            advice = (
+                "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
+                "(without one the first training batch is it)."
+            )
+            raise error.advised(advice) from None
+        self._use(planned, family)
         self._log_plan("its tensors have other shapes than the sample's")
         return self._runnables[0]
 
@@ -498,6 +513,12 @@ class RockmateModule(nn.Module):
             f"(budget {size_text(plan.budget_bytes)}, predicted peak {size_text(plan.predicted_peak_bytes)} at "
             f"{plan.predicted_ratio:.3f}x of the time without recomputation)"
         )
+
+
+@torch.compiler.disable
+def _apart_from_dynamo(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call from code that `torch.compile` compiles, or of a module that it was given: the plan runs as it is."""
+    return module._run(args, kwargs)
 
 
 def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan: Plan | None) -> None:

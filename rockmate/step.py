@@ -96,6 +96,7 @@ class CapturedStep:
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
+            cut_outputs=self.capture.cut_outputs,
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:

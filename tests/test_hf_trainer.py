@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
-from helpers import differing, relative_error
+from helpers import differing, gradients_of, relative_error
 from torch import Tensor, nn
 
 from rockmate import RockmateError, RockmateModule
@@ -223,3 +224,23 @@ def test_trainer_in_bf16(tmp_path: Path) -> None:
     our_logs, model = trained(llama, planned, tmp_path, bf16=True)
     assert our_logs == logs
     assert not differing(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile", "called"])
+def test_compiling_the_planned_module_leaves_the_plan_as_it_is(how: str) -> None:
+    model = llama()
+    reference = copy.deepcopy(model)
+    module: Any = planned(model)
+    run = module
+    if how == "torch.compile":
+        run = torch.compile(module, backend="eager")
+    elif how == "compile":
+        module.compile(backend="eager")
+    else:
+        run = torch.compile(lambda **inputs: module(**inputs), backend="eager")
+    for seed in (1, 2):
+        for each in (run, reference):
+            torch.manual_seed(seed)
+            each(**batch(seed)).loss.backward()
+    assert module.is_planned
+    assert not differing(gradients_of(model), gradients_of(reference))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
-from rockmate import Planner, RockmateModule, SignatureMismatchError, UnsupportedModelError
+from rockmate import BackwardError, Planner, RockmateModule, SignatureMismatchError, UnsupportedModelError
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
 
@@ -396,12 +396,25 @@ def test_output_that_is_an_input_with_gradient_is_refused_or_right() -> None:
     assert same_bits(x.grad, expected)
 
 
-def test_only_the_loss_is_differentiable_unless_asked_otherwise() -> None:
+def test_a_loss_of_other_outputs_is_refused_unless_they_are_differentiable() -> None:
     case = planned("gpt2")
     batch = case.workload.make_batch(1)
-    output = case.module("binding")(**batch)
-    assert output.loss.requires_grad
-    assert not output.logits.requires_grad
+    module, model = case.module("binding"), case.workload.model
+    model.zero_grad()
+    reference = copy.deepcopy(model)
+    output = module(**batch)
+    assert output.logits.requires_grad  # as in eager
+    with pytest.raises(BackwardError, match=r"shape \(.*\) beside the model's own loss.* differentiable=\"all\""):
+        (output.loss + output.logits.square().mean()).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for run in (reference, module):
+        torch.manual_seed(3)
+        output = run(**batch)
+        (output.loss + 0.0 * output.logits.sum()).backward()  # zeros leave nothing out
+    expected = dict(reference.named_parameters())
+    assert all(torch.equal(parameter.grad, expected[name].grad) for name, parameter in model.named_parameters())
+    logits = module(**batch).logits
+    logits.div_(2)  # in place, as in eager
     module = RockmateModule(case.workload.model, case.workload.sample, 1.0, differentiable="all")
     assert module(**batch).logits.requires_grad
 

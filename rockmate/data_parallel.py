@@ -40,6 +40,11 @@ def _is_sharded(tensor: Any) -> bool:
     return any(hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh") for of in (tensor, getattr(tensor, "_base", None)))
 
 
+def is_data_parallel() -> bool:
+    """Whether a DistributedDataParallel is calling its module."""
+    return distributed.is_available() and nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
 def finds_unused_parameters(module: nn.Module) -> bool:
     """Whether `module` is being called by a DistributedDataParallel that will look for unused parameters."""
     if not distributed.is_available():

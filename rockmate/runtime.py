@@ -14,6 +14,7 @@ A call should cost little beside a small model's step, so what does not change f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
-from rockmate.data_parallel import LastHooksSink
-from rockmate.delivery import Binding, GradientSink
+from rockmate.data_parallel import LastHooksSink, is_data_parallel
+from rockmate.delivery import VISITED_WITHIN_BYTES, Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.unused import is_unused
@@ -43,7 +44,9 @@ class Runner:
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
         self.binding = Binding(model, list(dict.fromkeys([*names, *program.delivered])))
         self.parameter_names = [role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT]
+        self.dispatch = torch._C._AutoDispatchBelowAutograd if program.runs_below_autograd else contextlib.nullcontext
         self.delivered_names = program.delivered
+        self.is_small = sum(self.binding[name].nbytes for name in program.delivered) <= VISITED_WITHIN_BYTES
         outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
         self.outputs = [outputs[index] for index in range(len(outputs))]
         self.updates = [place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
@@ -66,21 +69,37 @@ class Runner:
 
         Args:
             inputs: the tensors of the call.
-            hooks_last: hooks of parameters fire when the step is done; see `data_parallel`.
+            hooks_last: hooks of parameters must fire when the step is done; see `data_parallel`.
         """
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
         given = inputs
         inputs = [self.input_layouts[index].of(tensor) for index, tensor in enumerate(given)]
         self._refuse_shared(given)
-        parameters = [self.binding[name] for name in self.parameter_names]
-        if hooks_last and not parameters:
-            parameters = list({id(owner): owner for owner in self.gradient_owners().values()}.values())
-        outputs = PlannedStep.apply(self, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
+        owners = self.gradient_owners()
+        if self.parameter_names:
+            parameters = [self.binding[name] for name in self.parameter_names]
+        elif hooks_last or self._may_fire_last(owners):
+            parameters = {id(owner): owner for owner in owners.values()}.values()
+        else:
+            parameters = ()
+        outputs = PlannedStep.apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
         for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
         return outputs
+
+    def _may_fire_last(self, owners: Mapping[str, torch.Tensor]) -> bool:
+        """Whether parameters are so small that all are visited at once, when the step is done: autograd's running engine does that in
+        passing, and a visit from within the backward takes it as long as several ops.
+
+        Not where a hook is seen, which may want to step and free the gradient.
+        """
+        return (
+            self.is_small
+            and not any(owner._post_accumulate_grad_hooks or owner._backward_hooks for owner in owners.values())
+            and not is_data_parallel()
+        )
 
     def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
@@ -126,10 +145,16 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: FunctionCtx, runner: Runner, anchor: _Anchor, leaf: torch.Tensor, num_inputs: int, *tensors: torch.Tensor
+        ctx: FunctionCtx,
+        runner: Runner,
+        owners: Mapping[str, torch.Tensor],
+        anchor: _Anchor,
+        leaf: torch.Tensor,
+        num_inputs: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with _profiled("rockmate::forward"), autocast_off():
+        with _profiled("rockmate::forward"), autocast_off(), runner.dispatch():
             values = program.forward(runner.read_in_forward.present(inputs))
         for place in runner.updates:
             role = program.results[place]
@@ -144,7 +169,7 @@ class PlannedStep(torch.autograd.Function):
             kept[place] = None
         ctx.save_for_backward(*runner.read_in_backward.present(inputs), *held)
         ctx.kept = kept  # pyright: ignore
-        ctx.owners = runner.gradient_owners()  # pyright: ignore
+        ctx.owners = owners  # pyright: ignore
         ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
         ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
         ctx.set_materialize_grads(False)  # outputs without a gradient would each get zeros of their size
@@ -168,7 +193,7 @@ class PlannedStep(torch.autograd.Function):
         sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
         arguments = [sources[place] for place in runner.backward_order]
         del saved, kept, sources  # the list of arguments is the only holder of what was kept
-        with _profiled("rockmate::backward"), autocast_off():
+        with _profiled("rockmate::backward"), autocast_off(), runner.dispatch():
             values = program.backward(arguments)
             sink.close()
         inputs = [None] * ctx.num_inputs
@@ -177,7 +202,7 @@ class PlannedStep(torch.autograd.Function):
         parameters = [None if is_unused(values[place]) else values[place] for place in runner.parameter_gradients]
         if isinstance(sink, LastHooksSink):
             parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
-        return None, None, None, None, *inputs, *parameters
+        return None, None, None, None, None, *inputs, *parameters
 
 
 class _Statics:

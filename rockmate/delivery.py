@@ -225,7 +225,7 @@ class GradientSink:
         """Visits the nodes that are left; to be called when nothing more is to come."""
         if self._complete:
             complete, self._complete, self._complete_bytes = tuple(self._complete), [], 0
-            self._accumulate(complete, tuple([_nothing(p.shape, p.dtype, p.device) for p in complete]))
+            self._accumulate(complete, tuple([nothing(p.shape, p.dtype, p.device) for p in complete]))
 
     def _accumulate(self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         """Lets autograd's engine add gradients to the `.grad` of parameters and fire all that is hooked to that.
@@ -311,6 +311,6 @@ def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A gradient that adds nothing: sparse and without elements, so that adding it takes no pass over `.grad`."""
     return torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)

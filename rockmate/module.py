@@ -330,7 +330,7 @@ class RockmateModule(nn.Module):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self._runnable_for(call, tensors)
-        outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self))
+        outputs = runnable.runner.run(tensors, hooks_last=finds_unused_parameters())
         return runnable.planned.output_structure.rebuild(list(outputs))
 
     def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:

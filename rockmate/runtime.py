@@ -15,7 +15,9 @@ A call should cost little beside a small model's step, so what does not change f
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from rockmate.unused import is_unused
 
 # A label in profiles; torch.profiler.record_function takes 30 times as long.
 _profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
 class Runner:
@@ -46,6 +49,7 @@ class Runner:
         self.parameter_names = [role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT]
         self.dispatch = torch._C._AutoDispatchBelowAutograd if program.runs_below_autograd else contextlib.nullcontext
         self.delivered_names = program.delivered
+        self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
         self.is_small = sum(self.binding[name].nbytes for name in program.delivered) <= VISITED_WITHIN_BYTES
         outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
         self.outputs = [outputs[index] for index in range(len(outputs))]
@@ -62,7 +66,8 @@ class Runner:
         self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
         self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
         self._anchors: dict[torch.device, _Anchor] = {}
-        self._accumulators: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._owners: dict[str, torch.Tensor] = {}
+        self._accumulators: list[Any] = []
 
     def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
@@ -90,16 +95,11 @@ class Runner:
         return outputs
 
     def _may_fire_last(self, owners: Mapping[str, torch.Tensor]) -> bool:
-        """Whether parameters are so small that all are visited at once, when the step is done: autograd's running engine does that in
-        passing, and a visit from within the backward takes it as long as several ops.
+        """Whether the parameters may all be visited when the step is done, which the running engine does in passing.
 
-        Not where a hook is seen, which may want to step and free the gradient.
+        They are few bytes, so that nobody gains from an earlier visit, and no hook is seen, which may want to step and free the gradient.
         """
-        return (
-            self.is_small
-            and not any(owner._post_accumulate_grad_hooks or owner._backward_hooks for owner in owners.values())
-            and not is_data_parallel()
-        )
+        return self.is_small and not any(chain.from_iterable(map(_HOOKS, owners.values()))) and not is_data_parallel()
 
     def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
@@ -117,26 +117,24 @@ class Runner:
         Raises:
             SignatureMismatchError: one of them is no leaf, so it has no `.grad` to add to.
         """
-        owners = {name: self.binding[name] for name in self.delivered_names}
-        derived = [name for name, owner in owners.items() if not owner.is_leaf]
+        owners = [holder[key] for holder, key in self._owner_places]
+        if self._owners and all(map(operator.is_, owners, self._owners.values())):
+            return self._owners
+        derived = [name for name, owner in zip(self.delivered_names, owners, strict=True) if not owner.is_leaf]
         if derived:
             msg = (
                 f"{derived[0]} is computed from other tensors in this call (functional_call, a swapped parameter), so its gradient has no "
                 'place in .grad. Make the module with gradients="returned".'
             )
             raise SignatureMismatchError(msg)
-        self._hold_accumulators(owners)
-        return owners
-
-    def _hold_accumulators(self, owners: Mapping[str, torch.Tensor]) -> None:
-        """Keeps the nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it."""
-        for name, owner in owners.items():
-            held_for, _ = self._accumulators.get(name, (None, None))
-            if held_for is not owner:
-                self._accumulators[name] = owner, torch.autograd.graph.get_gradient_edge(owner).node
+        # Nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it.
+        self._accumulators = [torch.autograd.graph.get_gradient_edge(owner).node for owner in owners]
+        self._owners = dict(zip(self.delivered_names, owners, strict=True))
+        return self._owners
 
     def release_accumulators(self) -> None:
-        """Lets go of those nodes, which remember the shapes that their parameters had (`parameter.data` may have been replaced since)."""
+        """Lets go of the nodes at which autograd accumulates: they remember the shapes that parameters had (`.data` may be another)."""
+        self._owners = {}
         self._accumulators.clear()
 
 
@@ -201,7 +199,7 @@ class PlannedStep(torch.autograd.Function):
             inputs[index] = None if is_unused(values[place]) else values[place]
         parameters = [None if is_unused(values[place]) else values[place] for place in runner.parameter_gradients]
         if isinstance(sink, LastHooksSink):
-            parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
+            parameters = sink.rests_of(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
 
 

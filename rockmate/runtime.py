@@ -34,6 +34,7 @@ from rockmate.unused import is_unused
 
 # A label in profiles; torch.profiler.record_function takes 30 times as long.
 _profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
+_unwrap_if_dead: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
@@ -79,7 +80,7 @@ class Runner:
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
         given = inputs
-        inputs = [self.input_layouts[index].of(tensor) for index, tensor in enumerate(given)]
+        inputs = [self.input_layouts[index].of(_unwrap_if_dead(tensor)) for index, tensor in enumerate(given)]
         self._refuse_shared(given)
         owners = self.gradient_owners()
         if self.parameter_names:
@@ -88,7 +89,9 @@ class Runner:
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
-        outputs = PlannedStep.apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
+        is_plain = not self.parameter_names and not torch._C._are_functorch_transforms_active()
+        apply = _apply if is_plain else PlannedStep.apply  # which refuses such transforms
+        outputs = apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
         for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
@@ -201,6 +204,10 @@ class PlannedStep(torch.autograd.Function):
         if isinstance(sink, LastHooksSink):
             parameters = sink.rests_of(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
+
+
+# `PlannedStep.apply` without its Python, which looks at every argument for what functorch has left, at the cost of several ops.
+_apply: Any = super(torch.autograd.Function, PlannedStep).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Statics:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate.autocast import autocast_dtypes
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 from rockmate.structure import Structure, flatten
 
@@ -136,7 +137,7 @@ def flatten_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
-    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional}
+    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional} if kwargs else {}
     tensors = [*args, *named.values()]
     if set(map(type, tensors)) == _ONLY_TENSORS:
         return tensors, _call_of_tensors(len(args), tuple(named), tuple(map(_METADATA, tensors)))
@@ -342,5 +343,5 @@ def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtype of autocast on CPU and on CUDA, None where it is off."""
-    on_cpu, on_cuda = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
-    return on_cpu, on_cuda
+    enabled = autocast_dtypes()
+    return enabled.get("cpu"), enabled.get("cuda")

@@ -4,7 +4,7 @@ Gradients are added to `.grad` directly. Autograd's engine then visits the param
 element, so that all that is hooked to it fires. A weight that is tied arrives as several gradients; its node is visited once, after the
 last, and the first need not wait in memory for it. A visit from within a backward takes as long as ten small additions, and who waits
 for it cannot always be seen from Python (DistributedDataParallel does): so none is left out, but where no hook is seen, parameters are
-visited a few at a time.
+visited a few at a time, or all by the engine that runs anyway if they are small.
 
 The gradient of a large weight is a matrix product that nobody else reads. It is made and added slice by slice: the whole of it, often
 the largest tensor of the backward, never exists. Each element is the same dot product, so on CPU the result is bitwise the same; a

@@ -4,8 +4,9 @@ One autograd function stands for the whole step. Its tensor inputs are an *ancho
 and the user's inputs; parameters are no inputs of it, because their gradients do not leave through its return value: each is handed
 to `.grad` inside the backward, as soon as it is final, by a nested `torch.autograd.backward`, which accumulates and fires hooks as
 usual. (Were the parameters inputs too, the outer engine would visit their accumulation nodes once more with nothing, and
-post-accumulate hooks would fire twice.) With `gradients="returned"` parameters are inputs and their gradients return values, which
-`torch.autograd.grad` needs and which costs the memory of all of them at once.
+post-accumulate hooks would fire twice.) Small parameters without a hook are inputs all the same: that visit is their only one. With
+`gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs and which costs the
+memory of all of them at once.
 
 How a gradient is handed over is said in `delivery`.
 

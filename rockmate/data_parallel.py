@@ -11,18 +11,22 @@ FullyShardedDataParallel is refused: it gathers a layer's parameters in hooks ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from rockmate.delivery import GradientSink
+from rockmate.delivery import GradientSink, nothing
 from rockmate.errors import UnsupportedModelError
 
 SHARDED = (
     "FSDP shards this model's parameters and gathers them in hooks around its layers, which a planned step does not run. Use "
     "DistributedDataParallel(RockmateModule(model, ...)), or FSDP with the plain model."
 )
+
+_POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -40,10 +44,13 @@ def _is_sharded(tensor: Any) -> bool:
     return any(hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh") for of in (tensor, getattr(tensor, "_base", None)))
 
 
-def finds_unused_parameters(module: nn.Module) -> bool:
-    """Whether `module` is being called by a DistributedDataParallel that will look for unused parameters."""
-    if not distributed.is_available():
-        return False
+def is_data_parallel() -> bool:
+    """Whether a DistributedDataParallel is calling its module."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def finds_unused_parameters() -> bool:
+    """Whether a DistributedDataParallel is calling its module that will look for unused parameters."""
     active = nn.parallel.DistributedDataParallel._active_ddp_module
     return active is not None and active.find_unused_parameters and not active.static_graph
 
@@ -53,8 +60,13 @@ class LastHooksSink(GradientSink):
 
     fires_hooks = False
 
-    def rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What the engine has to accumulate: a gradient that a tensor hook must see whole, or nothing at all."""
+    def rests_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What the engine has to accumulate for each: a gradient that a tensor hook must see whole, or nothing at all."""
+        if not self._waiting and not any(map(_POST_ACCUMULATE_HOOKS, parameters)):
+            return [None] * len(parameters)
+        return list(map(self._rest_of, parameters))
+
+    def _rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting:  # they fire with a gradient only
-            return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+            return nothing(parameter.shape, parameter.dtype, parameter.device)
         return self._waiting.pop(id(parameter), None)

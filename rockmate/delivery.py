@@ -4,7 +4,7 @@ Gradients are added to `.grad` directly. Autograd's engine then visits the param
 element, so that all that is hooked to it fires. A weight that is tied arrives as several gradients; its node is visited once, after the
 last, and the first need not wait in memory for it. A visit from within a backward takes as long as ten small additions, and who waits
 for it cannot always be seen from Python (DistributedDataParallel does): so none is left out, but where no hook is seen, parameters are
-visited a few at a time.
+visited a few at a time, or all by the engine that runs anyway if they are small.
 
 The gradient of a large weight is a matrix product that nobody else reads. It is made and added slice by slice: the whole of it, often
 the largest tensor of the backward, never exists. Each element is the same dot product, so on CPU the result is bitwise the same; a
@@ -28,7 +28,7 @@ _SPLIT_ABOVE_BYTES = 1 << 22
 _SLICE_BYTES = 1 << 21
 _ROWS_PER_SLICE = 512  # fewer make the products slow
 _VISITED_AT_ONCE = 8  # parameters
-_VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
+VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
 
 
 def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
@@ -160,8 +160,9 @@ class GradientSink:
     fires_hooks = True  # otherwise someone else does, when the step is done
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Takes the parameters that the forward ran with, by name."""
+        """Takes the parameters that the forward ran with, by name; hooks fire in the dispatcher's state at this moment."""
         self._parameters = parameters
+        self._dispatch_keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._waiting: dict[int, torch.Tensor] = {}
         self._unused: set[int] = set()  # parameters of which a use has come to nothing
         self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
@@ -186,7 +187,7 @@ class GradientSink:
             waiting = self._waiting.pop(id(parameter), None)
             whole = gradient if waiting is None else waiting + gradient
             if is_final and self.fires_hooks:
-                _accumulate((parameter,), (whole,))
+                self._accumulate((parameter,), (whole,))
             else:
                 self._waiting[id(parameter)] = whole.clone() if waiting is None else whole
             return
@@ -206,7 +207,7 @@ class GradientSink:
         if not parameter.requires_grad or id(parameter) in self._unused - self._begun:
             return
         if self.fires_hooks and id(parameter) in self._waiting:
-            _accumulate((parameter,), (self._waiting.pop(id(parameter)),))
+            self._accumulate((parameter,), (self._waiting.pop(id(parameter)),))
         else:
             self._visit(parameter)
 
@@ -216,7 +217,7 @@ class GradientSink:
             return
         self._complete.append(parameter)
         self._complete_bytes += parameter.nbytes
-        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
+        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > VISITED_WITHIN_BYTES
         if is_enough or parameter._post_accumulate_grad_hooks:
             self.close()
 
@@ -224,7 +225,17 @@ class GradientSink:
         """Visits the nodes that are left; to be called when nothing more is to come."""
         if self._complete:
             complete, self._complete, self._complete_bytes = tuple(self._complete), [], 0
-            _accumulate(complete, tuple([_nothing(p.shape, p.dtype, p.device) for p in complete]))
+            self._accumulate(complete, tuple([nothing(p.shape, p.dtype, p.device) for p in complete]))
+
+    def _accumulate(self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        """Lets autograd's engine add gradients to the `.grad` of parameters and fire all that is hooked to that.
+
+        `torch.autograd.backward(parameters, gradients)`, entered where that enters the engine: what it checks in Python before, for any
+        tensors of a user's, holds here and takes three times as long as the rest.
+        """
+        engine = torch.autograd.Variable._execution_engine
+        with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys):  # the ops around run below autograd, which a hook may need
+            engine.run_backward(parameters, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
         """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
@@ -284,16 +295,6 @@ class GradientSink:
         return bool(parameter._backward_hooks or (self._waiting and id(parameter) in self._waiting))
 
 
-def _accumulate(parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-    """Lets autograd's engine add gradients to the `.grad` of parameters and fire all that is hooked to that.
-
-    `torch.autograd.backward(parameters, gradients)`, entered where that enters the engine: what it checks in Python before, for any
-    tensors of a user's, holds here and takes three times as long as the rest.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(parameters, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def _add_by_slices(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> None:
     for start in range(0, total.shape[product.dim], product.slice_size):
         length = min(product.slice_size, total.shape[product.dim] - start)
@@ -310,6 +311,6 @@ def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A gradient that adds nothing: sparse and without elements, so that adding it takes no pass over `.grad`."""
     return torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)

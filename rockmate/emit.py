@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from rockmate.in_place import dying_operand, in_place_call
 from rockmate.random_state import exchange_state, keep_state
 from rockmate.schedule import Schedule, last_reads
 
+_NAMESPACES = {"aten", "prims"}
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
@@ -63,6 +65,7 @@ class Program:
         constants: tensors that belong to the graphs themselves, by name.
         differentiable: indices of the outputs that have a gradient.
         layouts: for each input and tangent a fake tensor with the strides that the graphs rely on.
+        runs_below_autograd: whether its ops need not pass autograd, which has nothing to do for them; others' own code may differentiate.
     """
 
     forward: Callable[[list[Any]], tuple[Any, ...]]
@@ -77,6 +80,7 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     differentiable: frozenset[int]
     layouts: Mapping[Role, torch.Tensor]
+    runs_below_autograd: bool
     forward_code: str
     backward_code: str
 
@@ -117,6 +121,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     gradient_kinds = {RoleKind.INPUT_GRADIENT} | ({RoleKind.PARAMETER_GRADIENT} if _are_returned(graph) else set())
     gradients = [(node, role) for node, role in graph.outputs if role.kind in gradient_kinds]
     backward.graph.output(tuple(backward.value(node) for node, _ in gradients))
+    runs_below_autograd = all(_is_own(op.node.target) for op in graph.ops)
     forward_module, backward_module = _compile(forward.graph), _compile(backward.graph)
     return Program(
         forward=forward_module.forward,
@@ -131,9 +136,15 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         constants=graph.constants,
         differentiable=frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT),
         layouts={role: node.meta["val"] for node, role in graph.inputs if role.kind in {RoleKind.INPUT, RoleKind.TANGENT}},
+        runs_below_autograd=runs_below_autograd,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _is_own(target: Any) -> bool:
+    """Whether it is an op of PyTorch or a function of this package."""
+    return target.namespace in _NAMESPACES if isinstance(target, torch._ops.OpOverload) else isinstance(target, types.FunctionType)
 
 
 def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
@@ -325,8 +336,25 @@ class _Writer:
 
     def hand_over(self, node: fx.Node, role: Role) -> None:
         """Gives a parameter gradient to the sink."""
-        value = self.value(self._before_views_that_cancel(node))
+        value = self._sum_of_rows(node) or self.value(self._before_views_that_cancel(node))
         self.graph.call_function(deliver, (self._sink(), value, role.name, self._is_final(role.name)))
+
+    def _sum_of_rows(self, node: fx.Node) -> fx.Node | None:
+        """The call that makes a gradient of one dimension, if that is a sum viewed without the others: they are not kept, then.
+
+        The gradient of a bias is such a sum. None for any other gradient.
+        """
+        source = self.source.view_base.get(node)
+        call = None if source is None else self.present.get(source)
+        if source is None or call is None or call.target is not torch.ops.aten.sum.dim_IntList or len(source.users) > 1 or call.users:
+            return None
+        dims, keeps_dims = call.args[1], call.args[2:] == (True,)
+        if not keeps_dims or not isinstance(dims, list) or node.meta["val"].ndim != 1 or source.meta["val"].ndim - len(dims) != 1:
+            return None
+        call.args = call.args[:2]
+        del self.present[source]
+        self._set(node, call)
+        return call
 
     def _before_views_that_cancel(self, node: fx.Node) -> fx.Node:
         """The value that `node` is a view of with the very same layout, as the gradient of a linear layer's weight is, transposed twice."""

@@ -335,7 +335,7 @@ class RockmateModule(nn.Module):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self._runnable_for(call, tensors)
-        outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters(self)))
+        outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters()))
         for index in runnable.planned.cut_outputs:
             outputs[index] = refusing_gradients(outputs[index])
         return runnable.planned.output_structure.rebuild(outputs)

@@ -4,8 +4,9 @@ One autograd function stands for the whole step. Its tensor inputs are an *ancho
 and the user's inputs; parameters are no inputs of it, because their gradients do not leave through its return value: each is handed
 to `.grad` inside the backward, as soon as it is final, by a nested `torch.autograd.backward`, which accumulates and fires hooks as
 usual. (Were the parameters inputs too, the outer engine would visit their accumulation nodes once more with nothing, and
-post-accumulate hooks would fire twice.) With `gradients="returned"` parameters are inputs and their gradients return values, which
-`torch.autograd.grad` needs and which costs the memory of all of them at once.
+post-accumulate hooks would fire twice.) Small parameters without a hook are inputs all the same: that visit is their only one. With
+`gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs and which costs the
+memory of all of them at once.
 
 How a gradient is handed over is said in `delivery`.
 
@@ -14,7 +15,10 @@ A call should cost little beside a small model's step, so what does not change f
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,14 +27,16 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
-from rockmate.data_parallel import LastHooksSink
-from rockmate.delivery import Binding, GradientSink
+from rockmate.data_parallel import LastHooksSink, is_data_parallel
+from rockmate.delivery import VISITED_WITHIN_BYTES, Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.unused import is_unused
 
 # A label in profiles; torch.profiler.record_function takes 30 times as long.
 _profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
+_unwrap_if_dead: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
 class Runner:
@@ -43,7 +49,10 @@ class Runner:
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
         self.binding = Binding(model, list(dict.fromkeys([*names, *program.delivered])))
         self.parameter_names = [role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT]
+        self.dispatch = torch._C._AutoDispatchBelowAutograd if program.runs_below_autograd else contextlib.nullcontext
         self.delivered_names = program.delivered
+        self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
+        self.is_small = sum(self.binding[name].nbytes for name in program.delivered) <= VISITED_WITHIN_BYTES
         outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
         self.outputs = [outputs[index] for index in range(len(outputs))]
         self.updates = [place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
@@ -59,28 +68,42 @@ class Runner:
         self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
         self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
         self._anchors: dict[torch.device, _Anchor] = {}
-        self._accumulators: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._owners: dict[str, torch.Tensor] = {}
+        self._accumulators: list[Any] = []
 
     def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
 
         Args:
             inputs: the tensors of the call.
-            hooks_last: hooks of parameters fire when the step is done; see `data_parallel`.
+            hooks_last: hooks of parameters must fire when the step is done; see `data_parallel`.
         """
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
         given = inputs
-        inputs = [self.input_layouts[index].of(tensor) for index, tensor in enumerate(given)]
+        inputs = [self.input_layouts[index].of(_unwrap_if_dead(tensor)) for index, tensor in enumerate(given)]
         self._refuse_shared(given)
-        parameters = [self.binding[name] for name in self.parameter_names]
-        if hooks_last and not parameters:
-            parameters = list({id(owner): owner for owner in self.gradient_owners().values()}.values())
-        outputs = PlannedStep.apply(self, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
+        owners = self.gradient_owners()
+        if self.parameter_names:
+            parameters = [self.binding[name] for name in self.parameter_names]
+        elif hooks_last or self._may_fire_last(owners):
+            parameters = {id(owner): owner for owner in owners.values()}.values()
+        else:
+            parameters = ()
+        is_plain = not self.parameter_names and not torch._C._are_functorch_transforms_active()
+        apply = _apply if is_plain else PlannedStep.apply  # which refuses such transforms
+        outputs = apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
         for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
         return outputs
+
+    def _may_fire_last(self, owners: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parameters may all be visited when the step is done, which the running engine does in passing.
+
+        They are few bytes, so that nobody gains from an earlier visit, and no hook is seen, which may want to step and free the gradient.
+        """
+        return self.is_small and not any(chain.from_iterable(map(_HOOKS, owners.values()))) and not is_data_parallel()
 
     def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
@@ -98,26 +121,24 @@ class Runner:
         Raises:
             SignatureMismatchError: one of them is no leaf, so it has no `.grad` to add to.
         """
-        owners = {name: self.binding[name] for name in self.delivered_names}
-        derived = [name for name, owner in owners.items() if not owner.is_leaf]
+        owners = [holder[key] for holder, key in self._owner_places]
+        if self._owners and all(map(operator.is_, owners, self._owners.values())):
+            return self._owners
+        derived = [name for name, owner in zip(self.delivered_names, owners, strict=True) if not owner.is_leaf]
         if derived:
             msg = (
                 f"{derived[0]} is computed from other tensors in this call (functional_call, a swapped parameter), so its gradient has no "
                 'place in .grad. Make the module with gradients="returned".'
             )
             raise SignatureMismatchError(msg)
-        self._hold_accumulators(owners)
-        return owners
-
-    def _hold_accumulators(self, owners: Mapping[str, torch.Tensor]) -> None:
-        """Keeps the nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it."""
-        for name, owner in owners.items():
-            held_for, _ = self._accumulators.get(name, (None, None))
-            if held_for is not owner:
-                self._accumulators[name] = owner, torch.autograd.graph.get_gradient_edge(owner).node
+        # Nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it.
+        self._accumulators = [torch.autograd.graph.get_gradient_edge(owner).node for owner in owners]
+        self._owners = dict(zip(self.delivered_names, owners, strict=True))
+        return self._owners
 
     def release_accumulators(self) -> None:
-        """Lets go of those nodes, which remember the shapes that their parameters had (`parameter.data` may have been replaced since)."""
+        """Lets go of the nodes at which autograd accumulates: they remember the shapes that parameters had (`.data` may be another)."""
+        self._owners = {}
         self._accumulators.clear()
 
 
@@ -126,10 +147,16 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: FunctionCtx, runner: Runner, anchor: _Anchor, leaf: torch.Tensor, num_inputs: int, *tensors: torch.Tensor
+        ctx: FunctionCtx,
+        runner: Runner,
+        owners: Mapping[str, torch.Tensor],
+        anchor: _Anchor,
+        leaf: torch.Tensor,
+        num_inputs: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with _profiled("rockmate::forward"), autocast_off():
+        with _profiled("rockmate::forward"), autocast_off(), runner.dispatch():
             values = program.forward(runner.read_in_forward.present(inputs))
         for place in runner.updates:
             role = program.results[place]
@@ -144,7 +171,7 @@ class PlannedStep(torch.autograd.Function):
             kept[place] = None
         ctx.save_for_backward(*runner.read_in_backward.present(inputs), *held)
         ctx.kept = kept  # pyright: ignore
-        ctx.owners = runner.gradient_owners()  # pyright: ignore
+        ctx.owners = owners  # pyright: ignore
         ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
         ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
         ctx.set_materialize_grads(False)  # outputs without a gradient would each get zeros of their size
@@ -168,7 +195,7 @@ class PlannedStep(torch.autograd.Function):
         sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
         arguments = [sources[place] for place in runner.backward_order]
         del saved, kept, sources  # the list of arguments is the only holder of what was kept
-        with _profiled("rockmate::backward"), autocast_off():
+        with _profiled("rockmate::backward"), autocast_off(), runner.dispatch():
             values = program.backward(arguments)
             sink.close()
         inputs = [None] * ctx.num_inputs
@@ -176,8 +203,12 @@ class PlannedStep(torch.autograd.Function):
             inputs[index] = None if is_unused(values[place]) else values[place]
         parameters = [None if is_unused(values[place]) else values[place] for place in runner.parameter_gradients]
         if isinstance(sink, LastHooksSink):
-            parameters = [sink.rest_of(parameter) for parameter in ctx.visited]
-        return None, None, None, None, *inputs, *parameters
+            parameters = sink.rests_of(ctx.visited)
+        return None, None, None, None, None, *inputs, *parameters
+
+
+# `PlannedStep.apply` without its Python, which looks at every argument for what functorch has left, at the cost of several ops.
+_apply: Any = super(torch.autograd.Function, PlannedStep).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Statics:

@@ -6,14 +6,23 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from rockmate.autocast import autocast_dtypes
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 from rockmate.structure import Structure, flatten
 
+_ONLY_TENSORS = {torch.Tensor}
+_METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
+_PARTS = itemgetter("_modules", "_parameters", "_buffers")
+_STATE, _TENSOR_HOOKS = attrgetter("requires_grad", "dtype", "device", "shape"), attrgetter("_backward_hooks")
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_IS_TRAINING = attrgetter("training")  # a scripted module has it elsewhere than other attributes
 _RECORDERS = "transformers.utils.output_capturing"  # whose hooks a Hugging Face model adds to itself when it is first called
 
 
@@ -128,18 +137,23 @@ def flatten_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
-    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional}
+    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional} if kwargs else {}
     tensors = [*args, *named.values()]
-    if all(type(value) is torch.Tensor for value in tensors):
-        structure = _structure_of_tensors(len(args), tuple(named))
-    else:
-        tensors, structure = flatten((args, named), what="the call")
-    return tensors, CallSignature(tuple(TensorSignature.of(tensor) for tensor in tensors), structure)
+    if set(map(type, tensors)) == _ONLY_TENSORS:
+        return tensors, _call_of_tensors(len(args), tuple(named), tuple(map(_METADATA, tensors)))
+    tensors, structure = flatten((args, named), what="the call")
+    return tensors, CallSignature(tuple(map(TensorSignature.of, tensors)), structure)
+
+
+@lru_cache(maxsize=1024)
+def _call_of_tensors(num_positional: int, names: tuple[str, ...], metadata: tuple[Any, ...]) -> CallSignature:
+    """The signature of a call of tensors only; making and comparing it would take longer than all else about a call."""
+    signatures = tuple(TensorSignature(tuple(shape), *others) for shape, *others in metadata)
+    return CallSignature(signatures, _structure_of_tensors(num_positional, names))
 
 
 @lru_cache(maxsize=64)
 def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
-    """The structure of a call of tensors only; making and comparing it would take longer than all else about a call."""
     anything = torch.empty(0)
     return flatten(((anything,) * num_positional, dict.fromkeys(names, anything)), what="the call")[1]
 
@@ -275,39 +289,50 @@ class ModelSignature:
 
 
 class ModelWatch:
-    """Notices that a module is no longer as it was, in a fraction of the time that comparing `ModelSignature`s takes."""
+    """Notices that a module is no longer as it was, in a fraction of the time that comparing `ModelSignature`s takes.
+
+    It runs with every call, so loops over tensors and modules are those of C functions.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
         self._modules = tuple(model.modules())
+        self._attributes = [vars(module) for module in self._modules]
         self._numbers = [
-            (vars(module), name, value)
-            for module in self._modules
-            for name, value in vars(module).items()
+            (attributes, name, value)
+            for attributes in self._attributes
+            for name, value in attributes.items()
             if type(value) is float and value == value
         ]
-        self._seen = self._present()
+        members = self._members()
+        self._identities = list(map(id, members))
+        self._tensor_places = [place for place, member in enumerate(members) if isinstance(member, torch.Tensor)]
+        self._seen = self._state_of(members)
 
     def has_changed(self) -> bool:
         """Whether the module's signature may be another than it was; False is certain."""
-        return self._present() != self._seen or any(attributes.get(name) != value for attributes, name, value in self._numbers)
+        members = self._members()
+        if list(map(id, members)) != self._identities or self._state_of(members) != self._seen:
+            return True
+        return any(attributes.get(name) != value for attributes, name, value in self._numbers)
 
-    def _present(self) -> list[Any]:
-        seen: list[Any] = [_autocast_state()]
-        identities = []
-        for module in self._modules:
-            attributes = module.__dict__
-            seen += (module.training, *map(id, attributes["_modules"].values()))
-            if module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-                seen.append(hook_keys(module))
-            for tensors in (attributes["_parameters"], attributes["_buffers"]):
-                for tensor in tensors.values():
-                    if tensor is not None:
-                        identities.append(id(tensor))
-                        is_hooked = bool(tensor._backward_hooks)
-                        seen += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), is_hooked)
-        seen.append(len(set(identities)))
-        return seen
+    def _members(self) -> list[Any]:
+        """Submodules, parameters and buffers of each module, behind the mappings that they stand in."""
+        parts = list(chain.from_iterable(map(_PARTS, self._attributes)))
+        return [member for part in parts if part for member in (part, *part.values())]
+
+    def _state_of(self, members: list[Any]) -> tuple[Any, ...]:
+        """What else can change about members that are the same objects, and whose number is."""
+        tensors = [members[place] for place in self._tensor_places]
+        return (
+            len(members),
+            list(map(_STATE, tensors)),
+            list(map(torch.Tensor.stride, tensors)),
+            list(map(bool, map(_TENSOR_HOOKS, tensors))),
+            list(map(_IS_TRAINING, self._modules)),
+            list(map(hook_keys, self._modules)) if any(chain.from_iterable(map(_HOOKS, self._attributes))) else [],
+            _autocast_state(),
+        )
 
 
 def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
@@ -318,5 +343,5 @@ def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtype of autocast on CPU and on CUDA, None where it is off."""
-    on_cpu, on_cuda = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
-    return on_cpu, on_cuda
+    enabled = autocast_dtypes()
+    return enabled.get("cpu"), enabled.get("cuda")

@@ -215,3 +215,37 @@ def test_gradient_clipping_and_scaling_between() -> None:
         one_step(callee, owner, workload_loss(case.workload), 1)
         norms.append(torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.1).item())
     assert len(set(norms)) == 1
+
+
+@pytest.mark.parametrize("gradients", ["accumulated", "returned"])
+def test_hooks_that_come_between_forward_and_backward(gradients: str) -> None:
+    model = models.Stack()
+    for module in modules_of(model, X, gradients=gradients):
+        fired: collections.Counter[str] = collections.Counter()
+        loss = module(X).square().sum()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, fired=fired: fired.update([name]))
+            for name, parameter in model.named_parameters()
+        ]
+        loss.backward()
+        assert fired == dict.fromkeys([name for name, _ in model.named_parameters()], 1)
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hook_may_differentiate() -> None:
+    model = models.Stack()
+    for module in modules_of(model, X):
+        found: list[bool] = []
+
+        def hook(parameter: Tensor, found: list[bool] = found) -> None:
+            with torch.enable_grad():
+                copied = parameter.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(copied.square().sum(), copied)
+            found.append(torch.equal(slope, 2 * parameter.detach()))
+
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        module(X).square().sum().backward()
+        assert found == [True] * len(list(model.parameters()))
+        for handle in handles:
+            handle.remove()

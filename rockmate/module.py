@@ -515,10 +515,12 @@ class RockmateModule(nn.Module):
         )
 
 
-@torch.compiler.disable
-def _apart_from_dynamo(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_as_it_is(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A call from code that `torch.compile` compiles, or of a module that it was given: the plan runs as it is."""
     return module._run(args, kwargs)
+
+
+_apart_from_dynamo: Callable[..., Any] = torch.compiler.disable(_run_as_it_is)
 
 
 def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan: Plan | None) -> None:

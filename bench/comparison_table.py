@@ -175,16 +175,19 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
     first, options = runs[0], runs[0]["options"]
     hardware = first["gpu"] if options["device"].startswith("cuda") else f"{first['processor']} ({first['machine']})"
     loads = [run["load_average"] for run in runs]
-    flags = "".join(f" --{name}" for name in ("quick", "tiny") if options[name]) + f" --rounds {options['rounds']}"
+    commits = dict.fromkeys(run["commit"] for run in runs)
     return [
         f"# Every peer beside us, {'GPU' if options['device'].startswith('cuda') else 'one CPU thread'}",
         "",
         f"Machine: {hardware}, {first['num_cores']} cores, {first['num_threads']} thread used, load average {min(loads):.1f} to "
         f"{max(loads):.1f} at the models' starts. Python {first['python']}, PyTorch {first['torch']}, transformers "
-        f"{first['transformers']}. Commit {first['commit']}.",
+        f"{first['transformers']}. Commit {', '.join(commits)}.",
         "",
-        f"Command: `python -m bench.compare --device {options['device']}{flags}`. One point: the same with `--model MODEL --method METHOD "
-        "--output STEM`.",
+        "Commands, a later one adding to what an earlier one measured:",
+        "",
+        *_commands(results),
+        "",
+        "One point: the same with `--model MODEL --method METHOD --output STEM`.",
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
@@ -194,6 +197,19 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "
         f"**wrong** ones are off by more than {GRADIENT_TOLERANCE:g}, and such points are counted all the same. MB are millions of bytes.",
     ]
+
+
+def _commands(results: Sequence[ModelResult]) -> list[str]:
+    """What was started, with the models that it was started for."""
+    models_of: dict[str, list[str]] = {}
+    for result in results:
+        for run in result.of("run"):
+            options = run["options"]
+            flags = [f"--{name}" for name in ("quick", "tiny") if options[name]]
+            flags += ["--rounds", str(options["rounds"]), *(f'--method "{method}"' for method in options["method"])]
+            command = f"python -m bench.compare --device {options['device']} {' '.join(flags)}"
+            models_of.setdefault(command, []).append(result.name)
+    return [f"- `{command}` ({', '.join(dict.fromkeys(names))})" for command, names in models_of.items()]
 
 
 def _targets(results: Sequence[ModelResult]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from bench import compare, comparison, comparison_plans
 from bench.comparison_table import ModelResult, page
 
-OPTIONS = {"device": "cpu", "rounds": 2, "quick": False, "tiny": False}
+OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
 MACHINE = {
     "processor": "P", "machine": "M", "num_cores": 2, "num_threads": 1, "load_average": 0.5, "python": "3", "torch": "2",
     "transformers": "5", "commit": "abc", "gpu": None,

@@ -55,7 +55,7 @@ class Row:
 def page(records: Sequence[Record]) -> list[str]:
     """The page's lines: the machine, the table, and what stands behind it, model by model."""
     lines = _Lines(records)
-    return [*_head(records[0]), "", *_table(rows(records)), "", *_models(lines), "", *_notes(lines)]
+    return [*_head(records), "", *_table(rows(records)), "", *_models(lines), "", *_notes(lines)]
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
@@ -267,13 +267,19 @@ def _strategy_row(lines: _Lines) -> Row:
 # --- text ---------------------------------------------------------------------------------------------
 
 
-def _head(first: Record) -> list[str]:
+def _head(records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    starts = dict.fromkeys((r["command"], r["commit"], r["load_average"]) for r in records)
     return [
         "# How good plans are",
         "",
-        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used, load "
-        f"average {first['load_average']:.1f} at the start. Python {first['python']}, PyTorch {first['torch']}, transformers "
-        f"{first['transformers']}. Commit {first['commit']}. Command: `{first['command']}`." + (" Tiny models." if first["tiny"] else ""),
+        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used. "
+        f"Python {first['python']}, PyTorch {first['torch']}, transformers {first['transformers']}."
+        + (" Tiny models." if first["tiny"] else ""),
+        "",
+        "Commands (commit, and the load average when each began, in brackets):",
+        "",
+        *[f"- `{command}` ({commit}, {load:.1f})" for command, commit, load in starts],
         "",
         "Nothing is run: times are sums of op times, each measured alone, and peaks are simulated. A budget is a fraction of the peak "
         "with nothing recomputed, a gap a fraction of the time with nothing recomputed. MB are millions of bytes.",

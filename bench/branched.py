@@ -21,6 +21,7 @@ from typing import Any
 
 from bench import compare, comparison, models, peers
 from bench.comparison_table import HOW_TIMED, OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
+from bench.machine import hardware_text, versions_text
 from bench.panels import figure_of
 
 Record = dict[str, Any]
@@ -130,9 +131,8 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
     return [
         "# Models that are no chain, one CPU thread",
         "",
-        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used, load average "
-        f"{min(loads):.1f} to {max(loads):.1f} at the models' starts. Python {first['python']}, PyTorch {first['torch']}, transformers "
-        f"{first['transformers']}. Commit {first['commit']}.",
+        f"Machine: {hardware_text(first)}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
+        f"{versions_text(first)}. Commit {first['commit']}.",
         "",
         f"Command: `python -m bench.branched --rounds {options['rounds']}{' --tiny' * options['tiny']}`. Models and their natural modules: "
         "`bench/branched_models.py`, `bench/unet.py`.",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench import measure, models
-from bench.machine import machine_record
+from bench.machine import hardware_text, machine_record, versions_text
 from rockmate import InfeasibleBudgetError, Planner
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
@@ -138,13 +138,11 @@ def _step(workload: models.Workload, model: Callable[..., Any]) -> Callable[[], 
 
 
 def _page(record: Mapping[str, Any], rows: Sequence[str]) -> str:
-    threads = f"{record['num_cores']} cores, 1 thread used"
-    versions = f"Python {record['python']}, PyTorch {record['torch']}, transformers {record['transformers']}"
     lines = [
         "# Fixed cost of a planned call",
         "",
-        f"Machine: {record['processor']} ({record['machine']}), {threads}; load average {record['load_average']:.1f} at the start, so",
-        f"other processes shared the core or its caches if that is above 1. {versions}. Commit {record['commit']}.",
+        f"Machine: {hardware_text(record)}; load average {record['load_average']:.1f} at the start, so",
+        f"other processes shared the core or its caches if that is above 1. {versions_text(record)}. Commit {record['commit']}.",
         "",
         f"Command: `{record['command']}`",
         "",

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from bench.comparison import by_model
+from bench.machine import versions_text
 
 Record = dict[str, Any]
 
@@ -180,8 +181,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         f"# Every peer beside us, {'GPU' if options['device'].startswith('cuda') else 'one CPU thread'}",
         "",
         f"Machine: {hardware}, {first['num_cores']} cores, {first['num_threads']} thread used, load average {min(loads):.1f} to "
-        f"{max(loads):.1f} at the models' starts. Python {first['python']}, PyTorch {first['torch']}, transformers "
-        f"{first['transformers']}. Commit {', '.join(commits)}.",
+        f"{max(loads):.1f} at the models' starts. {versions_text(first)}. Commit {', '.join(commits)}.",
         "",
         "Commands, a later one adding to what an earlier one measured:",
         "",

@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench import measure
-from bench.machine import machine_record
+from bench.machine import machine_line, machine_record
 from rockmate import RockmateModule
 
 BATCH, LENGTH, VOCABULARY = 4, 96, 8192
@@ -213,10 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, default=20, help="how many different lengths after the first (at most 89)")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    record = machine_record("bench.lengths")
-    told = ("processor", "torch", "transformers", "commit", "load_average")
-    sys.stdout.write(", ".join(f"{name} {record[name]}" for name in told) + "\n")
-    sys.stdout.write(f"\n{HEADER}\n")
+    sys.stdout.write(f"{machine_line(machine_record('bench.lengths'))}\n\n{HEADER}\n")
     for name in chosen.model or MODELS:
         sys.stdout.write(as_row(measure_model(name, chosen.lengths)) + "\n")
         sys.stdout.flush()

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ def machine_record(module: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def machine_line(record: Mapping[str, Any]) -> str:
+    """The record on one line, for what is printed and not kept."""
+    told = ("processor", "torch", "transformers", "commit", "load_average")
+    return ", ".join(f"{name} {record[name]}" for name in told)
+
+
+def hardware_text(record: Mapping[str, Any]) -> str:
+    """Processor, cores and threads, as the head of a page says them."""
+    return f"{record['processor']} ({record['machine']}), {record['num_cores']} cores, {record['num_threads']} thread used"
+
+
+def versions_text(record: Mapping[str, Any]) -> str:
+    """What was run, as the head of a page says it."""
+    return f"Python {record['python']}, PyTorch {record['torch']}, transformers {record['transformers']}"
 
 
 def _commit() -> str:

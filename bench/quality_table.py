@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from bench.machine import hardware_text, versions_text
+
 Record = dict[str, Any]
 
 LARGEST_GAP = 0.02
@@ -273,9 +275,7 @@ def _head(records: Sequence[Record]) -> list[str]:
     return [
         "# How good plans are",
         "",
-        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used. "
-        f"Python {first['python']}, PyTorch {first['torch']}, transformers {first['transformers']}."
-        + (" Tiny models." if first["tiny"] else ""),
+        f"Machine: {hardware_text(first)}. {versions_text(first)}." + (" Tiny models." if first["tiny"] else ""),
         "",
         "Commands (commit, and the load average when each began, in brackets):",
         "",

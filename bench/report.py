@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.machine import hardware_text, versions_text
+
 Record = dict[str, Any]
 
 TIME_AT_HALF = {"gpt2-deep": 1.10, "bert-base": 1.10, "llama": 1.10, "vit-base": 1.10}
@@ -47,8 +49,7 @@ def _head(records: Sequence[Record]) -> list[str]:
     return [
         "# Time and memory on one CPU thread",
         "",
-        f"Machine: {first['processor']} ({first['machine']}), {first['num_cores']} cores, {first['num_threads']} thread used. "
-        f"Python {first['python']}, PyTorch {first['torch']}, transformers {first['transformers']}. Commit {first['commit']}.",
+        f"Machine: {hardware_text(first)}. {versions_text(first)}. Commit {first['commit']}.",
         "",
         "Commands (the load average when each began, in brackets):",
         "",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from bench import models
-from bench.machine import machine_record
+from bench.machine import machine_line, machine_record
 from rockmate import Planner
 from rockmate.search import evenly
 from rockmate.step import capture_step
@@ -92,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budgets", type=int, default=50, help="how many, at least 2")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    record = machine_record("bench.sweep_time")
-    told = ("processor", "torch", "transformers", "commit", "load_average")
-    sys.stdout.write(", ".join(f"{name} {record[name]}" for name in told) + f"\n\n{HEADER}\n")
+    sys.stdout.write(f"{machine_line(machine_record('bench.sweep_time'))}\n\n{HEADER}\n")
     for name in chosen.model or MODELS:
         sys.stdout.write(as_row(measure_model(name, chosen.budgets)) + "\n")
         sys.stdout.flush()

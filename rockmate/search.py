@@ -47,7 +47,7 @@ class Candidate:
     Attributes:
         schedule: the schedule.
         simulation: its peak and time.
-        is_proved: False where a solver stopped at its time limit on the way to this very schedule.
+        is_proved: False where a solver stopped at its time limit on the way to this very schedule, or answered for a smaller budget.
     """
 
     schedule: Schedule

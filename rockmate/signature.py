@@ -322,10 +322,9 @@ class ModelWatch:
         return [member for part in parts if part for member in (part, *part.values())]
 
     def _state_of(self, members: list[Any]) -> tuple[Any, ...]:
-        """What else can change about members that are the same objects, and whose number is."""
+        """What else can change about members that are the same objects."""
         tensors = [members[place] for place in self._tensor_places]
         return (
-            len(members),
             list(map(_STATE, tensors)),
             list(map(torch.Tensor.stride, tensors)),
             list(map(bool, map(_TENSOR_HOOKS, tensors))),

@@ -10,7 +10,6 @@ import logging
 from dataclasses import replace
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
-from rockmate.accesses import state_bytes
 from rockmate.costs import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph import Graph, Phase
@@ -72,7 +71,7 @@ class WholeGraphSearch:
         best = self._solve_candidate(budget_bytes)
         if best is None or best.simulation.peak_bytes <= budget_bytes:
             return best
-        best = self._solve_candidate(budget_bytes - sum(state_bytes(op) for op in self._ops))
+        best = self._solve_candidate(budget_bytes - sum(op.state_bytes for op in self._ops))
         return None if best is None else replace(best, is_proved=False)
 
     def _solve_candidate(self, budget_bytes: int) -> Candidate | None:

@@ -18,6 +18,15 @@ ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR":
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of PEFT
 
 
+def run_example(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a script in this process as its command line would."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / script), *arguments])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name, value in {"ACCELERATE_USE_CPU": "true", **(ONE_PROCESS if script == "data_parallel.py" else {})}.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
 def losses_of(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?:loss |'loss': ')([0-9.]+)", printed)]
 
@@ -35,11 +44,8 @@ def losses_of(printed: str) -> list[float]:
 def test_example(
     script: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     torch.manual_seed(0)
-    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    run_example(script, arguments, monkeypatch)
     printed = capsys.readouterr().out
     assert re.search(expected, printed), printed
     assert re.search(r"predicted peak +[\d.]+ [KM]iB", printed)
@@ -59,12 +65,8 @@ def test_example(
 def test_an_error_is_its_text_alone_and_exit_status_2(
     script: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / script), *arguments])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name, value in {"ACCELERATE_USE_CPU": "true", **(ONE_PROCESS if script == "data_parallel.py" else {})}.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        run_example(script, arguments, monkeypatch)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert ended.value.code == 2

@@ -25,7 +25,7 @@ from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
 from rockmate.knapsack import knapsack_of
 from rockmate.partition import partition
-from rockmate.proposals import SPANS
+from rockmate.several_levels import SPANS
 
 Record = dict[str, Any]
 

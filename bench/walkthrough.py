@@ -28,6 +28,7 @@ from torch.nn import functional
 from rockmate.accesses import state_bytes
 from rockmate.allocations import timeline
 from rockmate.backward_order import weight_gradients_first
+from rockmate.candidate import Candidate, evenly
 from rockmate.capture import Capture, Role, capture_joint
 from rockmate.certificate import Certificate
 from rockmate.costs import Costs, measure_costs
@@ -35,12 +36,13 @@ from rockmate.delivery import owner_names, split_handovers
 from rockmate.emit import Program, emit
 from rockmate.graph import Graph, Op, Storage, build_graph
 from rockmate.improvement import make_room, spend_room
+from rockmate.one_level import OneLevel
 from rockmate.partition import partition, storages_of
-from rockmate.proposals import ScheduleMaker, SeveralLevels, one_level
 from rockmate.rewrite import rewrite
 from rockmate.runtime import Runner
 from rockmate.schedule import Schedule, last_reads, no_recomputation
-from rockmate.search import Candidate, Searcher
+from rockmate.search import Searcher
+from rockmate.several_levels import SeveralLevels
 from rockmate.simulate import Simulation, simulate
 from rockmate.solver_time import SolverTime
 from rockmate.strategies import make_search
@@ -50,6 +52,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BUDGET_FRACTION = 0.52
 _BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _MAX_EXCESS = 1.25  # peak over budget, of the schedules that are shown while they are made to fit
+_NUM_LIMITS = 32  # on saved bytes, for schedules of one level
 _TIME_LIMIT_S = 30.0
 _SEED = 0
 _BATCH, _WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS = 1024, 128, 512, 64, 3
@@ -140,12 +143,12 @@ def sections() -> Iterator[Section]:
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
     yield Section(name="improvement", language="text", text=_improvement_text(levels, budget_bytes), is_exact=False)
 
-    search = make_search("rockmate", graph, chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
+    certificate = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
+    search = make_search("rockmate", graph, chain, costs, certificate=certificate, solver_time=SolverTime(_TIME_LIMIT_S))
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
     yield Section(name="frontier", language="text", text=_frontier_text(search, baseline, budget_bytes), is_exact=False)
 
-    certificate = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
     yield Section(name="certificate", language="text", text=_certificate_text(certificate, search, baseline), is_exact=False)
     yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
     yield Section(name="simulation", language="text", text=_simulation_text(graph, costs, chosen, budget_bytes), is_exact=False)
@@ -254,16 +257,21 @@ def _rotor_text(levels: SeveralLevels) -> str:
 
 
 def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
-    """What each proposal near the budget becomes when room is made and spent; what `rockmate.search` does with some of them."""
+    """What each proposal near the budget becomes when room is made and spent; what `rockmate.improving_search` does with some of them."""
     graph, costs = levels.graph, levels.solver.costs
-    families = {"one level": one_level(graph, levels.chain, levels.solver), "several levels": levels.makers()}
+    one_level = OneLevel(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
+    limits = evenly(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
+    schedules = {
+        "one level": [schedule for limit in limits if (schedule := one_level.saving(limit)) is not None],
+        "several levels": [maker() for maker in levels.makers()],
+    }
     lines = [
         f"budget {_kib(budget_bytes)} KiB",
         f"{'':<14} {'proposed':>19}  {'room made':>19}  {'room spent':>19}",
         f"{'family':<14} {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}",
     ]
-    for family, makers in families.items():
-        for candidate in _fastest_of_each_peak(levels, makers, int(_MAX_EXCESS * budget_bytes)):
+    for family, proposals in schedules.items():
+        for candidate in _fastest_of_each_peak(levels, proposals, int(_MAX_EXCESS * budget_bytes)):
             schedule, proposed = candidate.schedule, candidate.simulation
             row = f"{family:<14} {_size_and_time(proposed)}"
             fitting = make_room(graph, costs, schedule, proposed, budget_bytes)
@@ -276,10 +284,10 @@ def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def _fastest_of_each_peak(levels: SeveralLevels, makers: Iterable[ScheduleMaker], max_bytes: int) -> list[Candidate]:
+def _fastest_of_each_peak(levels: SeveralLevels, schedules: Iterable[Schedule], max_bytes: int) -> list[Candidate]:
     """One schedule for each peak in whole KiB, by growing peak."""
     fastest: dict[int, Candidate] = {}
-    for schedule in (maker() for maker in makers):
+    for schedule in schedules:
         simulation = simulate(levels.graph, schedule, levels.solver.costs)
         peak_kib = simulation.peak_bytes // _KIB
         if simulation.peak_bytes > max_bytes or (peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms):

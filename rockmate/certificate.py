@@ -74,12 +74,28 @@ class Certificate:
             self._known_ms[budget_bytes] = self._least_ms + max(self._again_ms(budget_bytes), default=0.0)
         return self._known_ms[budget_bytes]
 
+    def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
+        """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.
+
+        A schedule that keeps them until then and makes the rest again once takes the bound's time, if it fits.
+        """
+        again_ms = list(self._again_ms(budget_bytes))
+        if not again_ms:
+            return None
+        moment, curve, values = self._curves[int(np.argmax(again_ms))]
+        with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
+            plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+        if plan is None:
+            return None
+        kept = {*moment.in_use, *(values[value] for value in plan.saved)}
+        return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
+
     def _again_ms(self, budget_bytes: int) -> Iterator[float]:
         solver_time = SolverTime(self._solver_time.limit_s)
-        for moment, curve in self._curves:
+        for moment, curve, _ in self._curves:
             with solver_time.for_one_solve() as time_limit_s:
                 yield curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
-        num_cut_short = sum(curve.is_cut_short for _, curve in self._curves)
+        num_cut_short = sum(curve.is_cut_short for _, curve, _ in self._curves)
         if num_cut_short and not self._is_looseness_told:
             self._is_looseness_told = True
             logger.warning("the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one", num_cut_short)
@@ -137,13 +153,13 @@ class Certificate:
         return num_bytes, (follows.sum(axis=1) - 1).tolist()
 
     @cached_property
-    def _curves(self) -> list[tuple[Moment, Curve]]:
+    def _curves(self) -> list[tuple[Moment, Curve, list[Storage]]]:
         ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
         for moment in self.moments:
-            problem, _ = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
+            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
             with self._solver_time.for_one_solve() as time_limit_s:
-                curves.append((moment, Curve(problem, time_limit_s=time_limit_s)))
+                curves.append((moment, Curve(problem, time_limit_s=time_limit_s), values))
         return curves
 
     def _own_bytes(self, op: Op) -> int:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -120,12 +119,6 @@ def unit_times(costs: Costs) -> Costs:
     """The same overheads with one millisecond for every op: a table that no clock has had a hand in."""
     first, again = (tuple(replace(cost, time_ms=1.0) for cost in table) for table in (costs.first, costs.again))
     return Costs(first=first, again=again, num_distinct=costs.num_distinct)
-
-
-def perturbed_times(costs: Costs, spread: float, draw: Random) -> Costs:
-    """The same overheads with each op's time of another run times a log-normal factor, whose logarithm varies by `spread`."""
-    again = tuple(replace(cost, time_ms=cost.time_ms * draw.lognormvariate(0.0, spread)) for cost in costs.again)
-    return Costs(first=costs.first, again=again, num_distinct=costs.num_distinct)
 
 
 def _own_call(op: Op) -> _Call:

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from rockmate.accesses import Ints
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Storage
 from rockmate.live_ranges import LiveRange, LiveRanges, can_run_again
@@ -28,15 +29,39 @@ _MAX_RUNS = 60  # made again together for one evicted value
 def spend_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule:
     """The schedule without those recomputations whose values fit in the budget all the while."""
     ranges = LiveRanges(graph, costs, schedule, simulation)
-
-    def price(position: int) -> float:
-        area = sum(num_bytes * max(0, last - first + 1) for first, last, num_bytes in ranges.extra_for_drop(position))
-        return area / max(ranges.cost_ms(ranges.op_at(position)), 1e-9)
-
-    for position in sorted(ranges.runs_again(), key=price):
+    for position in _drops_by_price(ranges, budget_bytes):
         if not ranges.is_dropped(position) and _fits(ranges, ranges.extra_for_drop(position), budget_bytes):
             ranges.drop(position)
     return ranges.schedule()
+
+
+def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[int]:
+    """Positions of runs that could be dropped on their own, by the bytes and positions for which values stay longer over the time."""
+    position, first, last, num_bytes = ranges.stays_for_drops()
+    if not len(position):
+        return []
+    is_too_much = _largest_between(ranges.bytes_in_use, first, last) + num_bytes > budget_bytes
+    runs, run = np.unique(position, return_inverse=True)
+    areas = np.bincount(run, weights=num_bytes * np.maximum(last - first + 1, 0))
+    fits = np.bincount(run, weights=is_too_much) == 0
+    times_ms = np.array([max(ranges.cost_ms(ranges.op_at(at)), 1e-9) for at in runs.tolist()])
+    in_order = np.argsort(areas / times_ms, kind="stable")
+    return runs[in_order[fits[in_order]]].tolist()
+
+
+def _largest_between(values: Ints, first: Ints, last: Ints) -> Ints:
+    """The largest of `values[first]` to `values[last]`, for each pair; 0 where there is nothing between."""
+    lengths = last - first + 1
+    largest = np.zeros(len(first), dtype=np.int64)
+    table = values  # the largest of so many values from each place on, which doubles
+    width = 1
+    while True:
+        now = np.flatnonzero((lengths >= width) & (lengths < 2 * width))
+        largest[now] = np.maximum(table[first[now]], table[last[now] - width + 1])
+        if 2 * width > len(values):
+            return largest
+        table = np.maximum(table[:-width], table[width:])
+        width *= 2
 
 
 def _fits(ranges: LiveRanges, extra: list[tuple[int, int, int]], budget_bytes: int) -> bool:

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from rockmate.accesses import Accesses, state_bytes
+from rockmate.accesses import Accesses, Ints, state_bytes
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.schedule import Schedule, finish
@@ -159,6 +159,18 @@ class LiveRanges:
             self._extents[live.number] = _extent(live)
 
     # --- changes -------------------------------------------------------------------------------------------------------------
+
+    def stays_for_drops(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """What dropping each repeated run adds: for each value that it makes and that is read, positions of the run, first, last, bytes.
+
+        As the schedule came, before any change; without operands that can no longer be taken over in place.
+        """
+        accesses = self._accesses
+        is_result = self.graph.op_accesses.is_result[accesses.storage]
+        made = np.flatnonzero(accesses.is_made & ~accesses.is_last & ~accesses.is_first[accesses.position] & ~is_result)
+        made = made[np.argsort(accesses.position[made], kind="stable")]
+        position = accesses.position[made]
+        return position, accesses.position[made - 1] + 1, position - 1, self.graph.op_accesses.num_bytes[accesses.storage[made]]
 
     def extra_for_drop(self, position: int) -> list[tuple[int, int, int]]:
         """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rockmate.budget import Budget, parse_budget
+from rockmate.candidate import Candidate
 from rockmate.capture import modules_with_checkpointing
 from rockmate.collector import collection_put_off
 from rockmate.costs import Cost, Costs, measure_costs
@@ -23,7 +24,6 @@ from rockmate.graph import Graph
 from rockmate.machine import Machine, load_machine
 from rockmate.module import PlannedCall, RockmateModule
 from rockmate.plan import Plan
-from rockmate.search import Candidate
 from rockmate.step import CapturedStep, capture_step
 from rockmate.variants import Variant, Variants
 
@@ -142,7 +142,7 @@ class Planner:
         with self._timed("costs"):
             self._variants = Variants(self._step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
         with self._timed("solve"):
-            self._variants.plain.search("rockmate")
+            self._variants.plain.search("rockmate").minimum()
         self.baseline_peak_bytes = self._variants.plain.baseline.peak_bytes
         self.baseline_ms = self._variants.plain.baseline.time_ms
         self._plans: dict[tuple[int, str], Plan] = {}

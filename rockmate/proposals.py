@@ -1,150 +1,99 @@
-"""What the solvers propose for a graph: families of schedules, each in order of growing solver budget.
-
-* *one level*: save a set of values, recompute everything else once, as late as possible. The sets are the whole-graph knapsack's
-  Pareto set, so no set of the same bytes recomputes less. What it cannot do is recompute a value twice, and it does not see peaks;
-* *several levels*: the sequences of rotor's table over the chain of blocks, spans of blocks included, each with its options;
-* *square root*: one boundary in every sqrt(n) blocks is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-
-Nothing is lowered before it is asked for.
-"""
+"""What the solvers propose for a graph, each solved when it is first asked for: few budgets take them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import isqrt
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
-from rockmate.costs import Costs
-from rockmate.graph import Graph, Storage
-from rockmate.knapsack import knapsack_of
-from rockmate.lowering import lower_saved, lower_sequence
-from rockmate.options import BlockOption, OptionSolver, SolvedBlocks, storages_at
-from rockmate.partition import Block, BlockChain, storages_of
+from rockmate.certificate import Certificate
+from rockmate.costs import Costs, unit_times
+from rockmate.family import ScheduleMaker
+from rockmate.graph import Graph
+from rockmate.one_level import OneLevel
+from rockmate.options import SolvedBlocks
+from rockmate.partition import BlockChain
 from rockmate.schedule import Schedule
+from rockmate.several_levels import SeveralLevels
 from rockmate.solver_time import SolverTime
-from rotor import Backward, Chain, ForwardKeep, ForwardOnly, Option, Stage, Step, Table, solve_table
-from rotor import Sequence as RotorSequence
 
-SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
-_MAX_OPTIONS = 16  # of a span
-_MAX_SAVED_SETS = 32  # of the whole graph
-_MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
-_TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
-
-ScheduleMaker = Callable[[], Schedule]
+_SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
+_FEW_SLOTS = 50  # of such a table: only its tight end matters
+_ONE_SLOT = 1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
 
 
-def one_level(graph: Graph, chain: BlockChain, solver: OptionSolver) -> list[ScheduleMaker]:
-    """Schedules that recompute at most once."""
-    held = {storage for storage in graph.storages if storage.is_output}
-    problem, values = knapsack_of(graph.forward_ops, graph.backward_ops, solver.costs, at_hand=held)
-    solutions = solver.solve(problem, _MAX_SAVED_SETS)
-    return [partial(lower_saved, graph, chain, {values[value] for value in solution.saved}) for solution in reversed(solutions)]
-
-
-def square_root(graph: Graph, chain: BlockChain) -> ScheduleMaker:
-    """The schedule that keeps the boundary of every segment of sqrt(n) of the n blocks and runs each segment's forward again."""
-    num_blocks = len(chain.blocks)
-    length = isqrt(num_blocks - 1) + 1
-    firsts = list(range(0, num_blocks, length))
-    steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
-    for first in reversed(firsts):
-        segment = range(first, min(first + length, num_blocks))
-        steps += [ForwardKeep(block, block, 0) for block in segment]
-        steps += [Backward(block, block, 0) for block in reversed(segment)]
-    return partial(lower_sequence, graph, chain, RotorSequence(tuple(steps)), lambda first, last, _: _all_of(chain.span(first, last)))
-
-
-def _all_of(block: Block) -> set[Storage]:
-    """What the backward of a block could have saved for it."""
-    made = {storage for op in block.forward for storage in op.writes}
-    return made.intersection(storages_of(block))
-
-
-class SeveralLevels:
-    """Rotor's table over the blocks and their options."""
+class SolverProposals:
+    """Schedules of one level and of several, by the times of ops and by their number."""
 
     def __init__(
         self,
         graph: Graph,
         chain: BlockChain,
         costs: Costs,
+        certificate: Certificate,
         *,
         max_bytes: int,
         solver_time: SolverTime,
-        max_slots: int = 500,
         solved: SolvedBlocks | None = None,
-        is_all_or_nothing: bool = False,
     ) -> None:
-        """Solves the blocks and the table.
+        """Takes what the solvers need.
 
         Args:
             graph: ops and storages.
             chain: its blocks.
             costs: of its ops.
+            certificate: its bound.
             max_bytes: the largest budget that matters.
-            solver_time: what the solves of its blocks share.
-            max_slots: bounds the table's resolution; its smallest peak is exact at any.
+            solver_time: what the solves share.
             solved: blocks that need not be solved again.
-            is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
         """
-        self.graph = graph
-        self.chain = chain
-        self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved)
-        self._spans = (1,) if is_all_or_nothing else SPANS
-        self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
-        self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}
-        self.rotor_chain = self._rotor_chain()
-        self.table = self._solve_table(max_bytes, max_slots)
+        self._graph, self._chain, self._costs, self._certificate = graph, chain, costs, certificate
+        self._max_bytes, self._solver_time = max_bytes, solver_time
+        self._solved = SolvedBlocks() if solved is None else solved
+        self._tables: list[SeveralLevels] = []
 
-    def makers(self) -> list[ScheduleMaker]:
-        """Schedules, one for each table budget at which the least time drops; none that takes several times the least."""
-        points = self.table.breakpoints()
-        least_ms = min((time_ms for _, time_ms in points), default=0.0)
-        return [partial(self._from_table, budget_bytes) for budget_bytes, time_ms in points if time_ms <= _MAX_SLOWDOWN * least_ms]
+    @property
+    def num_unproved(self) -> int:
+        """How many solves so far have stopped at their time limit."""
+        one_level = self._one_level.num_unproved if "_one_level" in self.__dict__ else 0
+        return one_level + sum(table.solver.num_unproved for table in self._tables)
 
-    def _from_table(self, table_budget_bytes: int) -> Schedule:
-        return lower_sequence(self.graph, self.chain, self.table.sequence(table_budget_bytes), self._saved_of)
+    def bound_ms(self, budget_bytes: int) -> float:
+        """A time that no schedule of so many bytes beats."""
+        return self._certificate.bound_ms(budget_bytes)
 
-    def _saved_of(self, first: int, last: int, option: int) -> set[Storage]:
-        return storages_at(self.chain.span(first, last), self.options_of(first, last)[option].saved)
+    def at_bound(self, budget_bytes: int) -> Schedule | None:
+        """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
+        kept = self._certificate.kept_within(budget_bytes)
+        return None if kept is None else self._one_level.keeping(kept)
 
-    def options_of(self, first: int, last: int) -> Sequence[BlockOption]:
-        """The options of blocks `first` to `last` as one, from the one that saves most."""
-        if (first, last) not in self._options:
-            self._options[first, last] = self.solver.options(self.chain.span(first, last))[: self._num_options]
-        return self._options[first, last]
+    def saving(self, max_saved_bytes: int) -> Schedule | None:
+        """The fastest schedule that saves at most so many bytes and recomputes the rest once; None if there is none."""
+        return self._one_level.saving(max_saved_bytes)
 
-    def _rotor_chain(self) -> Chain:
-        blocks = self.chain.blocks
-        stages = []
-        for block in blocks:
-            forward = self.solver.forward_only(block)
-            stages.append(
-                Stage(
-                    input_bytes=block.input.num_bytes if block.input else 0,
-                    output_gradient_bytes=block.output.num_bytes if block.output else 0,
-                    forward_ms=forward.time_ms,
-                    forward_peak_bytes=forward.peak_bytes,
-                )
-            )
-        spans = {}
-        for length in self._spans:
-            for first in range(len(blocks) - length + 1):
-                last = first + length - 1
-                spans[first, last] = tuple(
-                    Option(
-                        saved_bytes=option.saved_bytes,
-                        forward_peak_bytes=option.forward.peak_bytes,
-                        backward_peak_bytes=option.backward.peak_bytes,
-                        forward_ms=option.forward.time_ms,
-                        backward_ms=option.backward.time_ms,
-                    )
-                    for option in self.options_of(first, last)
-                )
-        return Chain(stages=tuple(stages), spans=spans)
+    def several_levels(self) -> Sequence[ScheduleMaker]:
+        """Schedules that may recompute more than once, in order of growing solver budget."""
+        return self._table(self._costs).makers()
 
-    def _solve_table(self, max_bytes: int, max_slots: int) -> Table:
-        num_stages = len(self.rotor_chain.stages)
-        slots = min(max_slots, max(200, _TABLE_CELLS // num_stages**2))
-        return solve_table(self.rotor_chain, max(max_bytes, slots), num_slots=slots)
+    def smallest(self) -> Sequence[ScheduleMaker]:
+        """The tightest of a table that counts ops, and of one where blocks are all or nothing, so that nothing fits Rotor alone."""
+        counted = unit_times(self._costs)
+        tightest = self._table(counted, max_slots=_FEW_SLOTS).makers()[:_SMALLEST]
+        return [*tightest, *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1]]
+
+    @cached_property
+    def _one_level(self) -> OneLevel:
+        return OneLevel(self._graph, self._chain, self._costs, solver_time=self._solver_time)
+
+    def _table(self, costs: Costs, **options: Any) -> SeveralLevels:
+        table = SeveralLevels(
+            self._graph,
+            self._chain,
+            costs,
+            max_bytes=self._max_bytes,
+            solver_time=self._solver_time,
+            solved=self._solved,
+            **options,
+        )
+        self._tables.append(table)
+        return table

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import ceil, inf
 
+from rockmate.candidate import Candidate, evenly, falling
 from rockmate.certificate import Certificate
 from rockmate.chunking import Chunks, SeparableBlocks
 from rockmate.costs import Costs
@@ -21,7 +22,7 @@ from rockmate.partition import BlockChain, partition
 from rockmate.plan import ChunkingNote
 from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
-from rockmate.search import FRONTIER_POINTS, Candidate, Searcher, evenly, falling
+from rockmate.search import FRONTIER_POINTS, Searcher
 from rockmate.simulate import Simulation, simulate
 from rockmate.solver_time import SolverTime
 from rockmate.step import CapturedStep
@@ -85,7 +86,7 @@ class Variant:
                 self.blocks,
                 self.costs,
                 solver_time=self._solver_time,
-                bound_ms=self.certificate.bound_ms,
+                certificate=self.certificate,
                 solved=self._solved,
             )
         return self._searches[strategy]

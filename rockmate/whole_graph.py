@@ -10,11 +10,11 @@ import logging
 from dataclasses import replace
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
+from rockmate.candidate import Candidate, evenly, falling
 from rockmate.costs import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph import Graph, Phase
 from rockmate.schedule import finish, no_recomputation
-from rockmate.search import Candidate, evenly, falling
 from rockmate.simulate import simulate
 
 logger = logging.getLogger("rockmate")

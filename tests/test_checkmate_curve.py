@@ -8,7 +8,7 @@ import pytest
 from checkmate_cases import exhaustive, random_graph, transformer
 from stopwatch import least_seconds
 
-from checkmate import Curve, Knapsack, Op, solve
+from checkmate import Curve, Knapsack, Op, Status, convex_hull, solve, verify
 
 CURVE = sys.modules["checkmate.curve"]
 FRONTIER = sys.modules["checkmate.frontier"]
@@ -55,6 +55,18 @@ def check_bound(problem: Knapsack, curve: Curve) -> list[float]:
 def test_equals_exhaustive_search_at_every_limit() -> None:
     for problem in cases(120):
         assert max(check_bound(problem, Curve(problem))) <= rounding(problem)
+
+
+def test_the_plan_takes_the_time_that_exhaustive_search_finds() -> None:
+    for problem in cases(60):
+        curve, front = Curve(problem), exhaustive(problem)
+        for limit in limits_of(front):
+            plan, best_ms = curve.plan(limit), least_ms(front, limit)
+            assert (plan is None) == (best_ms == inf), f"at {limit}"
+            if plan is not None:
+                verify(problem, plan, max_saved_bytes=limit)
+                assert abs(plan.time_ms - best_ms) <= rounding(problem)
+                assert plan.status is Status.OPTIMAL
 
 
 @pytest.mark.parametrize("time_unit", [1e-9, 1 / 3, 1e9])
@@ -110,8 +122,8 @@ def test_out_of_time_leaves_the_convex_hull() -> None:
 
 def test_out_of_time_at_one_limit_leaves_the_convex_hull(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = transformer(2, seed=4)
-    curve, limit = Curve(problem), sum(problem.value_bytes) // 5
-    exact = curve.bound_ms(limit)
+    whole, curve, limit = Curve(problem), Curve(problem), sum(problem.value_bytes) // 5
+    exact, best = whole.bound_ms(limit), whole.plan(limit)
 
     def late(*args: object, **kwargs: object) -> None:
         raise FRONTIER.OutOfTimeError
@@ -120,6 +132,13 @@ def test_out_of_time_at_one_limit_leaves_the_convex_hull(monkeypatch: pytest.Mon
     assert not curve.is_cut_short
     assert 0.9 * exact < curve.bound_ms(limit) < exact
     assert curve.is_cut_short
+    plan = curve.plan(limit)
+    assert plan is not None
+    assert best is not None
+    assert (plan.status, best.status) == (Status.FEASIBLE, Status.OPTIMAL)
+    assert plan.saved_bytes <= limit
+    assert best.time_ms < plan.time_ms == min(one.time_ms for one in convex_hull(problem) if one.saved_bytes <= limit)
+    assert curve.plan(-1) is None
 
 
 def test_whole_models_agree_with_the_ilp() -> None:

@@ -24,6 +24,8 @@ from rockmate import Planner
 from rockmate.certificate import Certificate
 from rockmate.costs import Cost, Costs
 from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.one_level import OneLevel
+from rockmate.partition import partition
 from rockmate.schedule import Schedule, finish, no_recomputation
 from rockmate.simulate import simulate
 from rockmate.solver_time import SolverTime
@@ -264,6 +266,26 @@ def test_the_bound_is_reached_at_some_peak_where_something_is_recomputed(name: s
     gaps = [time_ms - bounds.bound_ms(peak_bytes) for peak_bytes, time_ms in tighter]
     assert any(gap <= 1e-9 * least_ms for gap in gaps)
     assert bounds.bound_ms(tighter[0][0]) > least_ms
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_decides(name: str) -> None:
+    """A schedule that keeps so much and makes the rest once runs late ops and reads of earlier moments besides, never less."""
+    graph, costs = small(name)
+    found, chain = certificate(name), partition(graph)
+    baseline = simulate(graph, no_recomputation(graph), costs)
+    one_level = OneLevel(graph, chain, costs, solver_time=SolverTime(30.0))
+    num_reached = 0
+    for budget_bytes in budgets_between(found.least_peak_bytes, baseline.peak_bytes, 12):
+        kept = found.kept_within(budget_bytes)
+        assert kept is not None
+        assert all(storage.producer.phase is Phase.FORWARD for storage in kept if storage.producer)
+        simulation = simulate(graph, one_level.keeping(kept), costs)
+        bound_ms = found.bound_ms(budget_bytes)
+        num_reached += simulation.time_ms <= bound_ms * (1 + 1e-9)
+        assert simulation.peak_bytes > budget_bytes or simulation.time_ms >= bound_ms * (1 - 1e-9)
+    assert num_reached > 0 or name not in ("chain", "returning", "dropout")
+    assert found.kept_within(found.least_peak_bytes - 1) is None
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -1,0 +1,261 @@
+"""Finds the fastest schedule within a budget: takes what solvers propose and changes it run by run until it uses all of the budget.
+
+Proposals are asked for in order of what they cost, and no more of them than it takes to come near the bound. Whatever they are, the
+simulator judges them, and improvement (`improvement.py`) makes them fit and then use the room that is left.
+
+Op times are measured, and differ a little from one planner to the next. Which budgets are feasible must not: the minimum that one
+planner names has to work in the next. So it comes from proposals that count ops instead of timing them, equal for equal graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import inf
+from typing import Protocol
+
+from rockmate.candidate import MAX_EXCESS, Candidate, above, by_peak, by_time, evaluate, evenly, falling, fitting, spread
+from rockmate.costs import Costs, unit_times
+from rockmate.family import Family, ScheduleMaker
+from rockmate.graph import Graph
+from rockmate.improvement import make_room, spend_room
+from rockmate.schedule import Schedule, no_recomputation
+from rockmate.search import FRONTIER_POINTS
+
+# How near to the bound, of the time of no recomputation, a schedule ends ...
+_NEAR = 5e-5  # ... the search
+_CLOSE = 1e-3  # ... it before several levels are solved
+_RATHER_NEAR = 5e-3  # ... it before more than a grid of them is looked at
+_NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
+_FAR = 5e-2  # ... it before what is far above the budget is made to fit
+_LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+_MAX_STARTS = 3  # tried in turn until one can be made to fit
+_TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
+_TIGHT_STARTS = 6  # improved then
+_TOPS = (1.2, 1.4, 1.8)  # times the budget, to which it is raised and lowered again
+_STEP_UP = 1.15  # from one budget to the next on the way
+_WAYS_DOWN = ((1.15, 2.5), (1.3, inf), (2.0, inf))  # likewise, and times the budget, from where what recomputes nothing is brought down
+_ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
+_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
+
+
+class Proposals(Protocol):
+    """What solvers propose for a graph, each solved when it is first asked for."""
+
+    @property
+    def num_unproved(self) -> int:
+        """How many solves so far have stopped at their time limit."""
+        ...
+
+    def at_bound(self, budget_bytes: int) -> Schedule | None:
+        """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
+        ...
+
+    def saving(self, max_saved_bytes: int) -> Schedule | None:
+        """The fastest schedule that saves at most so many bytes and recomputes the rest once; None if there is none."""
+        ...
+
+    def several_levels(self) -> Sequence[ScheduleMaker]:
+        """Schedules that may recompute more than once, in order of growing solver budget."""
+        ...
+
+    def smallest(self) -> Sequence[ScheduleMaker]:
+        """Schedules among which the smallest peak is sought; equal for equal graphs, whatever their ops cost."""
+        ...
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """A time that no schedule of so many bytes beats."""
+        ...
+
+
+class ImprovingSearch:
+    """The search of the default strategy."""
+
+    def __init__(self, graph: Graph, costs: Costs, proposals: Proposals) -> None:
+        """Nothing is solved before it is asked for."""
+        self._graph = graph
+        self._costs = costs
+        self._proposals = proposals
+        self._baseline = self._evaluated(no_recomputation(graph))
+
+    @property
+    def num_unproved(self) -> int:
+        """How many solves so far have stopped at their time limit."""
+        return self._proposals.num_unproved
+
+    def best_within(self, budget_bytes: int) -> Candidate | None:
+        """The fastest schedule found whose simulated peak is at most `budget_bytes`; None if that is below the minimum.
+
+        The answer depends on the budget alone, not on what was asked before.
+        """
+        if budget_bytes < self.minimum().peak_bytes:
+            return None
+        best = fitting(self._smallest, budget_bytes)[0]
+        for near, starts in self._starts(budget_bytes):
+            if self._is_near_bound(best, budget_bytes, near):
+                return best
+            best = self._better(best, self._first_improved(starts, budget_bytes, best.time_ms))
+        best = self._up_and_down(best, budget_bytes)
+        brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=None)
+        return best if brought_down is None else self._better(best, self._up_and_down(brought_down, budget_bytes))
+
+    def frontier(self) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        return falling(evenly(self.minimum().peak_bytes, self._baseline.peak_bytes, FRONTIER_POINTS), self.best_within)
+
+    def minimum(self) -> Candidate:
+        """The schedule of the smallest peak."""
+        return min(self._smallest, key=by_peak)
+
+    @cached_property
+    def _smallest(self) -> list[Candidate]:
+        """Nothing recomputed, what is proposed for the smallest peak, and what the smallest becomes as values are evicted from it.
+
+        Evictions go on for as long as they lower the peak. They, too, count ops instead of timing them.
+        """
+        counted = unit_times(self._costs)
+        found = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
+        found.append(min(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))))
+        share = _LARGEST_SHRINKAGE
+        while share >= _SMALLEST_SHRINKAGE:
+            smaller = self._made_to_fit(found[-1], int(found[-1].peak_bytes * (1 - share)), counted)
+            if smaller is None:
+                share /= 2
+            else:
+                found.append(smaller)
+        return found
+
+    @cached_property
+    def _several_levels(self) -> Family:
+        return Family(self._proposals.several_levels(), self._evaluated)
+
+    # --- starts --------------------------------------------------------------------------------------------------------------
+
+    def _starts(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
+        """Groups of schedules to improve, each with how near to the bound makes it not worth it.
+
+        Of a group, the first that can be made to fit counts.
+        """
+        yield _NEAR, fitting(self._smallest, budget_bytes)[:1]
+        yield from ((_NEAR, [start]) for start in self._of_one_level(budget_bytes))
+        yield _CLOSE, []
+        grid = self._several_levels.grid()
+        yield _NEAR, above(grid, budget_bytes)[:1]
+        yield _NEAR, fitting(grid, budget_bytes)[:1]
+        yield _RATHER_NEAR, []
+        # Making others takes as long as improving those of the grid, and seldom gains as much.
+        around = self._several_levels.around(budget_bytes)
+        yield _RATHER_NEAR, fitting(around, budget_bytes)[:1]
+        exceeding = above([*grid, *around], budget_bytes)
+        yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
+        if budget_bytes < _TIGHT * self.minimum().peak_bytes:
+            yield from ((_RATHER_NEAR, [exceeding[index]]) for index in spread(len(exceeding), _TIGHT_STARTS)[1:])
+
+    def _of_one_level(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What the bound is the time of; and the fastest of one level that fits, as a few limits tell, with the next that does not."""
+        schedule = self._proposals.at_bound(budget_bytes)
+        if schedule is None:
+            return
+        start = self._evaluated(schedule)
+        yield start
+        max_saved_bytes = start.simulation.saved_bytes
+        exceeding = None
+        for attempt in range(_LIMITS):
+            schedule = self._proposals.saving(max_saved_bytes)
+            if schedule is None:
+                break
+            found = self._evaluated(schedule)
+            excess_bytes = found.peak_bytes - budget_bytes
+            if excess_bytes <= 0:
+                yield found
+                break
+            exceeding = found
+            max_saved_bytes -= excess_bytes if attempt else excess_bytes // 2  # the peak may fall faster than what is saved
+        if exceeding is not None:
+            yield exceeding
+
+    def _brought_down(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
+        """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
+        if self._is_near_bound(best, budget_bytes, _NOT_FAR):
+            return
+        highest_bytes = self._baseline.peak_bytes
+        ways = [_rungs(budget_bytes, min(factor * budget_bytes, highest_bytes), step)[::-1] for step, factor in _WAYS_DOWN]
+        found = [self._lowered(self._baseline, [*way, budget_bytes]) for way in ([], *ways)]
+        if not self._is_near_bound(best, budget_bytes, _FAR):
+            far = [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
+            found += [self._improved(candidate, budget_bytes) for candidate in far]
+        yield from (candidate for candidate in found if candidate is not None)
+
+    # --- improvement ---------------------------------------------------------------------------------------------------------
+
+    def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
+        while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
+            before = best
+            for top in _TOPS:
+                rungs = _rungs(budget_bytes, top * budget_bytes, _STEP_UP)
+                raised = best
+                for rung_bytes in rungs:
+                    raised = self._with_room_spent(raised, rung_bytes)
+                best = self._better(best, self._lowered(raised, [*rungs[-2::-1], budget_bytes]))
+            if best is before:
+                return best
+        return best
+
+    def _lowered(self, candidate: Candidate, budgets: Sequence[int]) -> Candidate | None:
+        """What comes of a schedule when it is improved for one budget after the other."""
+        found: Candidate | None = candidate
+        for budget_bytes in budgets:
+            found = None if found is None else self._improved(found, budget_bytes)
+        return found
+
+    def _first_improved(self, starts: Sequence[Candidate], budget_bytes: int, known_ms: float) -> Candidate | None:
+        """What comes of the first of `starts` that can be made to fit, None if none can.
+
+        Making room takes time, so a start that does not fit and takes no less than `known_ms` is left out.
+        """
+        for start in starts:
+            if start.peak_bytes <= budget_bytes or start.time_ms < known_ms:
+                improved = self._improved(start, budget_bytes)
+                if improved is not None:
+                    return improved
+        return None
+
+    def _improved(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """What comes of a schedule when it is made to fit and then to use all the room; None if it cannot be made to fit."""
+        fits = self._made_to_fit(candidate, budget_bytes, self._costs)
+        if fits is None:
+            return None
+        full = self._with_room_spent(fits, budget_bytes)
+        return self._better(fits, full if full.peak_bytes <= budget_bytes else None)
+
+    def _made_to_fit(self, candidate: Candidate, budget_bytes: int, costs: Costs) -> Candidate | None:
+        for _ in range(_ATTEMPTS):
+            if candidate.peak_bytes <= budget_bytes:
+                return candidate
+            schedule = make_room(self._graph, costs, candidate.schedule, candidate.simulation, budget_bytes)
+            if schedule is None:
+                return None
+            candidate = self._evaluated(schedule)
+        return candidate if candidate.peak_bytes <= budget_bytes else None
+
+    def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        return self._evaluated(spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes))
+
+    def _evaluated(self, schedule: Schedule) -> Candidate:
+        return evaluate(self._graph, schedule, self._costs)
+
+    def _better(self, one: Candidate, other: Candidate | None) -> Candidate:
+        return one if other is None else min(one, other, key=by_time)
+
+    def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
+        least_ms = self._baseline.time_ms
+        return candidate.time_ms <= max(self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms)
+
+
+def _rungs(low: int, high: float, step: float) -> list[int]:
+    """Budgets that grow by such a factor above `low`, as far as `high`; the first in any case."""
+    rungs = [int(low * step)]
+    while rungs[-1] * step <= high:
+        rungs.append(int(rungs[-1] * step))
+    return rungs

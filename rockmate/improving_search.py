@@ -29,6 +29,7 @@ _RATHER_NEAR = 5e-3  # ... it before more than a grid of them is looked at
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
 _FAR = 5e-2  # ... it before what is far above the budget is made to fit
 _LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+_CLOSELY = 1e-3  # to the budget, which ends that
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
 _TIGHT_STARTS = 6  # improved then
@@ -156,23 +157,17 @@ class ImprovingSearch:
         schedule = self._proposals.at_bound(budget_bytes)
         if schedule is None:
             return
-        start = self._evaluated(schedule)
-        yield start
-        max_saved_bytes = start.simulation.saved_bytes
-        exceeding = None
-        for attempt in range(_LIMITS):
+        found = self._evaluated(schedule)
+        yield found
+        max_saved_bytes, tried = found.simulation.saved_bytes, [found]
+        while len(tried) <= _LIMITS and abs(tried[-1].peak_bytes - budget_bytes) > _CLOSELY * budget_bytes:
+            max_saved_bytes -= tried[-1].peak_bytes - budget_bytes  # a byte more or less that is saved is one of the peak, as a rule
             schedule = self._proposals.saving(max_saved_bytes)
             if schedule is None:
                 break
-            found = self._evaluated(schedule)
-            excess_bytes = found.peak_bytes - budget_bytes
-            if excess_bytes <= 0:
-                yield found
-                break
-            exceeding = found
-            max_saved_bytes -= excess_bytes if attempt else excess_bytes // 2  # the peak may fall faster than what is saved
-        if exceeding is not None:
-            yield exceeding
+            tried.append(self._evaluated(schedule))
+        yield from fitting(tried[1:], budget_bytes)[:1]
+        yield from above(tried[1:], budget_bytes)[:1]
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""

@@ -20,6 +20,7 @@ from checkmate.frontier import (
     Total,
     best_within,
     part_fronts,
+    put_together,
     recomputed_ops,
 )
 from checkmate.hull import convex_hull
@@ -49,7 +50,8 @@ class Curve:
         self._hulls: Hulls | None = None
         self._last: tuple[int, Total] | None = None
         try:
-            self._fronts = part_fronts(self._reduced, deadline=monotonic() + time_limit_s)
+            fronts = part_fronts(self._reduced, deadline=monotonic() + time_limit_s)
+            self._reduced, self._fronts = put_together(self._reduced, fronts)
             self._hulls = Hulls.of(self._fronts)
             self._hull_bytes, ticks = self._hulls.whole
             self._hull_ms = ms_of_ticks(problem, ticks.tolist())

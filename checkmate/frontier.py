@@ -27,6 +27,7 @@ from checkmate.reduction import Part, PartOp, Reduced
 
 _PART_LABELS = 1 << 16
 _SUM_LABELS = 1 << 18
+_POINTS_TOGETHER = 64  # of parts that are put together: fewer parts, each of more points
 _MAX_OPEN_LINKS = 62
 _MAX_BYTES = 1 << 61
 
@@ -87,6 +88,48 @@ def part_fronts(reduced: Reduced, *, deadline: float) -> tuple[Front, ...]:
         if part.ops not in known:
             known[part.ops] = _sweep(part, deadline)
     return tuple(known[part.ops] for part in reduced.parts)
+
+
+def put_together(reduced: Reduced, fronts: Sequence[Front]) -> tuple[Reduced, tuple[Front, ...]]:
+    """The same problem in fewer parts, as long as their Pareto sets stay short: less to sum at each of many limits.
+
+    Args:
+        reduced: The parts.
+        fronts: Their Pareto sets.
+
+    Returns:
+        Parts, each of one or several of those given, equal ones first of all, and their Pareto sets. Both lose nothing.
+    """
+    kinds: dict[tuple[PartOp, ...], list[int]] = {}
+    for number, part in enumerate(reduced.parts):
+        kinds.setdefault(part.ops, []).append(number)
+    parts: list[Part] = []
+    together: list[Front] = []
+    for number in (number for equal in kinds.values() for number in equal):
+        part, front = reduced.parts[number], fronts[number]
+        both = _both(together[-1], front) if together else None
+        if both is None or len(both.saved_bytes) > _POINTS_TOGETHER:
+            parts.append(part)
+            together.append(front)
+        else:
+            parts[-1] = Part(ops=parts[-1].ops + part.ops, indices=parts[-1].indices + part.indices)
+            together[-1] = both
+    return Reduced(free=reduced.free, parts=tuple(parts)), tuple(together)
+
+
+def _both(one: Front, other: Front) -> Front | None:
+    """The Pareto set of two parts; None where there are too many pairs to look at."""
+    num_others = len(other.saved_bytes)
+    if len(one.saved_bytes) * num_others > _POINTS_TOGETHER**2:
+        return None
+    saved_bytes = np.add.outer(one.saved_bytes, other.saved_bytes).ravel()
+    ticks = np.add.outer(one.ticks, other.ticks).ravel()
+    keep = _useful(saved_bytes, ticks)
+    return Front(
+        saved_bytes=saved_bytes[keep],
+        ticks=ticks[keep],
+        recomputed=np.hstack([one.recomputed[keep // num_others], other.recomputed[keep % num_others]]),
+    )
 
 
 def sum_fronts(fronts: Sequence[Front], *, deadline: float) -> Total:

@@ -9,6 +9,7 @@ from checkmate_cases import exhaustive, random_graph, transformer
 from stopwatch import least_seconds
 
 from checkmate import Curve, Knapsack, Op, Status, convex_hull, solve, verify
+from checkmate.reduction import assemble, ms_of_ticks, reduce
 
 CURVE = sys.modules["checkmate.curve"]
 FRONTIER = sys.modules["checkmate.frontier"]
@@ -176,3 +177,20 @@ def test_a_deep_model_is_prepared_in_seconds_and_asked_in_milliseconds() -> None
     assert least_seconds(lambda: curves.append(Curve(problem))) < 5.0
     total = sum(problem.value_bytes[value] for value in problem.required)
     assert least_seconds(*[lambda: curves[0].bound_ms(total // 3)] * 2) < 2.0
+
+
+def test_parts_put_together_have_the_pareto_set_of_all_the_parts() -> None:
+    num_fewer = 0
+    for problem in [*cases(40), transformer(2, seed=4)]:
+        reduced = reduce(problem)
+        fronts = FRONTIER.part_fronts(reduced, deadline=inf)
+        fewer, together = FRONTIER.put_together(reduced, fronts)
+        num_fewer += len(fewer.parts) < len(reduced.parts)
+        assert sorted(index for part in fewer.parts for index in part.indices) == sorted(i for part in reduced.parts for i in part.indices)
+        apart, joined = (FRONTIER.sum_fronts(each, deadline=inf) for each in (fronts, together))
+        assert (apart.saved_bytes.tolist(), apart.ticks.tolist()) == (joined.saved_bytes.tolist(), joined.ticks.tolist())
+        for label in range(len(joined.ticks)):
+            plan = assemble(problem, FRONTIER.recomputed_ops(fewer, together, joined, label), Status.OPTIMAL)
+            assert plan.saved_bytes <= joined.saved_bytes[label]
+            assert plan.time_ms <= ms_of_ticks(problem, [int(joined.ticks[label])])[0] + rounding(problem)
+    assert num_fewer > 10

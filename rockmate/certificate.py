@@ -95,10 +95,15 @@ class Certificate:
         for moment, curve, _ in self._curves:
             with solver_time.for_one_solve() as time_limit_s:
                 yield curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
-        num_cut_short = sum(curve.is_cut_short for _, curve, _ in self._curves)
+        num_cut_short = self.num_cut_short
         if num_cut_short and not self._is_looseness_told:
             self._is_looseness_told = True
             logger.warning("the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one", num_cut_short)
+
+    @property
+    def num_cut_short(self) -> int:
+        """At how many moments a time limit has left the convex hull to answer so far."""
+        return sum(curve.is_cut_short for _, curve, _ in self._curves) if "_curves" in self.__dict__ else 0
 
     @property
     def least_peak_bytes(self) -> int:

@@ -28,7 +28,7 @@ _CLOSE = 1e-3  # ... it before several levels are solved
 _RATHER_NEAR = 5e-3  # ... it before more than a grid of them is looked at
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
 _FAR = 5e-2  # ... it before what is far above the budget is made to fit
-_LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+_LIMITS = 5  # on saved bytes, tried in search of the one for which a schedule of one level just fits
 _CLOSELY = 1e-3  # to the budget, which ends that
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
@@ -159,15 +159,20 @@ class ImprovingSearch:
             return
         found = self._evaluated(schedule)
         yield found
-        max_saved_bytes, tried = found.simulation.saved_bytes, [found]
-        while len(tried) <= _LIMITS and abs(tried[-1].peak_bytes - budget_bytes) > _CLOSELY * budget_bytes:
-            max_saved_bytes -= tried[-1].peak_bytes - budget_bytes  # a byte more or less that is saved is one of the peak, as a rule
-            schedule = self._proposals.saving(max_saved_bytes)
+        limit_bytes, low, high = found.simulation.saved_bytes, 0, self._baseline.simulation.saved_bytes
+        tried: list[Candidate] = []
+        while len(tried) < _LIMITS and high - low > _CLOSELY * budget_bytes:
+            limit_bytes -= found.peak_bytes - budget_bytes  # a byte more or less that is saved is one of the peak, as a rule
+            if not low < limit_bytes < high:
+                limit_bytes = (low + high) // 2
+            schedule = self._proposals.saving(limit_bytes)
             if schedule is None:
                 break
-            tried.append(self._evaluated(schedule))
-        yield from fitting(tried[1:], budget_bytes)[:1]
-        yield from above(tried[1:], budget_bytes)[:1]
+            found = self._evaluated(schedule)
+            tried.append(found)
+            low, high = (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
+        yield from fitting(tried, budget_bytes)[:1]
+        yield from above(tried, budget_bytes)[:1]
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""

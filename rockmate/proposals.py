@@ -56,7 +56,7 @@ class SolverProposals:
     def num_unproved(self) -> int:
         """How many solves so far have stopped at their time limit."""
         one_level = self._one_level.num_unproved if "_one_level" in self.__dict__ else 0
-        return one_level + sum(table.solver.num_unproved for table in self._tables)
+        return self._certificate.num_cut_short + one_level + sum(table.solver.num_unproved for table in self._tables)
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of so many bytes beats."""

@@ -337,8 +337,8 @@ def _notes(lines: _Lines) -> list[str]:
         f"## Where the gap is above {LARGEST_GAP:.0%}", "",
         "Close to the smallest peak the plan is short of room at many moments, and the bound sees one of them.", "", *loose, "",
         "## Where a schedule that was tried is faster than the plan", "",
-        "The search is content near the bound, so that a further budget takes a fraction of a second: within 0.05 % of the step, or "
-        "0.5 % once all it has made was improved.", "", *_beaten_notes(lines), *_rising_notes(lines), "",
+        "The search is content near the bound, so that a further budget takes a fraction of a second: within 0.1 % of the step before it "
+        "solves several levels, 0.5 % once it has improved what fits best of those.", "", *_beaten_notes(lines), *_rising_notes(lines), "",
         "## Where the smallest peaks are, and what solvers have no answer for", "", *minima, *skipped, *unsolved,
     ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from rockmate.delivery import GradientSink, nothing
 from rockmate.errors import UnsupportedModelError
@@ -44,9 +44,9 @@ def _is_sharded(tensor: Any) -> bool:
     return any(hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh") for of in (tensor, getattr(tensor, "_base", None)))
 
 
-def is_data_parallel() -> bool:
-    """Whether a DistributedDataParallel is calling its module."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+def is_distributed() -> bool:
+    """Whether this process is one of a group, so that somebody may wait at a parameter's accumulation node to reduce its gradient."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def finds_unused_parameters() -> bool:

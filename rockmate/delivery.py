@@ -4,7 +4,7 @@ Gradients are added to `.grad` directly. Autograd's engine then visits the param
 element, so that all that is hooked to it fires. A weight that is tied arrives as several gradients; its node is visited once, after the
 last, and the first need not wait in memory for it. A visit from within a backward takes as long as ten small additions, and who waits
 for it cannot always be seen from Python (DistributedDataParallel does): so none is left out, but where no hook is seen, parameters are
-visited a few at a time, or all by the engine that runs anyway if they are small.
+visited a few at a time in a group of processes, and otherwise all by the engine that runs anyway, when the step is done.
 
 The gradient of a large weight is a matrix product that nobody else reads. It is made and added slice by slice: the whole of it, often
 the largest tensor of the backward, never exists. Each element is the same dot product, so on CPU the result is bitwise the same; a
@@ -28,7 +28,7 @@ _SPLIT_ABOVE_BYTES = 1 << 22
 _SLICE_BYTES = 1 << 21
 _ROWS_PER_SLICE = 512  # fewer make the products slow
 _VISITED_AT_ONCE = 8  # parameters
-VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
+_VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
 
 
 def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
@@ -217,7 +217,7 @@ class GradientSink:
             return
         self._complete.append(parameter)
         self._complete_bytes += parameter.nbytes
-        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > VISITED_WITHIN_BYTES
+        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
         if is_enough or parameter._post_accumulate_grad_hooks:
             self.close()
 

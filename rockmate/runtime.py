@@ -4,7 +4,8 @@ One autograd function stands for the whole step. Its tensor inputs are an *ancho
 and the user's inputs; parameters are no inputs of it, because their gradients do not leave through its return value: each is handed
 to `.grad` inside the backward, as soon as it is final, by a nested `torch.autograd.backward`, which accumulates and fires hooks as
 usual. (Were the parameters inputs too, the outer engine would visit their accumulation nodes once more with nothing, and
-post-accumulate hooks would fire twice.) Small parameters without a hook are inputs all the same: that visit is their only one. With
+post-accumulate hooks would fire twice.) Where nobody is seen to wait for a gradient, parameters are inputs all the same: that visit is
+their only one. With
 `gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs and which costs the
 memory of all of them at once.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,8 +28,8 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate.autocast import autocast_off
 from rockmate.capture import Role, RoleKind
-from rockmate.data_parallel import LastHooksSink, is_data_parallel
-from rockmate.delivery import VISITED_WITHIN_BYTES, Binding, GradientSink
+from rockmate.data_parallel import LastHooksSink, is_distributed
+from rockmate.delivery import Binding, GradientSink
 from rockmate.emit import Argument, ArgumentKind, Program
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.unused import is_unused
@@ -52,7 +53,6 @@ class Runner:
         self.dispatch = torch._C._AutoDispatchBelowAutograd if program.runs_below_autograd else contextlib.nullcontext
         self.delivered_names = program.delivered
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
-        self.is_small = sum(self.binding[name].nbytes for name in program.delivered) <= VISITED_WITHIN_BYTES
         outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
         self.outputs = [outputs[index] for index in range(len(outputs))]
         self.updates = [place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
@@ -86,7 +86,7 @@ class Runner:
         owners = self.gradient_owners()
         if self.parameter_names:
             parameters = [self.binding[name] for name in self.parameter_names]
-        elif hooks_last or self._may_fire_last(owners):
+        elif hooks_last or not _is_awaited(owners.values()):
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
@@ -97,13 +97,6 @@ class Runner:
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
         return outputs
-
-    def _may_fire_last(self, owners: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the parameters may all be visited when the step is done, which the running engine does in passing.
-
-        They are few bytes, so that nobody gains from an earlier visit, and no hook is seen, which may want to step and free the gradient.
-        """
-        return self.is_small and not any(chain.from_iterable(map(_HOOKS, owners.values()))) and not is_data_parallel()
 
     def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
@@ -259,6 +252,16 @@ class _Anchor:
             return torch._C._will_engine_execute_node(self.node)
         except RuntimeError:  # raised inside autograd.grad
             return False
+
+
+def _is_awaited(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether somebody may want a gradient before the step is done.
+
+    A hook may step and free it; in a group of processes its reduction may run beside the backward, and who does that is not seen from
+    Python. Otherwise the running engine visits the parameters in passing when the step is done, at a tenth of the cost of a visit from
+    within the backward.
+    """
+    return is_distributed() or any(chain.from_iterable(map(_HOOKS, parameters)))
 
 
 def _order(program: Program, num_outputs: int) -> list[int]:

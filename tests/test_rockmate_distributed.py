@@ -53,6 +53,28 @@ def test_data_parallel(group: None) -> None:
                 assert_same(ours, theirs)
 
 
+def num_complete_at_the_first_visit() -> int:
+    """Parameters, of 8 that take 4 MiB, which have their gradient when autograd tells the first of those who wait at their nodes."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    x = torch.randn(2, 512)
+    module = RockmateModule(model, x, 1.0)
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+    found: list[int] = []
+    for node in nodes:
+        node.register_hook(lambda *_: found.append(sum(parameter.grad is not None for parameter in model.parameters())))
+    module(x).square().sum().backward()
+    assert len(found) == len(nodes) == 8
+    return found[0]
+
+
+def test_who_waits_is_told_inside_the_backward_in_a_group(group: None) -> None:
+    assert 0 < num_complete_at_the_first_visit() < 8
+
+
+def test_who_waits_is_told_when_the_step_is_done_without_a_group() -> None:
+    assert num_complete_at_the_first_visit() == 8
+
+
 def first_generation(module: nn.Module, **options: Any) -> nn.Module:
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 

@@ -5,9 +5,8 @@ and the user's inputs; parameters are no inputs of it, because their gradients d
 to `.grad` inside the backward, as soon as it is final, by a nested `torch.autograd.backward`, which accumulates and fires hooks as
 usual. (Were the parameters inputs too, the outer engine would visit their accumulation nodes once more with nothing, and
 post-accumulate hooks would fire twice.) Where nobody is seen to wait for a gradient, parameters are inputs all the same: that visit is
-their only one. With
-`gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs and which costs the
-memory of all of them at once.
+their only one. With `gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs
+and which costs the memory of all of them at once.
 
 How a gradient is handed over is said in `delivery`.
 

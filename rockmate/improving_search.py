@@ -137,12 +137,11 @@ class ImprovingSearch:
 
         Of a group, the first that can be made to fit counts.
         """
-        yield _NEAR, fitting(self._smallest, budget_bytes)[:1]
         yield from ((_NEAR, [start]) for start in self._of_one_level(budget_bytes))
         yield _CLOSE, []
         grid = self._several_levels.grid()
         yield _NEAR, above(grid, budget_bytes)[:1]
-        yield _NEAR, fitting(grid, budget_bytes)[:1]
+        yield _NEAR, fitting([*self._smallest, *grid], budget_bytes)[:1]
         yield _RATHER_NEAR, []
         # Making others takes as long as improving those of the grid, and seldom gains as much.
         around = self._several_levels.around(budget_bytes)

@@ -6,16 +6,13 @@ twice (batch normalisation that updates statistics), or needs memory that its ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 _aten = torch.ops.aten
-CHUNK_BYTES = 1 << 20  # of a piece of the cross entropy's gradient or of dropout: large enough to hide the calls, small beside the whole
-DRAWN_AT_ONCE = 1 << 15  # elements of a mask: their random numbers, eight bytes each, stay in the cache
-_FRACTION_BITS = 53  # of a float64
+_CHUNK_BYTES = 1 << 20  # of each piece of the cross entropy's gradient: large enough to hide the calls, small beside the logits
 
 
 def dropout_mask(size: list[int], stride: list[int], device: torch.device, probability: float) -> torch.Tensor:
@@ -28,36 +25,7 @@ def dropout_mask(size: list[int], stride: list[int], device: torch.device, proba
         probability: that an element is dropped; at 1 nothing is drawn, as in eager.
     """
     mask = torch.empty_strided(size, stride, dtype=torch.bool, device=device)
-    if probability >= 1.0:
-        return mask.fill_(False)
-    num_elements = mask.numel()
-    if num_elements < 2 * DRAWN_AT_ONCE or mask.untyped_storage().nbytes() != num_elements or not _draws_whole_numbers():
-        return mask.bernoulli_(1.0 - probability)
-    _draw(mask.as_strided((num_elements,), (1,)), 1.0 - probability, None)
-    return mask
-
-
-def _draw(mask: torch.Tensor, kept: float, generator: torch.Generator | None) -> None:
-    """What `mask.bernoulli_(kept, generator=generator)` draws, in two thirds of the time, for a mask of one dim.
-
-    PyTorch takes the 53 low bits of a random number of 64 bits for each element, makes them a fraction of 2^53 and compares that with the
-    probability, one element at a time. Whole numbers compared many at a time give the same.
-    """
-    limit = math.ceil(math.ldexp(kept, _FRACTION_BITS))  # of the fractions below `kept`; exact
-    numbers = torch.empty(min(mask.numel(), DRAWN_AT_ONCE), dtype=torch.int64, device=mask.device)
-    for piece in mask.view(torch.uint8).split(DRAWN_AT_ONCE):
-        drawn = numbers[: piece.numel()].random_(-(1 << 63), None, generator=generator)
-        piece.copy_(drawn.bitwise_and_((1 << _FRACTION_BITS) - 1).lt_(limit))
-
-
-@lru_cache(maxsize=1)
-def _draws_whole_numbers() -> bool:
-    """Whether `_draw` does on this machine what PyTorch does: with some processors PyTorch has a library draw, by other numbers."""
-    ours, theirs = (torch.Generator("cpu").manual_seed(1) for _ in range(2))
-    mask, expected = (torch.empty(1000, dtype=torch.bool, device="cpu") for _ in range(2))
-    _draw(mask, 0.3, ours)
-    expected.bernoulli_(0.3, generator=theirs)
-    return torch.equal(mask, expected) and torch.equal(ours.get_state(), theirs.get_state())
+    return mask.fill_(False) if probability >= 1.0 else mask.bernoulli_(1.0 - probability)
 
 
 def dropout_apply(
@@ -66,20 +34,9 @@ def dropout_apply(
     """What dropout makes of its input and its mask on CPU, bitwise; of its gradient, too.
 
     Eager multiplies by a noise tensor whose entries are 0 or 1 / (1 - p) rounded to the input's dtype. Multiplying by the mask is
-    exact, so multiplying by that rounded number afterwards gives the same: also the sign of a zero, infinities and what is no number.
-    The mask is read as small integers, which ATen converts to the input's dtype many at a time, and truth values one by one; what
-    is converted is never more than a piece of it where both lie in the order of their dimensions.
+    exact, so multiplying by that rounded number afterwards gives the same.
     """
-    scale = _scale_of_kept(probability, values.dtype)
-    numbers = mask.view(torch.uint8)
-    piece_numel = CHUNK_BYTES // values.element_size()
-    if values.numel() <= piece_numel or not (values.is_contiguous() and mask.is_contiguous()):
-        return torch.mul(values, numbers, out=out).mul_(scale)
-    result = torch.empty_like(values, memory_format=torch.contiguous_format) if out is None else out
-    pieces = (tensor.view(-1).split(piece_numel) for tensor in (values, numbers, result))
-    for value, number, target in zip(*pieces, strict=True):
-        torch.mul(value, number, out=target).mul_(scale)
-    return result
+    return torch.mul(values, mask, out=out).mul_(_scale_of_kept(probability, values.dtype))
 
 
 @lru_cache(maxsize=256)
@@ -251,7 +208,7 @@ def cross_entropy_backward(
     num_rows = log_probabilities.shape[0]
     result = torch.empty_like(log_probabilities) if out is None else out
     row_bytes = max(1, log_probabilities.shape[1] * log_probabilities.element_size())
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         scores = log_probabilities[rows]

@@ -57,7 +57,7 @@ class Plan:
         options: how the step was captured: "differentiable", "outputs", "gradients", and "loss_chunks" where the loss block is in chunks.
         strategy: what made the plan.
         lower_bound_ms: no schedule within the budget takes less; 0 where nothing is proved.
-        num_unproved_blocks: distinct blocks whose solver stopped at its time limit with an answer that may not be the best.
+        num_unproved_blocks: solves whose answer may not be the best: stopped at their time limit, or made for a smaller budget.
         machine: for which the times were estimated; None where they were measured.
         loss_block: whether that runs in chunks, and why.
         feed_forward: the same of each large block that begins with a matrix product which widens its operand.
@@ -195,7 +195,7 @@ class Plan:
         if self.lower_bound_ms:
             lines.append(f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above")
         if self.num_unproved_blocks:
-            lines.append(f"solver              stopped at its time limit in {self.num_unproved_blocks} blocks; raise time_limit_s")
+            lines.append(f"solver              {self.num_unproved_blocks} answers not proved to be the best; if it was the time limit, raise time_limit_s")
         return "\n".join(lines)
 
     def _kept_in_passing(self) -> str:

@@ -63,7 +63,6 @@ _NORMALIZATION = {
     _aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward, kernels.batch_norm_again,
 }  # fmt: skip
 _RANDOM = {kernels.dropout_mask, _aten.native_dropout, _aten.bernoulli, _aten.rand, _aten.randn, _aten.rand_like, _aten.randn_like}
-_CHUNK_BYTES = 1 << 20  # of the piece that `cross_entropy_backward` holds, see there
 
 
 def estimate_costs(graph: Graph, machine: Machine) -> Costs:
@@ -112,8 +111,8 @@ def _convolution_backward_flops(args: Any) -> float:
 def num_bytes(node: fx.Node) -> int:
     """Bytes that a call reads and writes, each once."""
     written = sum(map(_distinct_bytes, _tensors(node)))
-    if node.target is kernels.dropout_apply:  # the mask is converted, and the result scaled in a pass of its own
-        written *= 5
+    if node.target is kernels.dropout_apply:  # the result is scaled in a pass of its own
+        written *= 3
     read = {argument: sum(map(_distinct_bytes, _tensors(argument))) for argument in node.all_input_nodes}
     if _packet(node.target) in _LOOKUPS:
         table = node.args[0]
@@ -159,10 +158,13 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     if packet is kernels.cross_entropy_backward:
         result = node.meta["val"]
         row_bytes = max(1, result.shape[1] * result.element_size())
-        chunk_rows = max(1, _CHUNK_BYTES // row_bytes)
+        chunk_rows = max(1, kernels.CHUNK_BYTES // row_bytes)
         yield min(result.shape[0], 2 * chunk_rows) * row_bytes  # one is made while the last is still there
     elif packet is kernels.dropout_apply:
-        yield _distinct_bytes(node.meta["val"])  # the mask in the dtype of the values
+        values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
+        yield kernels.converted_numel(values, mask) * values.element_size()
+    elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAWN_AT_ONCE:
+        yield (kernels.DRAWN_AT_ONCE + 1) * torch.int64.itemsize  # random numbers, and one that they are compared with
     elif packet is _aten._safe_softmax:
         yield node.meta["val"].numel()
     elif packet in (_aten.native_layer_norm, _aten.native_layer_norm_backward):

@@ -6,13 +6,16 @@ twice (batch normalisation that updates statistics), or needs memory that its ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 _aten = torch.ops.aten
-_CHUNK_BYTES = 1 << 20  # of each piece of the cross entropy's gradient: large enough to hide the calls, small beside the logits
+CHUNK_BYTES = 1 << 20  # of a piece of the cross entropy's gradient or of dropout: large enough to hide the calls, small beside the whole
+DRAWN_AT_ONCE = 1 << 15  # elements of a mask: their random numbers, eight bytes each, stay in the cache
+_FRACTION_BITS = 53  # of a float64
 
 
 def dropout_mask(size: list[int], stride: list[int], device: torch.device, probability: float) -> torch.Tensor:
@@ -25,7 +28,38 @@ def dropout_mask(size: list[int], stride: list[int], device: torch.device, proba
         probability: that an element is dropped; at 1 nothing is drawn, as in eager.
     """
     mask = torch.empty_strided(size, stride, dtype=torch.bool, device=device)
-    return mask.fill_(False) if probability >= 1.0 else mask.bernoulli_(1.0 - probability)
+    if probability >= 1.0:
+        return mask.fill_(False)
+    num_elements = mask.numel()
+    if num_elements < 2 * DRAWN_AT_ONCE or mask.untyped_storage().nbytes() != num_elements or not _draws_whole_numbers():
+        return mask.bernoulli_(1.0 - probability)
+    _draw(mask.as_strided((num_elements,), (1,)), 1.0 - probability, None)
+    return mask
+
+
+def _draw(mask: torch.Tensor, kept: float, generator: torch.Generator | None) -> None:
+    """What `mask.bernoulli_(kept, generator=generator)` draws, in two thirds of the time, for a mask of one dim.
+
+    PyTorch takes the 53 low bits of a random number of 64 bits for each element, makes them a fraction of 2^53 and compares that with the
+    probability, one element at a time. Whole numbers compared many at a time give the same.
+    """
+    limit = math.ceil(math.ldexp(kept, _FRACTION_BITS))  # of the fractions below `kept`; exact
+    numbers = torch.empty(min(mask.numel(), DRAWN_AT_ONCE), dtype=torch.int64, device=mask.device)
+    flat = mask.view(torch.uint8)
+    for start in range(0, mask.numel(), DRAWN_AT_ONCE):
+        piece = flat[start : start + DRAWN_AT_ONCE]
+        drawn = numbers[: piece.numel()].random_(-(1 << 63), None, generator=generator)
+        piece.copy_(drawn.bitwise_and_((1 << _FRACTION_BITS) - 1).lt_(limit))
+
+
+@lru_cache(maxsize=1)
+def _draws_whole_numbers() -> bool:
+    """Whether `_draw` does on this machine what PyTorch does: with some processors PyTorch has a library draw, by other numbers."""
+    ours, theirs = (torch.Generator("cpu").manual_seed(1) for _ in range(2))
+    mask, expected = (torch.empty(1000, dtype=torch.bool, device="cpu") for _ in range(2))
+    _draw(mask, 0.3, ours)
+    expected.bernoulli_(0.3, generator=theirs)
+    return torch.equal(mask, expected) and torch.equal(ours.get_state(), theirs.get_state())
 
 
 def dropout_apply(
@@ -34,9 +68,34 @@ def dropout_apply(
     """What dropout makes of its input and its mask on CPU, bitwise; of its gradient, too.
 
     Eager multiplies by a noise tensor whose entries are 0 or 1 / (1 - p) rounded to the input's dtype. Multiplying by the mask is
-    exact, so multiplying by that rounded number afterwards gives the same.
+    exact, so multiplying by that rounded number afterwards gives the same: also the sign of a zero, infinities and what is no number.
+    The mask is read as small integers, which ATen converts to the input's dtype many at a time, and truth values one by one; what
+    is converted is never more than a piece of it where both lie in the order of their dimensions.
     """
-    return torch.mul(values, mask, out=out).mul_(_scale_of_kept(probability, values.dtype))
+    scale = _scale_of_kept(probability, values.dtype)
+    numbers = mask.view(torch.uint8)
+    numel = converted_numel(values, mask)
+    if numel == values.numel():
+        return torch.mul(values, numbers, out=out).mul_(scale)
+    result = torch.empty_like(values, memory_format=torch.contiguous_format) if out is None else out
+    flat = [tensor.view(-1) for tensor in (values, numbers, result)]
+    for start in range(0, values.numel(), numel):
+        value, number, target = (tensor[start : start + numel] for tensor in flat)
+        torch.mul(value, number, out=target).mul_(scale)
+    return result
+
+
+def converted_numel(values: torch.Tensor, mask: torch.Tensor) -> int:
+    """How many elements of its mask `dropout_apply` holds at once as numbers of the values' dtype.
+
+    Pieces are as even as can be, not full ones and a rest: a short rest would lie on the C library's heap, among blocks that stay, and
+    not go back to the kernel as larger blocks do. Where either is not in the order of its dimensions, there is one piece.
+    """
+    numel = values.numel()
+    if not (values.is_contiguous() and mask.is_contiguous()):
+        return numel
+    num_pieces = max(1, math.ceil(numel * values.element_size() / CHUNK_BYTES))
+    return math.ceil(numel / num_pieces)
 
 
 @lru_cache(maxsize=256)
@@ -208,7 +267,7 @@ def cross_entropy_backward(
     num_rows = log_probabilities.shape[0]
     result = torch.empty_like(log_probabilities) if out is None else out
     row_bytes = max(1, log_probabilities.shape[1] * log_probabilities.element_size())
-    step = max(1, _CHUNK_BYTES // row_bytes)
+    step = max(1, CHUNK_BYTES // row_bytes)
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         scores = log_probabilities[rows]

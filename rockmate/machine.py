@@ -22,7 +22,7 @@ memory = 0.85
 [nanoseconds_per_element]    # where arithmetic other than products is the limit, as on CPUs; 0 where left out
 transcendental = 2.0         # gelu, softmax, exp and the like, per element written
 normalization = 1.0          # layer and batch normalisation
-random = 7.0                 # drawing a dropout mask
+random = 5.0                 # drawing a dropout mask
 ```
 """
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from helpers import same_bits
 from torch import Tensor
 
 from rockmate import Planner
+from rockmate.allocations import peak_beyond_result, timeline
 from rockmate.budget import parse_budget
 from rockmate.errors import InvalidBudgetError, UnsupportedModelError
 from rockmate.in_place import _FORMS
 from rockmate.kernels import (
+    CHUNK_BYTES,
+    DRAWN_AT_ONCE,
+    _draw,
+    _draws_whole_numbers,
     batch_norm_again,
     can_normalize_again,
     can_pool_again,
@@ -64,6 +70,68 @@ def test_dropout_of_values_that_are_not_finite() -> None:
     torch.manual_seed(3)
     output, mask = torch.native_dropout(values, 0.4, True)
     assert torch.equal(dropout_apply(values, mask, 0.4).nan_to_num(7.0), output.nan_to_num(7.0))
+
+
+def spread_out(values: Tensor) -> Tensor:
+    """The same values with the last of two dims outermost in memory, which no flat view covers in order."""
+    return values.t().contiguous().t()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", [lambda values: values, spread_out], ids=["in order", "spread out"])
+def test_large_dropout_and_its_gradient_are_eager_s(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """More elements than are drawn or applied at once, and no multiple of either."""
+    rows, columns, probability = 2 * CHUNK_BYTES // dtype.itemsize // 1001 + 3, 1001, 0.1
+    torch.manual_seed(2)
+    values, gradient = (layout(torch.randn(rows, columns).to(dtype)) for _ in range(2))
+    values[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
+    assert values.numel() > 2 * CHUNK_BYTES // dtype.itemsize > 4 * DRAWN_AT_ONCE
+    values.requires_grad_()
+    torch.manual_seed(3)
+    output = torch.nn.functional.dropout(values, probability)
+    output.backward(gradient)
+    state = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    mask = dropout_mask(list(values.shape), list(values.stride()), values.device, probability)
+    assert torch.equal(torch.get_rng_state(), state)
+    for given, expected in ((values.detach(), output.detach()), (gradient, values.grad)):
+        assert expected is not None
+        for out in (None, given.clone()):
+            ours = dropout_apply(given if out is None else out, mask, probability, out=out)
+            assert ours.stride() == expected.stride()
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+            assert torch.equal(ours.view(bits), expected.view(bits))
+            assert out is None or ours is out
+
+
+@pytest.mark.parametrize("expanded", [(1, 70_000), (3, 1)])
+def test_dropout_of_a_gradient_that_is_expanded(expanded: tuple[int, int]) -> None:
+    mask = torch.rand(3, 70_000) < 0.5
+    gradient = torch.randn(expanded).expand(3, 70_000)
+    assert same_bits(dropout_apply(gradient, mask, 0.5), gradient * (mask * 2.0))
+
+
+@pytest.mark.parametrize("kept", [1.0, 1.0 - 2.0**-53, 0.9, 0.5, 1 / 3, 2.0**-17, 1e-300])
+def test_masks_are_drawn_as_pytorch_draws_them(kept: float) -> None:
+    """Thousands of draws, whatever this machine's PyTorch does: where a library draws for it, ours are not used."""
+    ours, theirs = (torch.zeros(100_003, dtype=torch.bool) for _ in range(2))
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    _draw(ours, kept, generators[0])
+    theirs.bernoulli_(kept, generator=generators[1])
+    is_same = torch.equal(ours, theirs) and torch.equal(generators[0].get_state(), generators[1].get_state())
+    assert is_same == _draws_whole_numbers()
+
+
+@pytest.mark.parametrize(("numel", "sizes"), [(250_000, [1_000_000]), (524_288, [1 << 20] * 2), (524_289, [699_052, 699_052, 699_052])])
+def test_dropout_converts_its_mask_in_even_pieces(numel: int, sizes: list[int]) -> None:
+    """In bytes of float32; a short rest would lie on the C library's heap and fragment it."""
+    values, mask = torch.randn(numel), torch.rand(numel) < 0.5
+    dropout_apply(values, mask, 0.5)
+    points = timeline(lambda: dropout_apply(values, mask, 0.5, out=values)).points
+    allocated = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(points) if later > earlier]
+    assert [num_bytes for num_bytes in allocated if num_bytes > 64] == sizes  # beside numbers of no dim
+    assert peak_beyond_result(lambda: dropout_apply(values, mask, 0.5), values.device) == max(sizes)
 
 
 # --- cross entropy -------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_a_causal_mask_halves_attention_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("num_rows", [16, 40, 96])
 def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None:
-    """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy, 96 are three."""
+    """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy and of what is dropped, 96 are three."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
         if op.name.startswith(("cross_entropy", "dropout")):
             assert ours.overhead_bytes == theirs.overhead_bytes, op.name
             compared += theirs.overhead_bytes > 0
-    assert compared == 3
+    assert compared == 4
 
 
 def test_gradients_of_attention_take_float32_sums_on_a_gpu() -> None:

@@ -115,7 +115,7 @@ def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
     for graph, costs, schedule, simulation in cases(name, 25):
         for position in LiveRanges(graph, costs, schedule, simulation).runs_again():
             ranges = LiveRanges(graph, costs, schedule, simulation)
-            ranges.drop(position)
+            ranges.drop(position, ranges.extra_for_drop(position))
             assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.bytes_in_use.max()
 
 

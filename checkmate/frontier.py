@@ -29,7 +29,7 @@ from checkmate.reduction import Part, PartOp, Reduced
 _PART_LABELS = 1 << 16
 _SUM_LABELS = 1 << 18
 _POINTS_TOGETHER = 64  # of parts that are put together: fewer parts, each of more points
-_SHARES_OF_GAP = (0.03, 0.2, 1.0)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
+_SHARES_OF_GAP = (0.05, 0.3, 1.0)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
 _MAX_OPEN_LINKS = 62
 _MAX_BYTES = 1 << 61
 

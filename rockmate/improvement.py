@@ -147,11 +147,12 @@ def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[O
     pending = [storage]
     while pending:
         producer = pending.pop().producer
+        if producer in runs:
+            continue
         if not can_run_again(producer) or len(runs) >= _MAX_RUNS:
             return None
-        if producer not in runs:
-            runs[producer] = None
-            pending += [s for s in producer.reads if s is not storage and not s.is_static and not ranges.is_live(s, position)]
+        runs[producer] = None
+        pending += [s for s in ranges.not_live(producer, position) if s is not storage]
     return sorted(runs, key=lambda op: op.index)
 
 

@@ -117,17 +117,23 @@ class LiveRanges:
         """Time of running `op` once more."""
         return self.costs.again[op.index].time_ms
 
-    def is_live(self, storage: Storage, position: int) -> bool:
-        """Whether the value is in memory when a run inserted before `position` would read it."""
+    def not_live(self, op: Op, position: int) -> list[Storage]:
+        """What `op` reads that is not in memory when a run inserted before `position` would read it."""
+        return [storage for storage in op.reads if not storage.is_static and not self._is_live(storage, position)]
+
+    def _is_live(self, storage: Storage, position: int) -> bool:
         ranges = self._of.get(storage) or self.of(storage)
         if not ranges:
-            return storage.is_static or storage.is_result or storage.is_tangent
+            return storage.is_result or storage.is_tangent
         for live in ranges:  # asked more often than anything else: no generator, no property
             if live.start < position:
                 if live.reads and position <= live.reads[-1]:
                     return True
-            elif live.start == position and self._is_inserted(live, position):
-                return True
+            elif live.start == position:
+                if self._is_inserted(live, position):
+                    return True
+            else:
+                return False
         return False
 
     def over(self, position: int) -> list[LiveRange]:

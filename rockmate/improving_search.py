@@ -252,7 +252,8 @@ class ImprovingSearch:
         return candidate if candidate.peak_bytes <= budget_bytes else None
 
     def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        return self._evaluated(spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes))
+        schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)
+        return candidate if schedule is candidate.schedule else self._evaluated(schedule)
 
     def _evaluated(self, schedule: Schedule) -> Candidate:
         return evaluate(self._graph, schedule, self._costs)

@@ -8,7 +8,8 @@ dropped (the list method of Nemhauser and Ullmann, 1969, along a path decomposit
 number of open links, small in practice, and with the number of Pareto points.
 
 The parts' sets are then summed one part at a time. For one limit, labels are also dropped when even the
-convex hull of the parts to come cannot bring them under the best known plan, which leaves few.
+convex hull of the parts to come cannot bring them under the best known plan, which leaves few; fewer still where a
+plan is first sought that is nearer to the hull than the known one, which if there is any is the best.
 
 Optimal always. It refuses (`TooManyLabelsError`) rather than run for long: the refusal depends on the input
 alone, never on the clock, so the same input takes the same way. NP-hardness shows as that refusal; the ILP
@@ -28,6 +29,7 @@ from checkmate.reduction import Part, PartOp, Reduced
 _PART_LABELS = 1 << 16
 _SUM_LABELS = 1 << 18
 _POINTS_TOGETHER = 64  # of parts that are put together: fewer parts, each of more points
+_SHARES_OF_GAP = (0.05, 0.3, 1.0)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
 _MAX_OPEN_LINKS = 62
 _MAX_BYTES = 1 << 61
 
@@ -157,8 +159,12 @@ def best_within(
         TooManyLabelsError: The bound leaves too many labels.
         OutOfTimeError: The deadline passed.
     """
-    bound = _Bound(hulls or Hulls.of(fronts), min(max_saved_bytes, _MAX_BYTES))
-    return _sum(fronts, bound, deadline)
+    hulls, limit = hulls or Hulls.of(fronts), min(max_saved_bytes, _MAX_BYTES)
+    for share in _SHARES_OF_GAP:
+        total = _sum(fronts, _Bound(hulls, limit, share), deadline)
+        if len(total.ticks):
+            break
+    return total
 
 
 def recomputed_ops(reduced: Reduced, fronts: Sequence[Front], total: Total, label: int) -> set[int]:
@@ -293,12 +299,13 @@ class Hulls:
 class _Bound:
     """What the parts still to come can do at best, against a plan that is known."""
 
-    def __init__(self, hulls: Hulls, limit: int) -> None:
+    def __init__(self, hulls: Hulls, limit: int, share: float) -> None:
         self.limit = limit
         self._rest = hulls.rest
         saved, ticks = hulls.whole
         within = int(np.searchsorted(saved, limit, side="right"))
-        self._incumbent = int(ticks[within - 1]) if within else -1
+        known, at_best = (float(ticks[within - 1]), float(np.interp(limit, saved, ticks))) if within else (-1.0, -1.0)
+        self._most_ticks = at_best + share * (known - at_best)
 
     def may_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
         """Which labels, part `which` included, may still end as the best plan."""
@@ -306,7 +313,7 @@ class _Bound:
         room = self.limit - saved
         # Half a tick is far above the rounding of the interpolation, and below what tells two plans apart.
         at_best = ticks + np.interp(room, rest_saved, rest_ticks)
-        return (room >= rest_saved[0]) & (at_best <= self._incumbent + 0.5)
+        return (room >= rest_saved[0]) & (at_best <= self._most_ticks + 0.5)
 
 
 def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]]) -> list[tuple[Ints, Ints]]:

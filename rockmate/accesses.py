@@ -34,6 +34,7 @@ class OpAccesses:
         num_bytes: of each storage.
         is_held: whether somebody holds the storage, so that no last read releases it.
         is_result: whether it is a result.
+        returned: indices of the storages that the step returns, ascending.
         written_bytes: of each op.
         is_delivering: whether an op hands gradients over.
         is_random: whether it draws from the generator.
@@ -46,6 +47,7 @@ class OpAccesses:
     num_bytes: Ints
     is_held: Bools
     is_result: Bools
+    returned: Ints
     written_bytes: Ints
     is_delivering: Bools
     is_random: Bools
@@ -66,6 +68,7 @@ class OpAccesses:
             num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
             is_held=np.array([s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_),
             is_result=np.array([storage.is_result for storage in storages], dtype=np.bool_),
+            returned=np.array(sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64),
             written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
             is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
             is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
@@ -98,8 +101,9 @@ class Accesses:
         """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read behind its last run."""
         ops = graph.op_accesses
         steps = np.array([*forward, *backward], dtype=np.int64)
-        is_first = np.zeros(len(steps), dtype=np.bool_)
-        is_first[np.unique(steps, return_index=True)[1]] = True
+        first = np.empty(len(ops.begin) - 1, dtype=np.int64)  # position of each op's first run, which is assigned last
+        first[steps[::-1]] = np.arange(len(steps))[::-1]
+        is_first = first[steps] == np.arange(len(steps))
         counts = ops.begin[steps + 1] - ops.begin[steps]
         position = np.repeat(np.arange(len(steps)), counts)
         place = np.arange(len(position)) + np.repeat(ops.begin[steps] - (np.cumsum(counts) - counts), counts)

@@ -9,7 +9,7 @@ but the attempt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from rockmate.accesses import Ints
 from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Storage
-from rockmate.live_ranges import LiveRange, LiveRanges, can_run_again
+from rockmate.live_ranges import Extra, LiveRange, LiveRanges, can_run_again
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 
@@ -29,14 +29,20 @@ _MAX_RUNS = 60  # made again together for one evicted value
 def spend_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule:
     """The schedule without those recomputations whose values fit in the budget all the while."""
     ranges = LiveRanges(graph, costs, schedule, simulation)
-    for position in _drops_by_price(ranges, budget_bytes):
-        if not ranges.is_dropped(position) and _fits(ranges, ranges.extra_for_drop(position), budget_bytes):
-            ranges.drop(position)
+    for position, least_extra in _drops_by_price(ranges, budget_bytes):
+        if ranges.is_dropped(position) or (len(least_extra) == 1 and not _fits(ranges, least_extra, budget_bytes)):
+            continue
+        extra = ranges.extra_for_drop(position)
+        if _fits(ranges, extra, budget_bytes):
+            ranges.drop(position, extra)
     return ranges.schedule()
 
 
-def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[int]:
-    """Positions of runs that could be dropped on their own, by the bytes and positions for which values stay longer over the time."""
+def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, list[Extra]]]:
+    """Runs that could be dropped on their own, by the bytes and positions for which values stay longer over the time.
+
+    Each is a position and what dropping it adds at least, after whatever else is dropped: (first, last, bytes).
+    """
     position, first, last, num_bytes = ranges.stays_for_drops()
     if not len(position):
         return []
@@ -46,7 +52,9 @@ def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[int]:
     fits = np.bincount(run, weights=is_too_much) == 0
     times_ms = np.array([max(ranges.cost_ms(ranges.op_at(at)), 1e-9) for at in runs.tolist()])
     in_order = np.argsort(areas / times_ms, kind="stable")
-    return runs[in_order[fits[in_order]]].tolist()
+    extra = list(zip(first.tolist(), last.tolist(), num_bytes.tolist(), strict=True))
+    begin = np.searchsorted(run, np.arange(len(runs) + 1)).tolist()
+    return [(int(runs[at]), extra[begin[at] : begin[at + 1]]) for at in in_order[fits[in_order]].tolist()]
 
 
 def _largest_between(values: Ints, first: Ints, last: Ints) -> Ints:
@@ -64,7 +72,7 @@ def _largest_between(values: Ints, first: Ints, last: Ints) -> Ints:
         width *= 2
 
 
-def _fits(ranges: LiveRanges, extra: list[tuple[int, int, int]], budget_bytes: int) -> bool:
+def _fits(ranges: LiveRanges, extra: Sequence[Extra], budget_bytes: int) -> bool:
     in_use = ranges.bytes_in_use
     if len(extra) == 1:
         first, last, num_bytes = extra[0]
@@ -139,11 +147,12 @@ def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[O
     pending = [storage]
     while pending:
         producer = pending.pop().producer
+        if producer in runs:
+            continue
         if not can_run_again(producer) or len(runs) >= _MAX_RUNS:
             return None
-        if producer not in runs:
-            runs[producer] = None
-            pending += [s for s in producer.reads if s is not storage and not s.is_static and not ranges.is_live(s, position)]
+        runs[producer] = None
+        pending += [s for s in ranges.not_live(producer, position) if s is not storage]
     return sorted(runs, key=lambda op: op.index)
 
 

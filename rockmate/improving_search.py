@@ -19,6 +19,7 @@ from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
 from rockmate.graph import Graph
 from rockmate.improvement import make_room, spend_room
+from rockmate.ladder import Ladder
 from rockmate.schedule import Schedule, no_recomputation
 from rockmate.search import FRONTIER_POINTS
 
@@ -27,15 +28,15 @@ _NEAR = 5e-5  # ... the search
 _CLOSE = 1e-3  # ... it before several levels are solved
 _RATHER_NEAR = 5e-3  # ... it before more than a grid of them is looked at
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
-_FAR = 5e-2  # ... it before what is far above the budget is made to fit
-_LIMITS = 5  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+_FAR = 5e-2  # ... it before more is given room, and more is brought down to the budget
+_LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
 _CLOSELY = 1e-3  # of the budget, between one that fits and one that exceeds: ends that
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
 _TIGHT_STARTS = 6  # improved then
-_TOPS = (1.2, 1.4, 1.8)  # times the budget, to which it is raised and lowered again
-_STEP_UP = 1.15  # from one budget to the next on the way
-_WAYS_DOWN = ((1.15, 2.5), (1.3, inf), (2.0, inf))  # likewise, and times the budget, from where what recomputes nothing is brought down
+_STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
+_TOPS = (1, 2, 4)  # such steps, after which it is lowered again
+_STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # from one budget to the next, by which what recomputes nothing is brought down
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
 
@@ -96,9 +97,7 @@ class ImprovingSearch:
             if self._is_near_bound(best, budget_bytes, near):
                 return best
             best = self._better(best, self._first_improved(starts, budget_bytes, best.time_ms))
-        best = self._up_and_down(best, budget_bytes)
-        brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=None)
-        return best if brought_down is None else self._better(best, self._up_and_down(brought_down, budget_bytes))
+        return self._thoroughly_improved(best, budget_bytes)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
@@ -129,6 +128,10 @@ class ImprovingSearch:
     @cached_property
     def _several_levels(self) -> Family:
         return Family(self._proposals.several_levels(), self._evaluated)
+
+    @cached_property
+    def _ladders(self) -> list[Ladder]:
+        return [Ladder(self._baseline, step, self._improved) for step in _STEPS_DOWN]
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 
@@ -173,33 +176,43 @@ class ImprovingSearch:
         yield from fitting(tried, budget_bytes)[:1]
         yield from above(tried, budget_bytes)[:1]
 
-    def _brought_down(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
+    def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
-        if self._is_near_bound(best, budget_bytes, _NOT_FAR):
-            return
-        highest_bytes = self._baseline.peak_bytes
-        ways = [_rungs(budget_bytes, min(factor * budget_bytes, highest_bytes), step)[::-1] for step, factor in _WAYS_DOWN]
-        found = [self._lowered(self._baseline, [*way, budget_bytes]) for way in ([], *ways)]
+        starts = [ladder.above(budget_bytes) for ladder in self._ladders]
         if not self._is_near_bound(best, budget_bytes, _FAR):
-            far = [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
-            found += [self._improved(candidate, budget_bytes) for candidate in far]
-        yield from (candidate for candidate in found if candidate is not None)
+            starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
+        found = (self._improved(start, budget_bytes) for start in starts if start is not None)
+        return [candidate for candidate in found if candidate is not None]
 
     # --- improvement ---------------------------------------------------------------------------------------------------------
+
+    def _thoroughly_improved(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """The faster of `best` and what is brought down, given more room and less again; where that is far from the bound, both are."""
+        if self._is_near_bound(best, budget_bytes, _NOT_FAR):
+            return best
+        brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
+        faster, slower = sorted([best, brought_down], key=by_time)
+        best = self._up_and_down(faster, budget_bytes)
+        return best if self._is_near_bound(best, budget_bytes, _FAR) else self._better(best, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
-            before = best
-            for top in _TOPS:
-                rungs = _rungs(budget_bytes, top * budget_bytes, _STEP_UP)
-                raised = best
-                for rung_bytes in rungs:
-                    raised = self._with_room_spent(raised, rung_bytes)
-                best = self._better(best, self._lowered(raised, [*rungs[-2::-1], budget_bytes]))
-            if best is before:
+            found = min(self._from_tops(best, budget_bytes), key=by_time, default=best)
+            if found.time_ms >= best.time_ms:
                 return best
+            best = found
         return best
+
+    def _from_tops(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
+        """What comes of `best` when it is raised to each of the tops and lowered again."""
+        budgets = [budget_bytes]
+        for num_steps in range(1, _TOPS[-1] + 1):
+            budgets.append(int(budgets[-1] * _STEP_UP))
+            best = self._with_room_spent(best, budgets[-1])
+            lowered = self._lowered(best, budgets[-2::-1]) if num_steps in _TOPS else None
+            if lowered is not None:
+                yield lowered
 
     def _lowered(self, candidate: Candidate, budgets: Sequence[int]) -> Candidate | None:
         """What comes of a schedule when it is improved for one budget after the other."""
@@ -239,7 +252,8 @@ class ImprovingSearch:
         return candidate if candidate.peak_bytes <= budget_bytes else None
 
     def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        return self._evaluated(spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes))
+        schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)
+        return candidate if schedule is candidate.schedule else self._evaluated(schedule)
 
     def _evaluated(self, schedule: Schedule) -> Candidate:
         return evaluate(self._graph, schedule, self._costs)
@@ -250,11 +264,3 @@ class ImprovingSearch:
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self._baseline.time_ms
         return candidate.time_ms <= max(self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms)
-
-
-def _rungs(low: int, high: float, step: float) -> list[int]:
-    """Budgets that grow by such a factor above `low`, as far as `high`; the first in any case."""
-    rungs = [int(low * step)]
-    while rungs[-1] * step <= high:
-        rungs.append(int(rungs[-1] * step))
-    return rungs

@@ -20,6 +20,8 @@ from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.schedule import Schedule, finish
 from rockmate.simulate import Simulation
 
+Extra = tuple[int, int, int]  # first and last position at which more bytes are in use, and how many
+
 
 @dataclass(eq=False, slots=True)
 class LiveRange:
@@ -65,11 +67,14 @@ class LiveRanges:
         is_counted = ~graph.op_accesses.is_result[accesses.storage]  # a result stays
         made = np.flatnonzero(accesses.is_made & is_counted)
         in_order = np.argsort(accesses.position[made], kind="stable")
-        self._number = np.empty(len(accesses.storage), dtype=np.int64)  # of the range that each access begins
-        self._number[made[in_order]] = np.arange(len(made))
+        number = np.empty(len(made), dtype=np.int64)
+        number[in_order] = np.arange(len(made))
+        last = np.flatnonzero(accesses.is_last & is_counted)
         self._made_by = accesses.storage[made[in_order]]
-        self._begin = np.searchsorted(accesses.storage, np.arange(len(graph.storages) + 1))
-        self._extents = np.column_stack([accesses.position[made], accesses.position[accesses.is_last & is_counted]])
+        self._begin = np.searchsorted(accesses.storage[made], np.arange(len(graph.storages) + 1)).tolist()  # of each value's ranges
+        self._bounds = list(zip(made.tolist(), last.tolist(), number.tolist(), strict=True))  # first access, last, number of each range
+        self._positions = accesses.position.tolist()
+        self._extents = np.column_stack([accesses.position[made], accesses.position[last]])
         self._extents[(self._extents[:, 0] == self._extents[:, 1]) | (graph.op_accesses.num_bytes[accesses.storage[made]] == 0)] = 0, -1
         self._extents = self._extents[in_order]
         self._ranges: list[LiveRange | None] = [None] * len(made)
@@ -82,15 +87,11 @@ class LiveRanges:
         return self._of[storage]
 
     def _read_off(self, storage: Storage) -> list[LiveRange]:
-        ranges: list[LiveRange] = []
-        own = slice(*self._begin[storage.index : storage.index + 2].tolist())
-        accesses = zip(self._accesses.is_made[own].tolist(), self._accesses.position[own].tolist(), self._number[own].tolist(), strict=True)
-        for is_made, position, number in accesses:
-            if is_made:
-                ranges.append(LiveRange(storage, position, [], number))
-                self._ranges[number] = ranges[-1]
-            elif ranges:
-                ranges[-1].reads.append(position)
+        positions = self._positions
+        own = self._bounds[self._begin[storage.index] : self._begin[storage.index + 1]]
+        ranges = [LiveRange(storage, positions[made], positions[made + 1 : last + 1], number) for made, last, number in own]
+        for live in ranges:
+            self._ranges[live.number] = live
         return ranges
 
     def _numbered(self, number: int) -> LiveRange:
@@ -116,17 +117,23 @@ class LiveRanges:
         """Time of running `op` once more."""
         return self.costs.again[op.index].time_ms
 
-    def is_live(self, storage: Storage, position: int) -> bool:
-        """Whether the value is in memory when a run inserted before `position` would read it."""
-        ranges = self.of(storage)
+    def not_live(self, op: Op, position: int) -> list[Storage]:
+        """What `op` reads that is not in memory when a run inserted before `position` would read it."""
+        return [storage for storage in op.reads if not storage.is_static and not self._is_live(storage, position)]
+
+    def _is_live(self, storage: Storage, position: int) -> bool:
+        ranges = self._of.get(storage) or self.of(storage)
         if not ranges:
-            return storage.is_static or storage.is_result or storage.is_tangent
+            return storage.is_result or storage.is_tangent
         for live in ranges:  # asked more often than anything else: no generator, no property
             if live.start < position:
                 if live.reads and position <= live.reads[-1]:
                     return True
-            elif live.start == position and self._is_inserted(live, position):
-                return True
+            elif live.start == position:
+                if self._is_inserted(live, position):
+                    return True
+            else:
+                return False
         return False
 
     def over(self, position: int) -> list[LiveRange]:
@@ -172,9 +179,9 @@ class LiveRanges:
         position = accesses.position[made]
         return position, accesses.position[made - 1] + 1, position - 1, self.graph.op_accesses.num_bytes[accesses.storage[made]]
 
-    def extra_for_drop(self, position: int) -> list[tuple[int, int, int]]:
+    def extra_for_drop(self, position: int) -> list[Extra]:
         """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
-        extra = []
+        extra: list[Extra] = []
         for storage in self.op_at(position).writes:
             ranges = self.of(storage)
             place = next((i for i, live in enumerate(ranges) if live.start == position), None)
@@ -186,9 +193,9 @@ class LiveRanges:
                 extra.append((before.end, before.end, self.op_at(before.end).writes[0].num_bytes))
         return extra
 
-    def drop(self, position: int) -> None:
-        """Drops the run at `position` and every run that then serves nobody."""
-        for first, last, num_bytes in self.extra_for_drop(position):
+    def drop(self, position: int, extra: Sequence[Extra]) -> None:
+        """Drops the run at `position`, which adds `extra`, and every run that then serves nobody."""
+        for first, last, num_bytes in extra:
             self.bytes_in_use[first : last + 1] += num_bytes
         op = self.op_at(position)
         for storage in op.writes:
@@ -255,15 +262,20 @@ class LiveRanges:
 
     def schedule(self) -> Schedule:
         """The schedule with all changes made."""
-        forward: list[int] = []
-        backward: list[int] = []
-        for position, index in enumerate(self._steps):
-            half = forward if position < self._num_forward else backward
-            if position in self.inserted:
-                half += sorted(self.inserted[position])
-            if position not in self._dropped:
-                half.append(index)
+        if not self.inserted and not self._dropped:
+            return self._schedule
+        forward, backward = self._changed(0, self._num_forward), self._changed(self._num_forward, len(self._steps))
         return finish(self.graph, forward, backward)
+
+    def _changed(self, begin: int, end: int) -> list[int]:
+        """The runs from one position to another, with all changes made."""
+        steps: list[int] = []
+        for position in sorted(position for position in self.inserted.keys() | self._dropped if begin <= position < end):
+            steps += self._steps[begin:position]
+            steps += sorted(self.inserted.get(position, ()))
+            begin = position + (position in self._dropped)
+        steps += self._steps[begin:end]
+        return steps
 
 
 def _extent(live: LiveRange) -> tuple[int, int]:

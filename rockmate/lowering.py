@@ -30,7 +30,8 @@ def backward_steps(block: Block, available: Collection[Storage]) -> list[int]:
     for op in block.backward:
         if op.phase is Phase.BACKWARD:
             for storage in op.reads:
-                _make(storage, at_hand, steps)
+                if storage not in at_hand and storage.producer is not None:
+                    _make(storage, at_hand, steps)
             steps.append(op.index)
             at_hand.update(op.writes)
     return steps

@@ -137,19 +137,27 @@ class OptionSolver:
     def _solve(self, block: Block) -> tuple[BlockOption, ...]:
         sets = self._saved_sets(block)
         position = {storage: index for index, storage in enumerate(storages_of(block))}
-        return tuple(self._measure(block, saved, position) for saved in sets)
+        gradients = self._gradients(block)
+        return tuple(self._measure(block, saved, position, gradients) for saved in sets)
 
-    def _measure(self, block: Block, saved: set[Storage], position: dict[Storage, int]) -> BlockOption:
+    def _gradients(self, block: Block) -> tuple[set[Storage], set[Storage]]:
+        """Those that the block's backward is given, and what it leaves."""
+        own = set(block.backward)
+        made = {storage for op in block.backward for storage in op.writes}
+        given = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
+        left = {s for s in made if any(reader not in own for reader in self.graph.readers.get(s, ())) or s.is_kept_to_end}
+        return given, left
+
+    def _measure(
+        self, block: Block, saved: set[Storage], position: dict[Storage, int], gradients: tuple[set[Storage], set[Storage]]
+    ) -> BlockOption:
         boundary = {block.output} if block.output else set()
         kept = saved | boundary
         forward = simulate_part(self.graph, _indices(block), self.costs, before=(), after=kept, uncounted=self._uncounted)
         entering = {block.input} if block.input else set()
         steps = backward_steps(block, {*saved, *boundary, *entering, *self._uncounted})
-        own = set(block.backward)
-        made = {storage for op in block.backward for storage in op.writes}
-        gradients = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
-        leaving = {s for s in made if any(reader not in own for reader in self.graph.readers.get(s, ())) or s.is_kept_to_end}
-        backward = simulate_part(self.graph, steps, self.costs, before=kept | gradients, after=leaving, again=True)
+        given, left = gradients
+        backward = simulate_part(self.graph, steps, self.costs, before=kept | given, after=left, again=True)
         states = sum(state_bytes(self.graph.ops[index]) for index in steps if self.graph.ops[index].phase is Phase.FORWARD)
         saved_bytes = sum(storage.num_bytes for storage in kept) + states
         return BlockOption(

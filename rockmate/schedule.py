@@ -132,9 +132,8 @@ def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
     reads = np.flatnonzero(~accesses.is_made)
     reader, maker = accesses.position[reads], accesses.position[makers[reads]]
     num_readers = np.bincount(maker, minlength=len(steps))
-    returned = np.array(sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64)
-    last = np.searchsorted(accesses.storage, returned, side="right") - 1
-    np.add.at(num_readers, accesses.position[makers[last[accesses.storage[last] == returned]]], 1)
+    last = np.searchsorted(accesses.storage, ops.returned, side="right") - 1
+    np.add.at(num_readers, accesses.position[makers[last[accesses.storage[last] == ops.returned]]], 1)
     is_wanted = (num_readers > 0) | ops.is_delivering[steps] | (ops.is_random[steps] & accesses.is_first)
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
     must_run = is_wanted & (num_readers == 0)

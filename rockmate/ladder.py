@@ -1,0 +1,32 @@
+"""What one schedule becomes as it is brought down to smaller and smaller budgets, each time from the last: a ladder that budgets share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rockmate.candidate import Candidate
+
+
+class Ladder:
+    """Rungs at budgets that fall by one factor, from the peak of a schedule on. Which they are does not depend on what is asked for."""
+
+    def __init__(self, top: Candidate, factor: float, improved: Callable[[Candidate, int], Candidate | None]) -> None:
+        """Nothing is brought down yet.
+
+        Args:
+            top: the schedule.
+            factor: between one budget and the next, above 1; infinite for a ladder of the top alone.
+            improved: a schedule and a smaller budget -> what it becomes there, None where it cannot be made to fit.
+        """
+        self._factor = factor
+        self._improved = improved
+        self._budgets = [top.peak_bytes]
+        self._rungs: list[Candidate | None] = [top]
+
+    def above(self, budget_bytes: int) -> Candidate | None:
+        """The last rung that is not below the budget, None if the schedule could not be brought down so far."""
+        while (next_bytes := int(self._budgets[-1] / self._factor)) >= budget_bytes:
+            last = self._rungs[-1]
+            self._budgets.append(next_bytes)
+            self._rungs.append(None if last is None else self._improved(last, next_bytes))
+        return next(rung for budget, rung in zip(self._budgets[::-1], self._rungs[::-1], strict=True) if budget >= budget_bytes)

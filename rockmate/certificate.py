@@ -87,7 +87,7 @@ class Certificate:
             plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
         if plan is None:
             return None
-        kept = {*moment.in_use, *(values[value] for value in plan.saved)}
+        kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
         return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
 
     def _again_ms(self, budget_bytes: int) -> Iterator[float]:
@@ -162,7 +162,7 @@ class Certificate:
         ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
         for moment in self.moments:
-            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
+            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use, with_states=True)
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append((moment, Curve(problem, time_limit_s=time_limit_s), values))
         return curves

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isinf
 
 import numpy as np
 
@@ -26,10 +27,13 @@ from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
 from rockmate.solver_time import SolverTime
+from rockmate.two_moments import least_again_ms
 
 logger = logging.getLogger("rockmate")
 
 _MAX_MOMENTS = 12
+_SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
+_TWO_MOMENTS_S = 2.0  # for the program of two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class Certificate:
         self._least_ms = least_ms
         self._solver_time = solver_time
         self._known_ms: dict[int, float] = {}
+        self._known_closer_ms: dict[int, float] = {}
         self._is_looseness_told = False
 
     def bound_ms(self, budget_bytes: int) -> float:
@@ -73,6 +78,46 @@ class Certificate:
         if budget_bytes not in self._known_ms:
             self._known_ms[budget_bytes] = self._least_ms + max(self._again_ms(budget_bytes), default=0.0)
         return self._known_ms[budget_bytes]
+
+    def closer_bound_ms(self, budget_bytes: int) -> float:
+        """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
+
+        It takes a 0/1 program for that, so the search goes without. Of a program that is not solved in time, what is proved by then counts.
+        """
+        if budget_bytes not in self._known_closer_ms:
+            self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + self._again_at_two_ms(budget_bytes))
+        return self._known_closer_ms[budget_bytes]
+
+    def _again_at_two_ms(self, budget_bytes: int) -> float:
+        again_ms = list(self._again_ms(budget_bytes))
+        if not again_ms or isinf(max(again_ms)) or not max(again_ms):
+            return 0.0
+        first = self._curves[int(np.argmax(again_ms))][0]
+        second = self._largest_behind(first)
+        if second is None or second.num_bytes < _SECOND * budget_bytes:
+            return 0.0
+        later, behind = set(first.later), set(second.later)
+        between = later & (_ancestors(second.op) | {second.op})
+        with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
+            return least_again_ms(
+                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
+                self._costs,
+                in_use=(first.in_use, second.in_use),
+                room_bytes=(budget_bytes - first.num_bytes, budget_bytes - second.num_bytes),
+                between=_in_order(between),
+                behind=_in_order(behind),
+                either=_in_order(later - between - behind),
+                time_limit_s=min(time_limit_s, _TWO_MOMENTS_S),
+            )
+
+    def _largest_behind(self, moment: Moment) -> Moment | None:
+        """Of the moments that come after `moment` in every schedule, that of most bytes, the first of equals; None if nothing is read there."""
+        runs = no_recomputation(self._graph).backward
+        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
+        num_bytes, num_later = self._bytes_in_use(ops)
+        behind = set(moment.later)
+        sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in behind and after}
+        return self._moment(max(sizes, key=sizes.__getitem__)) if sizes else None
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.

@@ -32,7 +32,9 @@ from rockmate.two_moments import least_again_ms
 logger = logging.getLogger("rockmate")
 
 _MAX_MOMENTS = 12
+_TIGHT = 1.1  # times the least that one moment needs: the budget for which two moments are chosen
 _SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
+_MOST_OPS = 256  # of the forward, for which the program of two moments is written down
 _TWO_MOMENTS_S = 2.0  # for the program of two moments
 
 
@@ -82,20 +84,19 @@ class Certificate:
     def closer_bound_ms(self, budget_bytes: int) -> float:
         """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
 
-        It takes a 0/1 program for that, so the search goes without. Of a program that is not solved in time, what is proved by then counts.
+        It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts.
         """
         if budget_bytes not in self._known_closer_ms:
             self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + self._again_at_two_ms(budget_bytes))
         return self._known_closer_ms[budget_bytes]
 
     def _again_at_two_ms(self, budget_bytes: int) -> float:
-        again_ms = list(self._again_ms(budget_bytes))
-        if not again_ms or isinf(max(again_ms)) or not max(again_ms):
+        if self._two_moments is None or isinf(self.bound_ms(budget_bytes)) or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
             return 0.0
-        first = self._curves[int(np.argmax(again_ms))][0]
-        second = self._largest_behind(first)
-        if second is None or second.num_bytes < _SECOND * budget_bytes:
-            return 0.0
+        return self._solved_at_two(self._two_moments, budget_bytes)[0]
+
+    def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int) -> tuple[float, bool]:
+        first, second = moments
         later, behind = set(first.later), set(second.later)
         between = later & (_ancestors(second.op) | {second.op})
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
@@ -110,14 +111,30 @@ class Certificate:
                 time_limit_s=min(time_limit_s, _TWO_MOMENTS_S),
             )
 
-    def _largest_behind(self, moment: Moment) -> Moment | None:
-        """Of the moments that come after `moment` in every schedule, that of most bytes, the first of equals; None if nothing is read there."""
+    @cached_property
+    def _two_moments(self) -> tuple[Moment, Moment] | None:
+        """The moment that decides near the smallest peak, and of those behind it the one of most bytes.
+
+        The same for every budget, so that the bound falls as the budget grows. None if nothing is read behind it, if there are too many
+        ops, or if the program is not solved in time there.
+        """
+        if len(self._graph.forward_ops) > _MOST_OPS:
+            return None
+        tight_bytes = int(_TIGHT * self.least_peak_bytes)
+        again_ms = list(self._again_ms(tight_bytes))
+        if not again_ms:
+            return None
+        first = self._curves[int(np.argmax(again_ms))][0]
         runs = no_recomputation(self._graph).backward
         ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
         num_bytes, num_later = self._bytes_in_use(ops)
-        behind = set(moment.later)
-        sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in behind and after}
-        return self._moment(max(sizes, key=sizes.__getitem__)) if sizes else None
+        later = set(first.later)
+        sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
+        if not sizes:
+            return None
+        moments = first, self._moment(max(sizes, key=sizes.__getitem__))
+        is_solved = self._solved_at_two(moments, tight_bytes)[1]
+        return moments if is_solved else None
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.

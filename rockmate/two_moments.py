@@ -27,6 +27,7 @@ from rockmate.costs import Costs
 from rockmate.graph import Op, Phase, Storage
 
 _HAIR = 1e-6  # of a limit or of all time: above a solver's own tolerance
+_TIME_TOTAL = 1e4  # of all runs together in the program: solvers end where they are within 1e-6 of the optimum
 
 Term = pulp.LpVariable | pulp.LpAffineExpression | int
 
@@ -34,10 +35,11 @@ Term = pulp.LpVariable | pulp.LpAffineExpression | int
 class _Stretch:
     """The part of a step behind one moment: what is saved at the moment, what runs again behind it."""
 
-    def __init__(self, name: str, ops: Sequence[Op], in_use: Collection[Storage]) -> None:
+    def __init__(self, program: pulp.LpProblem, name: str, ops: Sequence[Op], in_use: Collection[Storage]) -> None:
         self._in_use = in_use
-        self.saved = {s: _choice(f"saved_{name}_{s.index}") for op in ops for s in op.writes if s not in in_use}
-        self.again = {op: _choice(f"again_{name}_{op.index}") for op in ops if op.phase is Phase.LATE or op.recompute_target is not None}
+        self.saved = {s: _choice(program, f"saved_{name}_{s.index}") for op in ops for s in op.writes if s not in in_use}
+        repeatable = [op for op in ops if op.phase is Phase.LATE or op.recompute_target is not None]
+        self.again = {op: _choice(program, f"again_{name}_{op.index}") for op in repeatable}
 
     def has(self, storage: Storage) -> Term:
         """At least 1 where the value can be read in the stretch."""
@@ -60,8 +62,8 @@ def least_again_ms(
     behind: Iterable[Op],
     either: Iterable[Op],
     time_limit_s: float,
-) -> float:
-    """Time of further runs that no schedule does without, in milliseconds; infinite if none can fit, 0 if the solver has found nothing.
+) -> tuple[float, bool]:
+    """Time of further runs that no schedule does without, in milliseconds; and whether it is the program's optimum.
 
     Args:
         ops: forward and late ops in order.
@@ -71,15 +73,19 @@ def least_again_ms(
         between: backward ops that run between the two in every schedule, the second moment's own among them.
         behind: those that run after both.
         either: those that run after the first, before or after the second.
-        time_limit_s: after which the bound that the solver has proved so far counts.
+        time_limit_s: after which the bound that the solver has proved so far counts, 0 if there is none.
+
+    Returns:
+        The time, infinite if no schedule fits, and True if the program was solved to the end.
     """
-    first, second = (_Stretch(name, ops, storages) for name, storages in zip("12", in_use, strict=True))
+    program = pulp.LpProblem("two_moments", pulp.LpMinimize)
+    first, second = (_Stretch(program, name, ops, storages) for name, storages in zip("12", in_use, strict=True))
     values = {storage for op in ops for storage in op.writes}
     kept = {op: state_bytes(op) for op in ops if op.phase is Phase.FORWARD and op in first.again and state_bytes(op)}
-    state = {op: _choice(f"state_{op.index}") for op in kept}
-    program = pulp.LpProblem("two_moments", pulp.LpMinimize)
+    state = {op: _choice(program, f"state_{op.index}") for op in kept}
     price = {op: costs.again[op.index].time_ms for op in first.again if op.phase is Phase.FORWARD}
-    program.setObjective(pulp.lpSum(stretch.again[op] * ms for stretch in (first, second) for op, ms in price.items()))
+    scale = _TIME_TOTAL / max(2 * sum(price.values()), 1e-9)
+    program.setObjective(pulp.lpSum(stretch.again[op] * (ms * scale) for stretch in (first, second) for op, ms in price.items()))
     _bound_bytes(program, first.saved_bytes() + _bytes_of(kept, state), room_bytes[0])
     _bound_bytes(program, second.saved_bytes() + _bytes_of(kept, second.again), room_bytes[1])
     for op in kept:
@@ -95,17 +101,17 @@ def least_again_ms(
     for op in behind:
         _want(program, second, op, values, 1)
     for op in either:
-        late = _choice(f"late_{op.index}")
+        late = _choice(program, f"late_{op.index}")
         _want(program, first, op, values, 1 - late)
         _want(program, second, op, values, late)
     outcome = run(program, time_limit_s, "highs" if has_highs() else "cbc")
     if outcome.status is Status.INFEASIBLE:
-        return inf
-    return max(0.0, outcome.bound - _HAIR * 2 * sum(price.values()))
+        return inf, True
+    return max(0.0, outcome.bound / scale - _HAIR * 2 * sum(price.values())), outcome.status is Status.OPTIMAL
 
 
-def _choice(name: str) -> pulp.LpVariable:
-    return pulp.LpVariable(name, cat=pulp.LpBinary)
+def _choice(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    return program.add_variable(name, cat=pulp.LpBinary)
 
 
 def _want(program: pulp.LpProblem, stretch: _Stretch, reader: Op, values: Collection[Storage], wanted: Term) -> None:

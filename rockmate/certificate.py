@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isinf
 
 import numpy as np
 
@@ -26,10 +27,15 @@ from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
 from rockmate.solver_time import SolverTime
+from rockmate.two_moments import least_again_ms
 
 logger = logging.getLogger("rockmate")
 
 _MAX_MOMENTS = 12
+_TIGHT = 1.1  # times the least that one moment needs: the budget for which two moments are chosen
+_SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
+_MOST_OPS = 256  # of the forward, for which the program of two moments is written down
+_TWO_MOMENTS_S = 2.0  # for the program of two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ class Certificate:
         self._least_ms = least_ms
         self._solver_time = solver_time
         self._known_ms: dict[int, float] = {}
+        self._known_closer_ms: dict[int, float] = {}
         self._is_looseness_told = False
 
     def bound_ms(self, budget_bytes: int) -> float:
@@ -73,6 +80,61 @@ class Certificate:
         if budget_bytes not in self._known_ms:
             self._known_ms[budget_bytes] = self._least_ms + max(self._again_ms(budget_bytes), default=0.0)
         return self._known_ms[budget_bytes]
+
+    def closer_bound_ms(self, budget_bytes: int) -> float:
+        """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
+
+        It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts.
+        """
+        if budget_bytes not in self._known_closer_ms:
+            self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + self._again_at_two_ms(budget_bytes))
+        return self._known_closer_ms[budget_bytes]
+
+    def _again_at_two_ms(self, budget_bytes: int) -> float:
+        if self._two_moments is None or isinf(self.bound_ms(budget_bytes)) or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
+            return 0.0
+        return self._solved_at_two(self._two_moments, budget_bytes)[0]
+
+    def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int) -> tuple[float, bool]:
+        first, second = moments
+        later, behind = set(first.later), set(second.later)
+        between = later & (_ancestors(second.op) | {second.op})
+        with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
+            return least_again_ms(
+                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
+                self._costs,
+                in_use=(first.in_use, second.in_use),
+                room_bytes=(budget_bytes - first.num_bytes, budget_bytes - second.num_bytes),
+                between=_in_order(between),
+                behind=_in_order(behind),
+                either=_in_order(later - between - behind),
+                time_limit_s=min(time_limit_s, _TWO_MOMENTS_S),
+            )
+
+    @cached_property
+    def _two_moments(self) -> tuple[Moment, Moment] | None:
+        """The moment that decides near the smallest peak, and of those behind it the one of most bytes.
+
+        The same for every budget, so that the bound falls as the budget grows. None if nothing is read behind it, if there are too many
+        ops, or if the program is not solved in time there.
+        """
+        if len(self._graph.forward_ops) > _MOST_OPS:
+            return None
+        tight_bytes = int(_TIGHT * self.least_peak_bytes)
+        again_ms = list(self._again_ms(tight_bytes))
+        if not again_ms:
+            return None
+        first = self._curves[int(np.argmax(again_ms))][0]
+        runs = no_recomputation(self._graph).backward
+        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
+        num_bytes, num_later = self._bytes_in_use(ops)
+        later = set(first.later)
+        sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
+        if not sizes:
+            return None
+        moments = first, self._moment(max(sizes, key=sizes.__getitem__))
+        is_solved = self._solved_at_two(moments, tight_bytes)[1]
+        return moments if is_solved else None
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.
@@ -87,7 +149,7 @@ class Certificate:
             plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
         if plan is None:
             return None
-        kept = {*moment.in_use, *(values[value] for value in plan.saved)}
+        kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
         return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
 
     def _again_ms(self, budget_bytes: int) -> Iterator[float]:
@@ -162,7 +224,7 @@ class Certificate:
         ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
         for moment in self.moments:
-            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use)
+            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use, with_states=True)
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append((moment, Curve(problem, time_limit_s=time_limit_s), values))
         return curves

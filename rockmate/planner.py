@@ -210,7 +210,7 @@ class Planner:
 
     def lower_bound_ms(self, budget: Budget) -> float:
         """A time that no schedule within `budget` beats, in milliseconds; infinite where none can fit. See `rockmate.certificate`."""
-        return self._variants.plain.certificate.bound_ms(parse_budget(budget, self.baseline_peak_bytes))
+        return self._variants.plain.certificate.closer_bound_ms(parse_budget(budget, self.baseline_peak_bytes))
 
     def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
         minimum_bytes = self._variants.least(strategy).simulation.peak_bytes
@@ -238,7 +238,7 @@ class Planner:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
-            lower_bound_ms=variant.certificate.bound_ms(budget_bytes),
+            lower_bound_ms=variant.certificate.closer_bound_ms(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
 

@@ -126,13 +126,17 @@ def _split_convolution_backward(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _copy_out(node: fx.Node) -> None:
+def _copy_out(node: fx.Node, behind: fx.Node | None = None) -> None:
     """Hands a copy of a tensor on, in memory of its own size.
 
     A kernel that reduces a loss returns a number in memory as large as what it reduces; a slice holds what it is a slice of.
+
+    Args:
+        node: makes the tensor.
+        behind: the call after which it is copied, with all of the tensor's readers yet to come; `node` itself if None.
     """
     users = list(node.users)
-    with node.graph.inserting_after(node):
+    with node.graph.inserting_after(behind or node):
         copy = node.graph.call_function(_aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     with node.meta["val"].fake_mode:
@@ -165,6 +169,7 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     """Copies what is read long after the rest of a tensor that is read in slices, so that the rest can go.
 
     The gradient of a concatenation is read so: the part of a U-Net's skip waits until the backward comes to where the skip was made.
+    The rest is needed until its own last reader has run, so the copy is made behind that: the two share no moment before.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     given = [_memories(node.meta.get("val")) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -173,10 +178,11 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
         slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
         if len(slices) < 2 or len(slices) < len(node.users) or _memories(node.meta["val"]) & held:
             continue
-        reads = {part: [order[user] for user in part.users] for part in slices}
+        readers = {part: sorted(part.users, key=order.__getitem__) for part in slices}
         for part in slices:
-            if min(reads[part]) > max(max(reads[other]) for other in slices if other is not part) + _FAR:
-                _copy_out(part)
+            rest_read = max((readers[other][-1] for other in slices if other is not part), key=order.__getitem__)
+            if order[readers[part][0]] > order[rest_read] + _FAR:
+                _copy_out(part, behind=rest_read)
 
 
 def _viewed(node: Any) -> Any:

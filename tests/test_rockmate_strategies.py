@@ -75,7 +75,10 @@ def test_below_its_minimum_the_error_says_it_and_there_the_plan_exists(strategy:
         assert caught.value.minimum_bytes == minimum_bytes
         assert f"{minimum_bytes:,} bytes" in str(caught.value)
     plan = planner.plan(caught.value.minimum_bytes, strategy=strategy)
-    assert plan.predicted_peak_bytes == minimum_bytes
+    if strategy == "rockmate":  # the minimum counts ops, equal for equal graphs; improved by their times, a plan may end a little below
+        assert 0.98 * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
+    else:
+        assert plan.predicted_peak_bytes == minimum_bytes
     assert f"{plan.predicted_ratio:.2f}x" in str(caught.value)
 
 

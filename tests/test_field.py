@@ -345,14 +345,14 @@ from rockmate import RockmateModule
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = models.Stack(num_layers=4, width=64).train()
+model = models.Stack(num_layers=4, width=80).train()
 optimizer = torch.optim.AdamW(model.parameters())
-module = RockmateModule(model, torch.randn({NUM_ROWS}, 64), 0.35)
+module = RockmateModule(model, torch.randn({NUM_ROWS}, 80), 0.35)
 plan = module.plan
 
 
 def step(callee, num_rows):
-    callee(torch.randn(num_rows, 64)).square().mean().backward()
+    callee(torch.randn(num_rows, 80)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
 

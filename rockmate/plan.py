@@ -195,7 +195,7 @@ class Plan:
         if self.lower_bound_ms:
             lines.append(f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above")
         if self.num_unproved_blocks:
-            lines.append(f"solver              {self.num_unproved_blocks} answers not proved to be the best; a larger time_limit_s may help")
+            lines.append(f"solver              {self.num_unproved_blocks} answers not proved the best; a larger time_limit_s may help")
         return "\n".join(lines)
 
     def _kept_in_passing(self) -> str:

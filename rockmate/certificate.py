@@ -7,7 +7,8 @@ either in memory while b runs, or is made again after it, which costs its op's t
 terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
 the time of every schedule from below; so does the largest of these bounds over all moments b.
 
-Relaxed away: everything that happens between b and the reads, and any other moment. docs/algorithms.md has the proof.
+Relaxed away: everything that happens between b and the reads, and any other moment; for small graphs near the smallest peak, any but
+one more (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Certificate:
             graph: ops and storages.
             costs: of its ops.
             least_ms: time of every op's first run.
-            solver_time: what preparing its moments shares with others; a budget's answer may take as much again.
+            solver_time: what preparing its moments shares with others; a budget's answer may take as much again, a closer one once more.
         """
         self._graph = graph
         self._costs = costs
@@ -91,9 +92,9 @@ class Certificate:
         return self._known_closer_ms[budget_bytes]
 
     def _again_at_two_ms(self, budget_bytes: int) -> float:
-        if self._two_moments is None or isinf(self.bound_ms(budget_bytes)) or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
+        if isinf(self.bound_ms(budget_bytes)) or self._two_moments is None or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
             return 0.0
-        return self._solved_at_two(self._two_moments, budget_bytes)[0]
+        return self._solved_at_two(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
 
     def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int) -> tuple[float, bool]:
         first, second = moments
@@ -115,13 +116,12 @@ class Certificate:
     def _two_moments(self) -> tuple[Moment, Moment] | None:
         """The moment that decides near the smallest peak, and of those behind it the one of most bytes.
 
-        The same for every budget, so that the bound falls as the budget grows. None if nothing is read behind it, if there are too many
-        ops, or if the program is not solved in time there.
+        The same for every budget, so that the bound falls as the budget grows. None if nothing is read behind it, or if there are too
+        many ops.
         """
         if len(self._graph.forward_ops) > _MOST_OPS:
             return None
-        tight_bytes = int(_TIGHT * self.least_peak_bytes)
-        again_ms = list(self._again_ms(tight_bytes))
+        again_ms = list(self._again_ms(self._tight_bytes))
         if not again_ms:
             return None
         first = self._curves[int(np.argmax(again_ms))][0]
@@ -132,9 +132,20 @@ class Certificate:
         sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
         if not sizes:
             return None
-        moments = first, self._moment(max(sizes, key=sizes.__getitem__))
-        is_solved = self._solved_at_two(moments, tight_bytes)[1]
-        return moments if is_solved else None
+        return first, self._moment(max(sizes, key=sizes.__getitem__))
+
+    @property
+    def _tight_bytes(self) -> int:
+        return int(_TIGHT * self.least_peak_bytes)
+
+    @cached_property
+    def _is_solved_where_tight(self) -> bool:
+        """Whether the program of two moments is solved in time near the smallest peak; if not, it is not asked again."""
+        assert self._two_moments is not None
+        is_solved = self._solved_at_two(self._two_moments, self._tight_bytes)[1]
+        if not is_solved:
+            logger.info("the lower bound looks at one moment at a time: the program of two was not solved in %.1f s", _TWO_MOMENTS_S)
+        return is_solved
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.

@@ -193,7 +193,9 @@ class ImprovingSearch:
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
         best = self._up_and_down(faster, budget_bytes)
-        return best if self._is_near_bound(best, budget_bytes, _FAR) else self._better(best, self._up_and_down(slower, budget_bytes))
+        if self._is_near_bound(best, budget_bytes, _FAR) or slower.schedule == faster.schedule:
+            return best
+        return self._better(best, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""

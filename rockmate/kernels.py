@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 _aten = torch.ops.aten
 CHUNK_BYTES = 1 << 20  # of a piece of the cross entropy's gradient or of dropout: large enough to hide the calls, small beside the whole
@@ -31,7 +32,8 @@ def dropout_mask(size: list[int], stride: list[int], device: torch.device, proba
     if probability >= 1.0:
         return mask.fill_(False)
     num_elements = mask.numel()
-    if num_elements < 2 * DRAWN_AT_ONCE or mask.untyped_storage().nbytes() != num_elements or not _draws_whole_numbers():
+    is_small = num_elements < 2 * DRAWN_AT_ONCE
+    if is_small or is_fake(mask) or mask.untyped_storage().nbytes() != num_elements or not _draws_whole_numbers():
         return mask.bernoulli_(1.0 - probability)
     _draw(mask.as_strided((num_elements,), (1,)), 1.0 - probability, None)
     return mask

@@ -24,7 +24,13 @@ class Ladder:
         self._rungs: list[Candidate | None] = [top]
 
     def above(self, budget_bytes: int) -> Candidate | None:
-        """The last rung that is not below the budget, None if the schedule could not be brought down so far."""
+        """The last rung that is not below the budget, None if the schedule could not be brought down so far.
+
+        Raises:
+            ValueError: the budget is not between 1 and the peak of the top.
+        """
+        if not 1 <= budget_bytes <= self._budgets[0]:
+            raise ValueError(f"a budget of {budget_bytes:,} bytes is not between 1 and the {self._budgets[0]:,} of the ladder's top")
         while (next_bytes := int(self._budgets[-1] / self._factor)) >= budget_bytes:
             last = self._rungs[-1]
             self._budgets.append(next_bytes)

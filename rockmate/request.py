@@ -48,7 +48,8 @@ class PlanRequest:
         budget = share_bytes if share_bytes is not None and is_share(self.budget) else self.budget
         if budget is None:
             assert self.memory_limit is not None
-            budget = self.memory_limit.activation_budget_bytes(model)
+            planner.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
+            budget = self.memory_limit.activation_budget_bytes(model)  # a process holds more once it has planned: solvers, what they leave
         return self._agreed_call(planner, budget, asked_for=budget if self.memory_limit is None else None)
 
     def call_of_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:

@@ -133,7 +133,7 @@ def _copy_out(node: fx.Node, behind: fx.Node | None = None) -> None:
 
     Args:
         node: makes the tensor.
-        behind: the call after which it is copied, with all of the tensor's readers yet to come; `node` itself if None.
+        behind: the call after which it is copied, no earlier than `node` and with all of the tensor's readers yet to come; `node` if None.
     """
     users = list(node.users)
     with node.graph.inserting_after(behind or node):
@@ -169,7 +169,7 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     """Copies what is read long after the rest of a tensor that is read in slices, so that the rest can go.
 
     The gradient of a concatenation is read so: the part of a U-Net's skip waits until the backward comes to where the skip was made.
-    The rest is needed until its own last reader has run, so the copy is made behind that: the two share no moment before.
+    The rest is needed until its own last reader has run, so the copy is made behind that (a view counts as a reader).
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     given = [_memories(node.meta.get("val")) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -182,7 +182,7 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
         for part in slices:
             rest_read = max((readers[other][-1] for other in slices if other is not part), key=order.__getitem__)
             if order[readers[part][0]] > order[rest_read] + _FAR:
-                _copy_out(part, behind=rest_read)
+                _copy_out(part, behind=max(rest_read, part, key=order.__getitem__))
 
 
 def _viewed(node: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import same_bits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockmate import Planner
 from rockmate.allocations import peak_beyond_result, timeline
@@ -121,6 +122,12 @@ def test_masks_are_drawn_as_pytorch_draws_them(kept: float) -> None:
     theirs.bernoulli_(kept, generator=generators[1])
     is_same = torch.equal(ours, theirs) and torch.equal(generators[0].get_state(), generators[1].get_state())
     assert is_same == _draws_whole_numbers()
+
+
+def test_a_mask_without_data_is_drawn_without_data() -> None:
+    with FakeTensorMode():
+        mask = dropout_mask([400, 400], [400, 1], torch.device("cpu"), 0.1)
+    assert (mask.dtype, mask.shape, mask.stride()) == (torch.bool, (400, 400), (400, 1))
 
 
 @pytest.mark.parametrize(("numel", "sizes"), [(250_000, [1_000_000]), (524_288, [1 << 20] * 2), (524_289, [699_052, 699_052, 699_052])])

@@ -56,6 +56,12 @@ def test_what_was_asked_before_changes_nothing_and_is_not_made_again() -> None:
     assert improved == [500, 250, 125]
 
 
+@pytest.mark.parametrize("budget_bytes", [0, TOP_BYTES + 1])
+def test_a_budget_that_no_rung_can_be_above_is_refused(budget_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"a budget of {budget_bytes:,} bytes is not between 1 and the 1,000"):
+        rungs([budget_bytes])
+
+
 def test_below_what_cannot_be_brought_down_there_is_nothing() -> None:
     found, improved = rungs([600, 400, 200, 100, 400], least_bytes=300)
     assert found == [(), (500,), None, None, (500,)]

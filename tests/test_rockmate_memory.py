@@ -277,6 +277,30 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
     assert copies(depth=1) == 0
 
 
+def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_it_is_sliced() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(14)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = self.first(x)
+            early = self.middle(whole[:, :16] + 1.0)
+            return self.last(torch.cat([early, whole[:, 16:].sin()], dim=1)).square().mean()
+
+    model, x = Parts().train(), torch.randn(64, 16)
+    model(x).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    for module in modules_of(model, x):
+        model.zero_grad(set_to_none=False)
+        module(x).backward()
+        for found, known in zip(model.parameters(), expected, strict=True):
+            assert found.grad is not None
+            assert torch.equal(found.grad, known)
+        assert any("clone" in str(op.node.target) for op in module.plan.graph.ops)
+
+
 def test_parts_of_a_parameter_are_not_copied_out() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -95,7 +96,8 @@ def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int
         KeyboardInterrupt: a process was interrupted.
     """
     lines.parent.mkdir(parents=True, exist_ok=True)
-    finished = {record["model"]: record for record in comparison.read(lines) if record["kind"] == "finished"}
+    begun = comparison.read(lines)
+    finished = {record["model"]: record for record in begun if record["kind"] == "finished"}
     unfinished = []
     for index, name in enumerate(options.model, start=1):
         own = argparse.Namespace(
@@ -105,6 +107,8 @@ def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int
         if name in finished and finished[name]["options"] == comparison.plain(own):
             comparison.say(f"{name} is finished ({index} of {len(options.model)})")
             continue
+        if all(record["model"] != name for record in begun):  # plans that wait are of other results by the same name
+            shutil.rmtree(own.plans, ignore_errors=True)
         begin = time.perf_counter()
         comparison.say(f"{name} ({index} of {len(options.model)})")
         status = comparison.start(own)

@@ -127,6 +127,21 @@ def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(t
         comparison.read(path)
 
 
+def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    waiting: list[bool] = []
+    monkeypatch.setattr(comparison, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0)
+    lines = tmp_path / "peers.jsonl"
+    options = compare._parse(["--model", "mlp", "--tiny", "--quick", "--output", str(tmp_path / "peers")])
+    for text in ("", json.dumps({"kind": "run", "model": "gpt2"}) + "\n", json.dumps({"kind": "run", "model": "mlp"}) + "\n"):
+        plans = tmp_path / "peers_plans" / "mlp_tiny"
+        plans.mkdir(parents=True, exist_ok=True)
+        (plans / "plans.jsonl").touch()
+        lines.write_text(text)
+        assert compare.measure_all(options, lines) == []
+    assert waiting == [False, False, True]
+
+
 @pytest.mark.slow
 def test_the_command_measures_writes_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -48,7 +48,7 @@ class SweepTime:
         name: of the model.
         num_ops: in its step.
         costs_s: wall time of measuring its ops, on the same thread.
-        prepare_s: processor time of what is solved before a budget is asked for.
+        prepare_s: wall time, at least the processor's, of what is solved before a budget is asked for.
         budget_s: processor time of each budget after that, the largest budget first.
         median_gap: from the plans to the bound that no schedule beats, as a share of the step with nothing recomputed.
     """
@@ -66,9 +66,7 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
     workload = models.build(name)
     step = capture_step(workload.model, workload.sample)
     num_ops = len(step.graph.ops)  # the graph is part of the capture, and made when it is first asked for
-    begin = time.process_time()
     planner = Planner.of(step)
-    prepare_s = max(0.0, time.process_time() - begin - planner.timings["costs"])
     lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
     budget_s, gaps = [], []
     for budget_bytes in reversed(evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)):
@@ -79,7 +77,7 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
         name=name,
         num_ops=num_ops,
         costs_s=planner.timings["costs"],
-        prepare_s=prepare_s,
+        prepare_s=planner.timings["solve"],
         budget_s=tuple(budget_s),
         median_gap=statistics.median(gaps),
     )

@@ -51,7 +51,7 @@ class Point:
         prepare_s: compiling, or planning.
         gradient_difference: largest relative difference to eager's; 0 is bitwise equal.
         budget_bytes: for which it was planned, None for a peer.
-        predicted_ms: what the plan promises, None for a peer.
+        predicted_ratio: what the plan promises, over nothing recomputed, so that plans of several runs compare; None for a peer.
     """
 
     method: str
@@ -65,7 +65,7 @@ class Point:
     prepare_s: float
     gradient_difference: float
     budget_bytes: int | None = None
-    predicted_ms: float | None = None
+    predicted_ratio: float | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -127,7 +127,7 @@ class ModelResult:
             prepare_s=record["prepare_s"],
             gradient_difference=record["gradients"]["largest_relative"],
             budget_bytes=plan.get("budget_bytes"),
-            predicted_ms=plan.get("predicted_ms"),
+            predicted_ratio=plan.get("predicted_ratio"),
         )
 
     @property
@@ -144,7 +144,7 @@ class ModelResult:
     def within(self, peak_bytes: int) -> Point | None:
         """Of our points with no greater measured peak the one whose plan promises the least time."""
         fitting = [point for point in self.ours if point.peak_bytes <= peak_bytes]
-        return min(fitting, key=lambda point: (point.predicted_ms, point.peak_bytes), default=None)
+        return min(fitting, key=lambda point: (point.predicted_ratio, point.peak_bytes), default=None)
 
     @property
     def checkpoint(self) -> Match | None:

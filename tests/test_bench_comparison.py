@@ -35,7 +35,7 @@ def point(
         {"kind": "time", "model": "m", "method": method, "round": index, "ms": 10 * ratio, "eager_ms": 10.0}
         for index, ratio in enumerate(ratios)
     ]
-    plan = {"kind": "plan", "model": "m", "method": method, "budget_bytes": budget, "predicted_ms": predicted}
+    plan = {"kind": "plan", "model": "m", "method": method, "budget_bytes": budget, "predicted_ratio": predicted}
     return [own, *times, *([plan] if budget is not None else [])]
 
 

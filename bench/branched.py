@@ -119,6 +119,17 @@ def _share_of_checkpoint(result: ModelResult) -> float:
 # --- the page -------------------------------------------------------------------------------------------
 
 
+def _commits(results: Sequence[ModelResult]) -> str:
+    """The commit, or of several each with its models."""
+    models_of: dict[str, dict[str, None]] = {}
+    for result in results:
+        for run in result.of("run"):
+            models_of.setdefault(run["commit"], {})[run["model"]] = None
+    if len(models_of) == 1:
+        return next(iter(models_of))
+    return ", ".join(f"{commit} ({', '.join(names)})" for commit, names in models_of.items())
+
+
 def page(results: Sequence[ModelResult]) -> list[str]:
     """The page's lines, for models that have eager's point and a planner's record."""
     return [*_head(results), "", *_targets(results), "", *_structure(results), "", *_budgets(results), "", *_notes(results)]
@@ -132,7 +143,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "# Models that are no chain, one CPU thread",
         "",
         f"Machine: {hardware_text(first)}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
-        f"{versions_text(first)}. Commit {first['commit']}.",
+        f"{versions_text(first)}. Commit {_commits(results)}.",
         "",
         f"Command: `python -m bench.branched --rounds {options['rounds']}{' --tiny' * options['tiny']}`. Models and their natural modules: "
         "`bench/branched_models.py`, `bench/unet.py`.",

@@ -14,7 +14,7 @@ one more (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import isinf
@@ -121,13 +121,11 @@ class Certificate:
         """
         if len(self._graph.forward_ops) > _MOST_OPS:
             return None
-        again_ms = list(self._again_ms(self._tight_bytes))
-        if not again_ms:
+        deciding = self._deciding(self._tight_bytes)
+        if deciding is None:
             return None
-        first = self._curves[int(np.argmax(again_ms))][0]
-        runs = no_recomputation(self._graph).backward
-        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
-        num_bytes, num_later = self._bytes_in_use(ops)
+        first = deciding[0]
+        ops, num_bytes, num_later = self._in_use
         later = set(first.later)
         sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
         if not sizes:
@@ -152,16 +150,21 @@ class Certificate:
 
         A schedule that keeps them until then and makes the rest again once takes the bound's time, if it fits.
         """
-        again_ms = list(self._again_ms(budget_bytes))
-        if not again_ms:
+        deciding = self._deciding(budget_bytes)
+        if deciding is None:
             return None
-        moment, curve, values = self._curves[int(np.argmax(again_ms))]
+        moment, curve, values = deciding
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
             plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
         if plan is None:
             return None
         kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
         return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
+
+    def _deciding(self, budget_bytes: int) -> tuple[Moment, Curve, list[Storage]] | None:
+        """The moment that gives the bound of `budget_bytes`, with its curve and the values of that; None if there is no moment."""
+        again_ms = list(self._again_ms(budget_bytes))
+        return self._curves[int(np.argmax(again_ms))] if again_ms else None
 
     def _again_ms(self, budget_bytes: int) -> Iterator[float]:
         solver_time = SolverTime(self._solver_time.limit_s)
@@ -189,9 +192,7 @@ class Certificate:
 
         What comes later leaves less to recompute. A moment with nothing after it only tells whether there is a schedule at all.
         """
-        runs = no_recomputation(self._graph).backward  # an op that is no part of the step has no moment
-        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
-        num_bytes, num_later = self._bytes_in_use(ops)
+        ops, num_bytes, num_later = self._in_use
         rising: list[Op] = []
         most = -1
         for position, op in enumerate(ops):
@@ -204,8 +205,11 @@ class Certificate:
             chosen.append(ops[int(np.argmax(num_bytes))])
         return tuple(map(self._moment, chosen))
 
-    def _bytes_in_use(self, ops: Sequence[Op]) -> tuple[list[int], list[int]]:
-        """For the moment of each backward op the bytes in memory in every schedule, and how many ops depend on it."""
+    @cached_property
+    def _in_use(self) -> tuple[list[Op], list[int], list[int]]:
+        """The backward ops in order, and for the moment of each the bytes in memory in every schedule and how many ops depend on it."""
+        runs = no_recomputation(self._graph).backward  # an op that is no part of the step has no moment
+        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
         place = {op: position for position, op in enumerate(ops)}
         follows = np.eye(len(ops), dtype=bool)  # [a, b]: b is a, or depends on it
         readers = {s: [place[r] for r in self._graph.readers.get(s, ()) if r in place] for op in ops for s in op.writes}
@@ -228,7 +232,7 @@ class Certificate:
             own = {*op.reads, *op.writes}
             elsewhere = sum(storage.num_bytes for storage in held if storage not in own)
             num_bytes.append(self._own_bytes(op) + elsewhere + int(waiting[position]))
-        return num_bytes, (follows.sum(axis=1) - 1).tolist()
+        return ops, num_bytes, (follows.sum(axis=1) - 1).tolist()
 
     @cached_property
     def _curves(self) -> list[tuple[Moment, Curve, list[Storage]]]:

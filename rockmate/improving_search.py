@@ -96,7 +96,7 @@ class ImprovingSearch:
         for near, starts in self._starts(budget_bytes):
             if self._is_near_bound(best, budget_bytes, near):
                 return best
-            best = self._better(best, self._first_improved(starts, budget_bytes, best.time_ms))
+            best = _better(best, self._first_improved(starts, budget_bytes, best.time_ms))
         return self._thoroughly_improved(best, budget_bytes)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
@@ -195,7 +195,7 @@ class ImprovingSearch:
         best = self._up_and_down(faster, budget_bytes)
         if self._is_near_bound(best, budget_bytes, _FAR) or slower.schedule == faster.schedule:
             return best
-        return self._better(best, self._up_and_down(slower, budget_bytes))
+        return _better(best, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
@@ -241,7 +241,7 @@ class ImprovingSearch:
         if fits is None:
             return None
         full = self._with_room_spent(fits, budget_bytes)
-        return self._better(fits, full if full.peak_bytes <= budget_bytes else None)
+        return _better(fits, full if full.peak_bytes <= budget_bytes else None)
 
     def _made_to_fit(self, candidate: Candidate, budget_bytes: int, costs: Costs) -> Candidate | None:
         for _ in range(_ATTEMPTS):
@@ -260,9 +260,10 @@ class ImprovingSearch:
     def _evaluated(self, schedule: Schedule) -> Candidate:
         return evaluate(self._graph, schedule, self._costs)
 
-    def _better(self, one: Candidate, other: Candidate | None) -> Candidate:
-        return one if other is None else min(one, other, key=by_time)
-
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self._baseline.time_ms
         return candidate.time_ms <= max(self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms)
+
+
+def _better(one: Candidate, other: Candidate | None) -> Candidate:
+    return one if other is None else min(one, other, key=by_time)

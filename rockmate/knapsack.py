@@ -43,12 +43,13 @@ def knapsack_of(
         inputs, outputs = (tuple(number[s] for s in storages if s in number) for storages in (op.reads, op.writes))
         if not outputs:
             continue
-        can_run_again = op.phase is Phase.LATE or op.recompute_target is not None
-        if with_states and can_run_again and op.phase is not Phase.LATE and state_bytes(op):
+        is_late = op.phase is Phase.LATE
+        can_run_again = is_late or op.recompute_target is not None
+        if with_states and can_run_again and not is_late and state_bytes(op):
             inputs += (len(value_bytes),)
             numbered.append(KnapsackOp(time_ms=0.0, inputs=(), outputs=inputs[-1:], recomputable=False))
             value_bytes.append(state_bytes(op))
-        time_ms = 0.0 if op.phase is Phase.LATE else costs.again[op.index].time_ms
+        time_ms = 0.0 if is_late else costs.again[op.index].time_ms
         numbered.append(KnapsackOp(time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=can_run_again))
     problem = Knapsack(
         ops=tuple(numbered),

@@ -23,6 +23,7 @@ from bench.machine import machine_line, machine_record
 from rockmate import Planner
 from rockmate.candidate import evenly
 from rockmate.step import capture_step
+from rockmate.sweep_row import planned_row
 
 MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
 LOWEST_SHARE = 0.2
@@ -50,7 +51,7 @@ class SweepTime:
         costs_s: wall time of measuring its ops, on the same thread.
         prepare_s: wall time, at least the processor's, of what is solved before a budget is asked for.
         budget_s: processor time of each budget after that, the largest budget first.
-        median_gap: from the plans to the bound that no schedule beats, as a share of the step with nothing recomputed.
+        median_gap: from the plans to the bound that rows of a sweep name, as a share of the step with nothing recomputed.
     """
 
     name: str
@@ -71,8 +72,9 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
     budget_s, gaps = [], []
     for budget_bytes in reversed(evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)):
         begin = time.process_time()
-        gaps.append(planner.plan(budget_bytes).optimality_gap)
+        row = planned_row(planner.plan(budget_bytes), minimum_bytes=planner.minimum_peak_bytes)
         budget_s.append(time.process_time() - begin)
+        gaps.append((row.predicted_ratio or 0.0) - (row.lower_bound_ratio or 0.0))
     return SweepTime(
         name=name,
         num_ops=num_ops,

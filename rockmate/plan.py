@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rockmate import explanation
+from rockmate.bounds import Bounds, KnownBound
 from rockmate.budget import size_text
 from rockmate.costs import Costs
 from rockmate.errors import PlanFileError, PlanMismatchError
@@ -56,7 +57,7 @@ class Plan:
         chain: its blocks.
         options: how the step was captured: "differentiable", "outputs", "gradients", and "loss_chunks" where the loss block is in chunks.
         strategy: what made the plan.
-        lower_bound_ms: no schedule within the budget takes less; 0 where nothing is proved.
+        bounds: what it is held against; see `lower_bound_ms`.
         num_unproved_blocks: solves whose answer may not be the best: stopped at their time limit, or made for a smaller budget.
         machine: for which the times were estimated; None where they were measured.
         loss_block: whether that runs in chunks, and why.
@@ -77,7 +78,7 @@ class Plan:
     chain: OutlineChain
     options: Mapping[str, str]
     strategy: str = "rockmate"
-    lower_bound_ms: float = 0.0
+    bounds: Bounds = field(default_factory=KnownBound)
     num_unproved_blocks: int = 0
     machine: str | None = None
     loss_block: ChunkingNote = field(default_factory=ChunkingNote)
@@ -132,6 +133,16 @@ class Plan:
     def predicted_ratio(self) -> float:
         """Predicted time over that of no recomputation."""
         return self.predicted_ms / self.baseline_ms if self.baseline_ms else 1.0
+
+    @cached_property
+    def lower_bound_ms(self) -> float:
+        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, in up to seconds."""
+        return self.bounds.closer_bound_ms(self.budget_bytes)
+
+    @property
+    def quick_lower_bound_ms(self) -> float:
+        """As `lower_bound_ms`, or below it near the smallest peak, in milliseconds of work: for many budgets."""
+        return self.bounds.bound_ms(self.budget_bytes)
 
     @property
     def optimality_gap(self) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from rockmate.bounds import KnownBound
 from rockmate.costs import Cost, Costs
 from rockmate.errors import PlanFileError
 from rockmate.outline import Outline, OutlineBlock, OutlineChain, OutlineOp, OutlineStorage, StorageKind, digest
@@ -31,8 +32,8 @@ _VERSION = 1
 _ROW = re.compile(r"(forward|backward) +(\d+) (\S+)( again)?( in-place)?")
 _EDITABLE = ("schedule", "live_bytes", "digest")  # not in the digest
 _PROMISES = (
-    "strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "lower_bound_ms", "baseline_peak_bytes", "baseline_ms",
-    "minimum_peak_bytes", "num_unproved_blocks", "machine",
+    "strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "baseline_peak_bytes", "baseline_ms", "minimum_peak_bytes",
+    "num_unproved_blocks", "machine",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def plan_text(plan: Plan) -> str:
         "fingerprint": {"graph": outline.fingerprint, "call": outline.call_fingerprint},
         "options": dict(plan.options),
         **{name: getattr(plan, name) for name in _PROMISES},
+        "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
         "schedule": plan.schedule.rows(outline.names),
@@ -155,6 +157,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         raise ValueError(fault)
     return Plan(
         **{name: content[name] for name in _PROMISES},
+        bounds=KnownBound(content["lower_bound_ms"]),
         schedule=schedule,
         simulation=Stays(outline, schedule).simulation(costs),
         costs=costs,

@@ -238,7 +238,7 @@ class Planner:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
-            lower_bound_ms=variant.certificate.closer_bound_ms(budget_bytes),
+            bounds=variant.certificate,
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
 

@@ -49,7 +49,7 @@ class PlanRequest:
         if budget is None:
             assert self.memory_limit is not None
             planner.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
-            budget = self.memory_limit.activation_budget_bytes(model)  # a process holds more once it has planned: solvers, what they leave
+            budget = self.memory_limit.activation_budget_bytes(model)  # a process holds more once it has planned
         return self._agreed_call(planner, budget, asked_for=budget if self.memory_limit is None else None)
 
     def call_of_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rockmate.backward_order import weight_gradients_first
+from rockmate.bounds import KnownBound
 from rockmate.capture import Capture, capture_joint
 from rockmate.chunking import Chunks, SeparableBlocks, chunk_loss_block, separable_blocks
 from rockmate.data_parallel import refuse_sharded
@@ -127,7 +128,7 @@ class CapturedStep:
             baseline_peak_bytes=baseline.peak_bytes,
             baseline_ms=baseline.time_ms,
             minimum_peak_bytes=min(plan.minimum_peak_bytes, simulation.peak_bytes),
-            lower_bound_ms=0.0,
+            bounds=KnownBound(),
             schedule=schedule,
             simulation=simulation,
             outline=outline,

@@ -31,7 +31,8 @@ class SweepRow:
         predicted_peak_bytes: of the plan, by the simulator.
         predicted_ms: one forward and backward, the sum of op times.
         predicted_ratio: that over the time with nothing recomputed.
-        lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved.
+        lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved. `Plan.quick_lower_bound_ms`, so the plan's
+            own may be closer.
         num_recomputed: runs that repeat an op.
         extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the next larger peak of the strategy down
             to this one.
@@ -126,7 +127,7 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
         predicted_peak_bytes=plan.predicted_peak_bytes,
         predicted_ms=plan.predicted_ms,
         predicted_ratio=plan.predicted_ratio,
-        lower_bound_ratio=plan.lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
+        lower_bound_ratio=plan.quick_lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
         num_recomputed=plan.schedule.num_recomputations(),
     )
 

@@ -451,3 +451,20 @@ def test_below_every_schedule_the_bound_is_infinite_or_above_the_baseline() -> N
     plan = planner.plan(planner.minimum_peak_bytes)
     assert planner.baseline_ms < plan.lower_bound_ms < inf
     assert f"{plan.lower_bound_ms:.1f} ms within the budget" in plan.summary()
+
+
+def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def least_again_ms(*_: object, time_limit_s: float, **__: object) -> tuple[float, bool]:
+        asked.append(time_limit_s)
+        return 0.0, True
+
+    monkeypatch.setattr(rockmate.certificate, "least_again_ms", least_again_ms)
+    workload = models.tiny("unet")
+    planner = Planner(workload.model, workload.sample)
+    plan = planner.plan(planner.minimum_peak_bytes)
+    assert planner.baseline_ms < plan.quick_lower_bound_ms < inf
+    assert not asked
+    assert plan.lower_bound_ms >= plan.quick_lower_bound_ms
+    assert asked

@@ -20,6 +20,7 @@ from torch import nn
 import rockmate.costs
 from bench.measure import allocator_peak
 from rockmate import InvalidBudgetError, Plan, PlanFileError, PlanMismatchError, Planner, RockmateModule, SignatureMismatchError
+from rockmate.bounds import KnownBound
 from rockmate.outline import outline_of
 from rockmate.schedule import Schedule, no_recomputation
 from rockmate.simulate import simulate
@@ -119,7 +120,7 @@ def test_text_reads_back_as_the_same_plan(name: str) -> None:
 
 
 def test_text_is_readable_json_that_says_what_the_plan_promises() -> None:
-    plan = replace(plan_of("gpt2"), strategy="chen", lower_bound_ms=0.75)
+    plan = replace(plan_of("gpt2"), strategy="chen", bounds=KnownBound(0.75))
     text = plan.to_text()
     content = json.loads(text)
     for key in ("budget_bytes", "predicted_peak_bytes", "predicted_ms", "baseline_peak_bytes", "baseline_ms", "minimum_peak_bytes"):

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import compare, comparison, models, peers
 from bench.comparison_table import HOW_TIMED, OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
-from bench.machine import hardware_text, versions_text
+from bench.machine import hardware_text, told_by_model, versions_text
 from bench.panels import figure_of
 
 Record = dict[str, Any]
@@ -119,17 +119,6 @@ def _share_of_checkpoint(result: ModelResult) -> float:
 # --- the page -------------------------------------------------------------------------------------------
 
 
-def _commits(results: Sequence[ModelResult]) -> str:
-    """The commit, or of several each with its models."""
-    models_of: dict[str, dict[str, None]] = {}
-    for result in results:
-        for run in result.of("run"):
-            models_of.setdefault(run["commit"], {})[run["model"]] = None
-    if len(models_of) == 1:
-        return next(iter(models_of))
-    return ", ".join(f"{commit} ({', '.join(names)})" for commit, names in models_of.items())
-
-
 def page(results: Sequence[ModelResult]) -> list[str]:
     """The page's lines, for models that have eager's point and a planner's record."""
     return [*_head(results), "", *_targets(results), "", *_structure(results), "", *_budgets(results), "", *_notes(results)]
@@ -138,12 +127,14 @@ def page(results: Sequence[ModelResult]) -> list[str]:
 def _head(results: Sequence[ModelResult]) -> list[str]:
     runs = [run for result in results for run in result.of("run")]
     first, loads = runs[0], [run["load_average"] for run in runs]
+    hardware = told_by_model((run["model"], hardware_text(run)) for run in runs)
+    commits = told_by_model((run["model"], run["commit"]) for run in runs)
     options = first["options"]
     return [
         "# Models that are no chain, one CPU thread",
         "",
-        f"Machine: {hardware_text(first)}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
-        f"{versions_text(first)}. Commit {_commits(results)}.",
+        f"Machine: {hardware}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
+        f"{versions_text(first)}. Commit {commits}.",
         "",
         f"Command: `python -m bench.branched --rounds {options['rounds']}{' --tiny' * options['tiny']}`. Models and their natural modules: "
         "`bench/branched_models.py`, `bench/unet.py`.",

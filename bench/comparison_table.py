@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from bench.comparison import by_model
-from bench.machine import versions_text
+from bench.machine import hardware_text, told_by_model, versions_text
 
 Record = dict[str, Any]
 
@@ -174,14 +174,14 @@ def page(records: Sequence[Record]) -> list[str]:
 def _head(results: Sequence[ModelResult]) -> list[str]:
     runs = [run for result in results for run in result.of("run")]
     first, options = runs[0], runs[0]["options"]
-    hardware = first["gpu"] if options["device"].startswith("cuda") else f"{first['processor']} ({first['machine']})"
+    hardware = told_by_model((run["model"], hardware_text(run, device=options["device"])) for run in runs)
     loads = [run["load_average"] for run in runs]
-    commits = dict.fromkeys(run["commit"] for run in runs)
+    commits = told_by_model((run["model"], run["commit"]) for run in runs)
     return [
         f"# Every peer beside us, {'GPU' if options['device'].startswith('cuda') else 'one CPU thread'}",
         "",
-        f"Machine: {hardware}, {first['num_cores']} cores, {first['num_threads']} thread used, load average {min(loads):.1f} to "
-        f"{max(loads):.1f} at the models' starts. {versions_text(first)}. Commit {', '.join(commits)}.",
+        f"Machine: {hardware}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. {versions_text(first)}. "
+        f"Commit {commits}.",
         "",
         "Commands, a later one adding to what an earlier one measured:",
         "",

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,20 @@ def machine_line(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {record[name]}" for name in told)
 
 
-def hardware_text(record: Mapping[str, Any]) -> str:
-    """Processor, cores and threads, as the head of a page says them."""
-    return f"{record['processor']} ({record['machine']}), {record['num_cores']} cores, {record['num_threads']} thread used"
+def hardware_text(record: Mapping[str, Any], *, device: str = "cpu") -> str:
+    """Processor or graphics card, cores and threads, as the head of a page says them."""
+    hardware = record["gpu"] if device.startswith("cuda") else f"{record['processor']} ({record['machine']})"
+    return f"{hardware}, {record['num_cores']} cores, {record['num_threads']} thread used"
+
+
+def told_by_model(told: Iterable[tuple[str, str]]) -> str:
+    """What holds for which models, from pairs of a model and what is told of it; without the models where the same holds for all."""
+    models_of: dict[str, dict[str, None]] = {}
+    for model, text in told:
+        models_of.setdefault(text, {})[model] = None
+    if len(models_of) == 1:
+        return next(iter(models_of))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in models_of.items())
 
 
 def versions_text(record: Mapping[str, Any]) -> str:

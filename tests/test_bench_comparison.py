@@ -10,6 +10,7 @@ import pytest
 
 from bench import compare, comparison, comparison_plans
 from bench.comparison_table import ModelResult, page
+from bench.machine import told_by_model
 
 OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
 MACHINE = {
@@ -176,3 +177,8 @@ def test_the_command_refuses_what_it_cannot_do(arguments: list[str], text: str, 
     with pytest.raises(SystemExit):
         compare.main(arguments)
     assert text in capsys.readouterr().err
+
+
+def test_machines_and_commits_are_told_with_their_models_where_they_differ() -> None:
+    assert told_by_model([("a", "x"), ("b", "x")]) == "x"
+    assert told_by_model([("a", "x"), ("b", "y"), ("a", "x"), ("c", "x")]) == "x (a, c); y (b)"

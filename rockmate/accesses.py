@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+READ, MADE, COPIED = 1, 2, 3  # in the order in which a run does it; the last when the forward has ended
+KIND_BITS, KINDS = 2, 3  # that tell them apart, and their mask
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpAccesses:
@@ -39,6 +42,10 @@ class OpAccesses:
         is_delivering: whether an op hands gradients over.
         is_random: whether it draws from the generator.
         state_bytes: what an op needs of its first run to run again; see `state_bytes`.
+        producer: index of the op that makes each storage; -1 where there is none.
+        is_evictable: whether a storage takes memory, and its op can run again.
+        inputs: for each op what a further run reads that can be missing: pairs of a storage and the op that makes it, by index; None if
+            it cannot run again.
     """
 
     begin: Ints
@@ -52,6 +59,9 @@ class OpAccesses:
     is_delivering: Bools
     is_random: Bools
     state_bytes: Ints
+    producer: Ints
+    is_evictable: Bools
+    inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
 
     @staticmethod
     def of(graph: Graph) -> OpAccesses:
@@ -73,6 +83,9 @@ class OpAccesses:
             is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
             is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
             state_bytes=np.array([state_bytes(op) for op in graph.ops], dtype=np.int64),
+            producer=np.array([-1 if s.producer is None else s.producer.index for s in storages], dtype=np.int64),
+            is_evictable=np.array([bool(s.num_bytes and s.producer and s.producer.can_run_again) for s in storages], dtype=np.bool_),
+            inputs=tuple(_inputs(op) if op.can_run_again else None for op in graph.ops),
         )
 
 
@@ -83,6 +96,8 @@ class Accesses:
     Attributes:
         steps: indices of the ops in running order.
         is_first: whether a run is the first of its op.
+        keys: each access as one number, ascending: storage, position and kind (`READ`, `MADE`, `COPIED`), one above the other.
+        num_bits: of a key below the storage.
         storage: index of the storage of each access.
         position: of its run in `steps`.
         is_made: whether the run makes the storage; else it reads it.
@@ -91,6 +106,8 @@ class Accesses:
 
     steps: Ints
     is_first: Bools
+    keys: Ints
+    num_bits: int
     storage: Ints
     position: Ints
     is_made: Bools
@@ -109,17 +126,26 @@ class Accesses:
         place = np.arange(len(position)) + np.repeat(ops.begin[steps] - (np.cumsum(counts) - counts), counts)
         storage, is_made = ops.storage[place], ops.is_made[place]
         is_new = ~(is_made & ops.is_result[storage]) | is_first[position]
-        times = 3 * len(steps)  # of each run: before it, with it, behind it
-        keys = (storage * times + 3 * position + is_made)[is_new]
+        num_bits = len(steps).bit_length() + KIND_BITS
+        keys = ((storage << num_bits) + (position << KIND_BITS) + READ + is_made)[is_new]
         if len(forward):
             copied = np.array([storage.index for storage in graph.updates], dtype=np.int64)
-            keys = np.concatenate([keys, copied * times + 3 * (len(forward) - 1) + 2])
+            keys = np.concatenate([keys, (copied << num_bits) + (len(forward) - 1 << KIND_BITS) + COPIED])
         keys.sort()
-        storage, time = np.divmod(keys, max(times, 1))
-        is_made = time % 3 == 1
+        storage, position = split_keys(keys, num_bits)
+        is_made = keys & KINDS == MADE
         is_last = np.ones(len(keys), dtype=np.bool_)
         is_last[:-1] = is_made[1:] | (storage[1:] != storage[:-1])
-        return Accesses(steps=steps, is_first=is_first, storage=storage, position=time // 3, is_made=is_made, is_last=is_last)
+        return Accesses(
+            steps=steps,
+            is_first=is_first,
+            keys=keys,
+            num_bits=num_bits,
+            storage=storage,
+            position=position,
+            is_made=is_made,
+            is_last=is_last,
+        )
 
     def makers(self) -> Ints:
         """For each access, which access made what it reads, or makes: the one that the storage was made by last."""
@@ -132,6 +158,15 @@ class Accesses:
         """
         chosen = self.is_last & ~graph.op_accesses.is_held[self.storage]
         return self.position[chosen], self.storage[chosen]
+
+
+def split_keys(keys: Ints, num_bits: int) -> tuple[Ints, Ints]:
+    """Storages and positions of keys as in `Accesses.keys`."""
+    return keys >> num_bits, (keys & (1 << num_bits) - 1) >> KIND_BITS
+
+
+def _inputs(op: Op) -> tuple[tuple[int, int], ...]:
+    return tuple((storage.index, storage.producer.index) for storage in op.reads if storage.producer and not storage.is_result)
 
 
 def state_bytes(op: Op) -> int:

@@ -171,6 +171,11 @@ class Op:
         return self.node.name
 
     @property
+    def can_run_again(self) -> bool:
+        """Whether it may run a second time."""
+        return self.phase is not Phase.BACKWARD and self.recompute_target is not None
+
+    @property
     def written_bytes(self) -> int:
         """Bytes of all storages it makes."""
         return sum(storage.num_bytes for storage in self.writes)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 
 import numpy as np
 
 from rockmate.accesses import Ints
 from rockmate.costs import Costs
-from rockmate.graph import Graph, Op, Storage
-from rockmate.live_ranges import Extra, LiveRange, LiveRanges, can_run_again
+from rockmate.graph import Graph
+from rockmate.live_ranges import Extra, LiveRanges, Remake
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 
 _MAX_ROUNDS = 500
 _ROUND = 0.5  # of the excess, after which prices are taken anew: an evicted value may have been an input
-_MAX_RUNS = 60  # made again together for one evicted value
 
 
 def spend_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule:
@@ -50,7 +50,7 @@ def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, li
     runs, run = np.unique(position, return_inverse=True)
     areas = np.bincount(run, weights=num_bytes * np.maximum(last - first + 1, 0))
     fits = np.bincount(run, weights=is_too_much) == 0
-    times_ms = np.array([max(ranges.cost_ms(ranges.op_at(at)), 1e-9) for at in runs.tolist()])
+    times_ms = np.maximum(ranges.again_ms(runs), 1e-9)
     in_order = np.argsort(areas / times_ms, kind="stable")
     extra = list(zip(first.tolist(), last.tolist(), num_bytes.tolist(), strict=True))
     begin = np.searchsorted(run, np.arange(len(runs) + 1)).tolist()
@@ -102,73 +102,43 @@ def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
     """Evicts values over position `worst` until the bytes in use there are within the budget; False if none can go."""
     evicted = False
     enough = budget_bytes + int((int(ranges.bytes_in_use[worst]) - budget_bytes) * (1 - _ROUND))
-    for live in _by_price(ranges, worst, budget_bytes):
-        gap = ranges.gap_around(live, worst)  # anew, with the runs: an eviction since may read it, or have been an input
-        runs = _runs_to_make(ranges, live.storage, gap[1]) if gap else None
-        if gap and runs and _fits_before(ranges, live.storage, runs, gap[1], budget_bytes):
-            ranges.evict(live, gap, runs)
+    for storage in _by_price(ranges, worst, budget_bytes):
+        gap = ranges.gap_around(storage, worst)  # anew, with the runs: an eviction since may read it, or have been an input
+        remake = ranges.remake(storage, gap[1]) if gap else None
+        if gap and remake and _fits_before(ranges, remake, gap[1], budget_bytes):
+            ranges.evict(remake, gap)
             evicted = True
             if ranges.bytes_in_use[worst] <= enough:
                 break
     return evicted
 
 
-def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[LiveRange]:
-    """What can be evicted at `worst`, by the time that it costs for each useful byte.
+def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int]:
+    """Storages that can be evicted at `worst`, by the time that it costs for each useful byte.
 
     Few of many are asked for, so each stands at the price of its own op alone until it comes first.
     """
+    ops = ranges.graph.op_accesses
     excess = int(ranges.bytes_in_use[worst]) - budget_bytes
-    exceeding = np.concatenate([[0], np.cumsum(ranges.bytes_in_use > budget_bytes)])
-    waiting: list[tuple[float, int, bool]] = []  # price, place in `over`, whether the price counts every run
-    over = ranges.over(worst)
-    useful: list[int] = []
-    for place, live in enumerate(over):
-        gap, producer = ranges.gap_around(live, worst), live.storage.producer
-        useful.append(min(live.storage.num_bytes, excess) * int(exceeding[gap[1]] - exceeding[gap[0] + 1]) if gap else 0)
-        if gap and can_run_again(producer):
-            waiting.append((ranges.cost_ms(producer) / useful[place], place, False))
+    num_exceeding = np.concatenate([[0], np.cumsum(ranges.bytes_in_use > budget_bytes)])  # before each position
+    gaps = ranges.gaps_around(worst)
+    useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (num_exceeding[gaps.following] - num_exceeding[gaps.last + 1])
+    prices = ranges.costs.again_table[0][ops.producer[gaps.storage]] / useful
+    columns = (prices, gaps.order, gaps.storage, useful)
+    waiting = list(zip(*(column.tolist() for column in columns), repeat(False)))  # the last: whether the price counts every run
     heapify(waiting)
     while waiting:
-        _, place, is_whole = heappop(waiting)
-        live = over[place]
+        _, order, storage, useful_bytes, is_whole = heappop(waiting)
         if is_whole:
-            yield live
+            yield storage
             continue
-        gap = ranges.gap_around(live, worst)
-        runs = _runs_to_make(ranges, live.storage, gap[1]) if gap else None
-        if runs is not None:
-            heappush(waiting, (sum(ranges.cost_ms(op) for op in runs) / useful[place], place, True))
+        gap = ranges.gap_around(storage, worst)
+        remake = ranges.remake(storage, gap[1]) if gap else None
+        if remake is not None:
+            heappush(waiting, (remake.time_ms / useful_bytes, order, storage, useful_bytes, True))
 
 
-def _runs_to_make(ranges: LiveRanges, storage: Storage, position: int) -> list[Op] | None:
-    """What has to run before `position` to have `storage` there, None if that is impossible or too much."""
-    runs: dict[Op, None] = {}
-    pending = [storage]
-    while pending:
-        producer = pending.pop().producer
-        if producer in runs:
-            continue
-        if not can_run_again(producer) or len(runs) >= _MAX_RUNS:
-            return None
-        runs[producer] = None
-        pending += [s for s in ranges.not_live(producer, position) if s is not storage]
-    return sorted(runs, key=lambda op: op.index)
-
-
-def _fits_before(ranges: LiveRanges, storage: Storage, runs: list[Op], position: int, budget_bytes: int) -> bool:
-    """Whether the runs fit right before `position`, one after the other, what only they read released on the way."""
-    overhead_bytes = {op: ranges.costs.again[op.index].overhead_bytes for op in runs}
-    room = budget_bytes - ranges.bytes_before(position) + storage.num_bytes
-    if sum(op.written_bytes + overhead_bytes[op] for op in runs) <= room:
-        return True
-    last_reader = {read: op for op in runs for read in op.reads}
-    live = 0
-    for op in runs:
-        live += op.written_bytes
-        if live + overhead_bytes[op] > room:
-            return False
-        for made in {*op.reads, *op.writes}:
-            if made is not storage and made.producer in runs and last_reader.get(made, op) is op:
-                live -= made.num_bytes
-    return True
+def _fits_before(ranges: LiveRanges, remake: Remake, position: int, budget_bytes: int) -> bool:
+    """Whether the runs fit right before `position`."""
+    own_bytes = ranges.graph.storages[remake.storage].num_bytes  # in use there in any case
+    return remake.peak_bytes <= budget_bytes - ranges.bytes_before(position) + own_bytes

@@ -77,10 +77,10 @@ def _fits(ranges: LiveRanges, extra: Sequence[Extra], budget_bytes: int) -> bool
     if len(extra) == 1:
         first, last, num_bytes = extra[0]
         return first > last or int(in_use[first : last + 1].max()) + num_bytes <= budget_bytes
-    more = np.zeros_like(in_use)
+    together = in_use.copy()
     for first, last, num_bytes in extra:
-        more[first : last + 1] += num_bytes
-    return not extra or int((in_use + more)[more > 0].max(initial=0)) <= budget_bytes
+        together[first : last + 1] += num_bytes
+    return all(first > last or int(together[first : last + 1].max()) <= budget_bytes for first, last, _ in extra)
 
 
 def make_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule | None:

@@ -37,6 +37,8 @@ class OpAccesses:
         num_bytes: of each storage.
         is_held: whether somebody holds the storage, so that no last read releases it.
         is_result: whether it is a result.
+        is_copied: whether what is in it is copied into a buffer or an input when the forward has ended.
+        tangent_bytes: of all tangents together.
         returned: indices of the storages that the step returns, ascending.
         written_bytes: of each op.
         is_delivering: whether an op hands gradients over.
@@ -54,6 +56,8 @@ class OpAccesses:
     num_bytes: Ints
     is_held: Bools
     is_result: Bools
+    is_copied: Bools
+    tangent_bytes: int
     returned: Ints
     written_bytes: Ints
     is_delivering: Bools
@@ -70,7 +74,7 @@ class OpAccesses:
             [*((s.index, False) for s in op.reads if s.producer), *((s.index, True) for s in op.writes)] for op in graph.ops
         ]
         flat = np.array([access for own in accesses for access in own], dtype=np.int64).reshape(-1, 2)
-        storages = graph.storages
+        storages, updates = graph.storages, set(graph.updates)
         return OpAccesses(
             begin=np.cumsum([0, *map(len, accesses)]),
             storage=flat[:, 0],
@@ -78,6 +82,8 @@ class OpAccesses:
             num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
             is_held=np.array([s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_),
             is_result=np.array([storage.is_result for storage in storages], dtype=np.bool_),
+            is_copied=np.array([storage in updates for storage in storages], dtype=np.bool_),
+            tangent_bytes=sum(storage.num_bytes for storage in storages if storage.is_tangent),
             returned=np.array(sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64),
             written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
             is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
@@ -129,8 +135,7 @@ class Accesses:
         num_bits = len(steps).bit_length() + KIND_BITS
         keys = ((storage << num_bits) + (position << KIND_BITS) + READ + is_made)[is_new]
         if len(forward):
-            copied = np.array([storage.index for storage in graph.updates], dtype=np.int64)
-            keys = np.concatenate([keys, (copied << num_bits) + (len(forward) - 1 << KIND_BITS) + COPIED])
+            keys = np.concatenate([keys, (np.flatnonzero(ops.is_copied) << num_bits) + (len(forward) - 1 << KIND_BITS) + COPIED])
         keys.sort()
         storage, position = split_keys(keys, num_bits)
         is_made = keys & KINDS == MADE

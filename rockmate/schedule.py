@@ -138,7 +138,7 @@ def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
     must_run = is_wanted & (num_readers == 0)
     if graph.updates:  # what the forward made of them is copied when it has ended
-        is_copied = (reader == num_forward - 1) & np.isin(accesses.storage[reads], [storage.index for storage in graph.updates])
+        is_copied = (reader == num_forward - 1) & ops.is_copied[accesses.storage[reads]]
         must_run[maker[is_copied]] = True
     unread = np.flatnonzero(~is_wanted)
     while len(unread):
@@ -166,7 +166,7 @@ def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int])
 def _in_place(graph: Graph, accesses: Accesses, num_forward: int) -> frozenset[int]:
     positions, storages = accesses.released(graph)
     if graph.updates:  # those that end with the forward are still to be copied then
-        is_copied = (positions == num_forward - 1) & np.isin(storages, [storage.index for storage in graph.updates])
+        is_copied = (positions == num_forward - 1) & graph.op_accesses.is_copied[storages]
         positions, storages = positions[~is_copied], storages[~is_copied]
     can_be_taken = operands_in_place(graph)[accesses.steps[positions]] == storages[:, np.newaxis]
     return frozenset(positions[can_be_taken.any(axis=1)].tolist())

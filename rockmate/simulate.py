@@ -57,12 +57,12 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     positions, storages = accesses.released(graph)
     np.add.at(freed_bytes, positions, ops.num_bytes[storages])
     if schedule.backward:
-        made_bytes[num_forward] += sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
+        made_bytes[num_forward] += ops.tangent_bytes
     _add_states(graph, accesses, made_bytes, freed_bytes)
     after = np.cumsum(made_bytes - freed_bytes)
     running = after + freed_bytes + np.where(accesses.is_first, costs.first_table[1][steps], costs.again_table[1][steps])
-    for position in schedule.in_place:
-        running[position] -= graph.ops[steps[position]].writes[0].num_bytes
+    in_place = list(schedule.in_place)
+    running[in_place] -= ops.written_bytes[steps[in_place]]
     peak_position = int(running.argmax())
     return Simulation(
         peak_bytes=int(running[peak_position]),
@@ -109,31 +109,29 @@ def simulate_part(
     Returns:
         Peak and time. Storages that are neither made here nor in `before` are not counted.
     """
-    counted = set(before)
+    ops = [graph.ops[index] for index in steps]
+    made = {storage for op in ops for storage in op.writes}
+    counted = made.difference(uncounted).union(before)
     ends: list[list[Storage]] = [[] for _ in steps]
     wanted = set(after)
-    for position in range(len(steps) - 1, -1, -1):
-        op = graph.ops[steps[position]]
-        counted.update(storage for storage in op.writes if storage not in uncounted)
+    for op, ending in zip(reversed(ops), reversed(ends), strict=True):
         for storage in op.reads:
-            if storage not in wanted:
+            if storage in counted and storage not in wanted:
                 wanted.add(storage)
-                ends[position].append(storage)
+                ending.append(storage)
         for storage in op.writes:
             if storage in wanted:
                 wanted.discard(storage)
-            else:
-                ends[position].append(storage)
+            elif storage in counted:
+                ending.append(storage)
     live = peak = sum(storage.num_bytes for storage in before)
     time_ms = 0.0
-    for position, index in enumerate(steps):
-        op = graph.ops[index]
-        cost = (costs.again if again and op.phase is Phase.FORWARD else costs.first)[index]
-        ending = [storage for storage in ends[position] if storage in counted]
-        written = sum(storage.num_bytes for storage in op.writes if storage in counted)
-        taken = written if dying_operand(graph, op, ending) else 0
+    for op, ending in zip(ops, ends, strict=True):
+        cost = (costs.again if again and op.phase is Phase.FORWARD else costs.first)[op.index]
+        written = sum([storage.num_bytes for storage in op.writes if storage in counted])
+        taken = written if ending and dying_operand(graph, op, ending) else 0
         live += written
         peak = max(peak, live - taken + cost.overhead_bytes)
-        live -= sum(storage.num_bytes for storage in ending)
+        live -= sum([storage.num_bytes for storage in ending])
         time_ms += cost.time_ms
     return PartSimulation(peak_bytes=peak, time_ms=time_ms)

@@ -17,9 +17,10 @@ from typing import Protocol
 from rockmate.candidate import MAX_EXCESS, Candidate, above, by_peak, by_time, evaluate, evenly, falling, fitting, spread
 from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
-from rockmate.graph import Graph
+from rockmate.graph import Graph, Op
 from rockmate.improvement import make_room, spend_room
 from rockmate.ladder import Ladder
+from rockmate.postponement import can_wait, own_bytes, places_with_room, put_off
 from rockmate.schedule import Schedule, no_recomputation
 from rockmate.search import FRONTIER_POINTS
 
@@ -36,6 +37,8 @@ _TIGHT = 1.5  # times the minimum, below which it matters where improvement star
 _TIGHT_STARTS = 6  # improved then
 _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 2, 4)  # such steps, after which it is lowered again
+_LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
+_FULL = 0.8  # ... or where less than that is in use
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # from one budget to the next, by which what recomputes nothing is brought down
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -130,6 +133,14 @@ class ImprovingSearch:
         return Family(self._proposals.several_levels(), self._evaluated)
 
     @cached_property
+    def _can_wait(self) -> frozenset[Op]:
+        return can_wait(self._graph)
+
+    @cached_property
+    def _own_bytes(self) -> list[int]:
+        return own_bytes(self._graph, self._costs).tolist()
+
+    @cached_property
     def _ladders(self) -> list[Ladder]:
         return [Ladder(self._baseline, step, self._improved) for step in _STEPS_DOWN]
 
@@ -199,6 +210,7 @@ class ImprovingSearch:
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
+        best = self._with_runs_put_off(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             found = min(self._from_tops(best, budget_bytes), key=by_time, default=best)
             if found.time_ms >= best.time_ms:
@@ -212,9 +224,15 @@ class ImprovingSearch:
         for num_steps in range(1, _TOPS[-1] + 1):
             budgets.append(int(budgets[-1] * _STEP_UP))
             best = self._with_room_spent(best, budgets[-1])
-            lowered = self._lowered(best, budgets[-2::-1]) if num_steps in _TOPS else None
-            if lowered is not None:
-                yield lowered
+            for top in self._tops(best, budgets[-1]) if num_steps in _TOPS else ():
+                lowered = self._lowered(top, budgets[-2::-1])
+                if lowered is not None:
+                    yield self._with_runs_put_off(lowered, budget_bytes)
+
+    def _tops(self, candidate: Candidate, budget_bytes: int) -> list[Candidate]:
+        """The schedule as it is and, where that is faster, with runs put off."""
+        found = self._with_runs_put_off(candidate, budget_bytes)
+        return [candidate] if found is candidate else [candidate, found]
 
     def _lowered(self, candidate: Candidate, budgets: Sequence[int]) -> Candidate | None:
         """What comes of a schedule when it is improved for one budget after the other."""
@@ -256,6 +274,33 @@ class ImprovingSearch:
     def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)
         return candidate if schedule is candidate.schedule else self._evaluated(schedule)
+
+    def _with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster."""
+        tried: set[Op] = set()
+        while (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
+            tried.add(self._graph.ops[candidate.schedule.steps[position]])
+            found = self._put_off(candidate, position, budget_bytes)
+            candidate = candidate if found is None else found
+        return candidate
+
+    def _fullest_that_can_wait(self, candidate: Candidate, budget_bytes: int, tried: set[Op]) -> int | None:
+        """Of the runs that may be worth putting off, `tried` aside, the position of that with most bytes in use."""
+        in_use = candidate.simulation.live_bytes
+        waiting = {op.index for op in self._can_wait - tried if self._own_bytes[op.index] >= _LEAST_OWN * budget_bytes}
+        places = (place for place, index in enumerate(candidate.schedule.steps) if index in waiting)
+        return max((place for place in places if in_use[place] >= _FULL * budget_bytes), key=in_use.__getitem__, default=None)
+
+    def _put_off(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
+        """What is faster with the run at `position` made where there is room for it, None if nothing is."""
+        schedule, simulation = candidate.schedule, candidate.simulation
+        for place in places_with_room(self._graph, self._costs, schedule, simulation, position, budget_bytes):
+            found = self._evaluated(put_off(self._graph, schedule, position, place))
+            if found.peak_bytes <= budget_bytes:
+                found = self._with_room_spent(found, budget_bytes)
+                if found.peak_bytes <= budget_bytes and found.time_ms < candidate.time_ms:
+                    return found
+        return None
 
     def _evaluated(self, schedule: Schedule) -> Candidate:
         return evaluate(self._graph, schedule, self._costs)

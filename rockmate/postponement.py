@@ -13,8 +13,9 @@ from collections import Counter
 import numpy as np
 
 from rockmate.accesses import Ints
+from rockmate.capture import RoleKind
 from rockmate.costs import Costs
-from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.graph import Graph, Op, Phase
 from rockmate.schedule import Schedule, finish
 from rockmate.simulate import Simulation
 
@@ -24,15 +25,16 @@ def can_wait(graph: Graph) -> frozenset[Op]:
 
     One of several contributions to a gradient stays where it is: in another order their sum is rounded differently.
     """
-    contributions = Counter(role.name for _, role in graph.initial_deliveries)
-    contributions.update(role.name for op in graph.ops for _, role in op.delivers)
+    parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    contributions = Counter(parameters[role.name] for _, role in graph.initial_deliveries)
+    contributions.update(parameters[role.name] for op in graph.ops for _, role in op.delivers)
     return frozenset(
         op
         for op in graph.ops
         if op.phase is Phase.BACKWARD
         and not op.is_random
         and not any(graph.readers.get(storage) for storage in op.writes)
-        and all(contributions[role.name] == 1 for _, role in op.delivers)
+        and all(contributions[parameters[role.name]] == 1 for _, role in op.delivers)
     )
 
 
@@ -44,11 +46,11 @@ def own_bytes(graph: Graph, costs: Costs) -> Ints:
 def places_with_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, position: int, budget_bytes: int) -> list[int]:
     """Positions right before which the run at `position` could stand within the budget: the one of most room, and the last.
 
-    None where the runs beside it need as much, so that nothing is gained. An estimate: what the run reads last is taken to stay until
-    then, and bytes at the end of the step to be those at its last run.
+    None where the runs beside it need as much, so that nothing is gained. An estimate: what the run reads is taken to stay until then,
+    made anew or not, and bytes at the end of the step to be those at its last run.
     """
     live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
-    in_use = live_bytes[position + 1 :] + _released_bytes(graph, schedule, position)
+    in_use = (live_bytes + _staying_bytes(graph, schedule, position))[position + 1 :]
     if not len(in_use) or max(live_bytes[position - 1], in_use[0]) >= live_bytes[position]:
         return []
     own = own_bytes(graph, costs)
@@ -66,13 +68,18 @@ def places_with_room(graph: Graph, costs: Costs, schedule: Schedule, simulation:
     return [position + 2 + place for place in dict.fromkeys((roomiest, int(behind[-1])))]
 
 
-def _released_bytes(graph: Graph, schedule: Schedule, position: int) -> int:
-    """Bytes of what the run at `position` reads last."""
-    assert schedule.accesses is not None
-    positions, storages = schedule.accesses.released(graph)
-    released: list[Storage] = [graph.storages[index] for index in storages[positions == position].tolist()]
-    writes = graph.ops[schedule.steps[position]].writes
-    return sum(storage.num_bytes for storage in released if storage not in writes)
+def _staying_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
+    """Bytes at each run of what the run at `position` reads and would otherwise have been released by then."""
+    accesses, ops = schedule.accesses, graph.op_accesses
+    assert accesses is not None
+    reads = np.flatnonzero((accesses.position == position) & ~accesses.is_made & ~ops.is_held[accesses.storage])
+    lasts = np.flatnonzero(accesses.is_last)
+    ends = accesses.position[lasts[np.searchsorted(lasts, reads)]]
+    staying = np.zeros(len(schedule.steps), dtype=np.int64)
+    for end, storage in zip(ends.tolist(), accesses.storage[reads].tolist(), strict=True):
+        is_taken_over = end in schedule.in_place and end > position
+        staying[end if is_taken_over else end + 1 :] += ops.num_bytes[storage]
+    return staying
 
 
 def put_off(graph: Graph, schedule: Schedule, position: int, place: int) -> Schedule:

@@ -1,0 +1,147 @@
+"""Gradients of parameters that are put off: only those that may be, within the budget, bit for bit eager's, and for faster plans."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from helpers import assert_same, differing, gradients_of, train, workload_loss
+from test_rockmate_certificate import SMALL, fixed, graph_and_costs, random_schedule, small
+from torch import Tensor, nn
+
+from bench.unet import UNet
+from rockmate import Planner, RockmateModule
+from rockmate.graph import Graph, Op, Phase
+from rockmate.postponement import can_wait, own_bytes, places_with_room, put_off
+from rockmate.schedule import Schedule, no_recomputation
+from rockmate.simulate import simulate
+from rockmate.step import capture_step
+
+
+class Shared(nn.Module):
+    """One matrix under two names between two layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(16, 16) for _ in range(4))
+        self.third.weight = self.second.weight
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(vectors))))
+        return self.last(torch.tanh(self.third(x))).square().mean()
+
+
+def all_put_off(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
+    """Every run that may wait, right before a random place behind it or at the end."""
+    for op in sorted(can_wait(graph), key=lambda op: op.index):
+        position = schedule.steps.index(op.index)
+        if position + 1 < len(schedule.steps):
+            schedule = put_off(graph, schedule, position, rng.randint(position + 2, len(schedule.steps)))
+    return schedule
+
+
+def test_what_others_read_and_parts_of_a_sum_stay() -> None:
+    graph = capture_step(Shared(), torch.randn(8, 16)).graph
+    waiting = can_wait(graph)
+    delivering: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for _, role in op.delivers:
+            delivering.setdefault(role.name.partition(".")[0] if role.name.endswith("weight") else role.name, []).append(op)
+    assert waiting.issuperset(delivering["first"] + delivering["last"])
+    assert waiting.isdisjoint(delivering["second"] + delivering.get("third", []))
+    assert all(op.phase is Phase.BACKWARD and not any(graph.readers.get(storage) for storage in op.writes) for op in waiting)
+
+
+@pytest.mark.parametrize("name", [*SMALL, "hf-resnet", "llama"])
+def test_schedules_with_runs_put_off_compute_the_step_and_take_no_longer(name: str) -> None:
+    graph, costs = small(name) if name in SMALL else graph_and_costs(fixed(name).planner)
+    rng = random.Random(5)
+    for _ in range(20):
+        schedule = random_schedule(graph, rng, any_order=name in SMALL)
+        moved = all_put_off(graph, schedule, rng)
+        moved.verify(graph)
+        assert Counter(moved.steps) <= Counter(schedule.steps)  # what a later run makes anew need not have been made before
+        assert simulate(graph, moved, costs).time_ms <= simulate(graph, schedule, costs).time_ms * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["chain", "batch-norm", "hf-resnet", "resnet50"])
+def test_where_there_is_room_a_run_fits(name: str) -> None:
+    """At each place that is offered for a budget, which is what the schedule takes."""
+    graph, costs = small(name) if name in SMALL else graph_and_costs(fixed(name).planner)
+    rng = random.Random(9)
+    num_moved = 0
+    for _ in range(30):
+        schedule = random_schedule(graph, rng, any_order=False)
+        simulation = simulate(graph, schedule, costs)
+        for op in can_wait(graph):
+            position = schedule.steps.index(op.index)
+            for place in places_with_room(graph, costs, schedule, simulation, position, simulation.peak_bytes):
+                assert position + 1 < place <= len(schedule.steps)
+                moved = simulate(graph, put_off(graph, schedule, position, place), costs)
+                assert moved.peak_bytes <= simulation.peak_bytes
+                num_moved += 1
+    assert num_moved
+
+
+def test_a_run_takes_its_results_and_its_workspace() -> None:
+    graph, costs = small("chain")
+    expected = [op.written_bytes + costs.first[op.index].overhead_bytes for op in graph.ops]
+    assert own_bytes(graph, costs).tolist() == expected
+
+
+def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deepest convolutions have gradients larger than what they read."""
+    model, image = UNet(num_levels=3, base_width=16, classes=4).train(), torch.zeros(2, 3, 32, 32)
+    planner, without = (Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(2))
+    shares = []
+    for factor in (1.03, 1.1, 1.15):
+        plan = planner.plan(int(factor * planner.minimum_peak_bytes))
+        plan.schedule.verify(plan.graph)
+        assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
+        assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
+        with monkeypatch.context() as patch:
+            patch.setattr("rockmate.improving_search._LEAST_OWN", inf)
+            shares.append(plan.predicted_ms / without.plan(plan.budget_bytes).predicted_ms)
+    assert max(shares) <= 1
+    assert min(shares) < 0.99
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
+def test_gradients_that_are_put_off_are_eagers_bit_for_bit(name: str) -> None:
+    case = fixed(name)
+    plan = case.planner.plan(case.planner.minimum_peak_bytes)
+    reference_model = case.eager()
+    reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
+    rng = random.Random(3)
+    for base in (plan.schedule, no_recomputation(plan.graph)):
+        schedule = all_put_off(plan.graph, base, rng)
+        assert schedule != base
+        owner = case.workload.model
+        owner.load_state_dict(case.before)
+        owner.zero_grad(set_to_none=True)
+        ours = replace(plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs))
+        module = RockmateModule.of(owner, case.planner._step.planned_call(ours))
+        assert_same(train(module, owner, workload_loss(case.workload), 1)[0], reference)
+
+
+def test_a_hook_fires_once_behind_a_gradient_that_is_put_off() -> None:
+    torch.manual_seed(0)
+    model, vectors = Shared(), torch.randn(8, 16)
+    reference = copy.deepcopy(model)
+    reference(vectors).backward()
+    planner = Planner(model, vectors, allow_chunking=False)
+    plan = planner.plan(1.0)
+    schedule = all_put_off(plan.graph, plan.schedule, random.Random(1))
+    ours = replace(plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs))
+    module = RockmateModule.of(model, planner._step.planned_call(ours))
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    module(vectors).backward()
+    assert sorted(fired) == sorted(name for name, _ in model.named_parameters())
+    assert not differing(gradients_of(model), gradients_of(reference))

@@ -198,15 +198,21 @@ class ImprovingSearch:
     # --- improvement ---------------------------------------------------------------------------------------------------------
 
     def _thoroughly_improved(self, best: Candidate, budget_bytes: int) -> Candidate:
-        """The faster of `best` and what is brought down, given more room and less again; where that is far from the bound, both are."""
-        if self._is_near_bound(best, budget_bytes, _NOT_FAR):
+        """The fastest of what `best` and what is brought down become with runs put off, given more room and less again.
+
+        Far from the bound that is tried with both, nearer with the faster of the two.
+        """
+        if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
+        found = self._with_runs_put_off(best, budget_bytes)
+        if self._is_near_bound(found, budget_bytes, _NOT_FAR):
+            return found
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
-        best = self._up_and_down(faster, budget_bytes)
-        if self._is_near_bound(best, budget_bytes, _FAR) or slower.schedule == faster.schedule:
-            return best
-        return _better(best, self._up_and_down(slower, budget_bytes))
+        found = _better(found, self._up_and_down(faster, budget_bytes))
+        if self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
+            return found
+        return _better(found, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""

@@ -36,7 +36,7 @@ _MAX_MOMENTS = 12
 _TIGHT = 1.1  # times the least that one moment needs: the budget for which two moments are chosen
 _SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
 _MOST_OPS = 256  # of the forward, for which the program of two moments is written down
-_TWO_MOMENTS_S = 2.0  # for the program of two moments
+_TWO_MOMENTS_S = 10.0  # for the program of two moments: several times what it takes, so that a busy machine seldom changes the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

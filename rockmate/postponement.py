@@ -23,7 +23,9 @@ from rockmate.simulate import Simulation
 def can_wait(graph: Graph) -> frozenset[Op]:
     """Backward ops whose results nothing reads, and which make all of each gradient that they hand over.
 
-    One of several contributions to a gradient stays where it is: in another order their sum is rounded differently.
+    One of several contributions to a gradient stays where it is: in another order their sum is rounded differently. So does what reads a
+    parameter that another op makes the gradient of: the hooks of that parameter wait for its last read, and what they must see whole with
+    them.
     """
     parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
     contributions = Counter(parameters[role.name] for _, role in graph.initial_deliveries)
@@ -35,6 +37,7 @@ def can_wait(graph: Graph) -> frozenset[Op]:
         and not op.is_random
         and not any(graph.readers.get(storage) for storage in op.writes)
         and all(contributions[parameters[role.name]] == 1 for _, role in op.delivers)
+        and (contributions.keys() & op.reads) <= {parameters[role.name] for _, role in op.delivers}
     )
 
 

@@ -57,6 +57,20 @@ def test_what_others_read_and_parts_of_a_sum_stay() -> None:
     assert all(op.phase is Phase.BACKWARD and not any(graph.readers.get(storage) for storage in op.writes) for op in waiting)
 
 
+def test_what_hooks_of_another_gradient_wait_for_stays() -> None:
+    """The gradient of an input reads the weight: made later, a tensor hook's whole gradient would wait for it, which nobody counts."""
+    first = nn.Linear(32, 16)
+    first.weight.register_hook(lambda _: None)
+    vectors = torch.randn(8, 32, requires_grad=True)
+    graph = capture_step(nn.Sequential(first, nn.ReLU(), nn.Linear(16, 4)), vectors).graph
+    (weight,) = [graph.storage_of[node] for node, role in graph.inputs if role.name == "0.weight"]
+    (maker,) = [op for op in graph.ops if any(role.name == "0.weight" for _, role in op.delivers)]
+    (reader,) = [op for op in graph.readers[weight] if op.phase is Phase.BACKWARD]
+    assert maker in can_wait(graph)
+    assert reader is not maker
+    assert reader not in can_wait(graph)
+
+
 @pytest.mark.parametrize("name", [*SMALL, "hf-resnet", "llama"])
 def test_schedules_with_runs_put_off_compute_the_step_and_take_no_longer(name: str) -> None:
     graph, costs = small(name) if name in SMALL else graph_and_costs(fixed(name).planner)

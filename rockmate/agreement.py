@@ -9,11 +9,13 @@ cannot block each other.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import distributed
 
+from rockmate.bounds import KnownBound
 from rockmate.plan import Plan
 
 
@@ -29,7 +31,7 @@ def agreed_plan(plan: Plan, *, asked_for: Any) -> Plan:
     store = torch.distributed.distributed_c10d._get_default_store()
     asked = f"{plan.outline.fingerprint} {plan.outline.call_fingerprint} {asked_for} {sorted(plan.options.items())}"
     key = f"rockmate/{hashlib.sha256(asked.encode()).hexdigest()}"
-    own = plan.to_text()
+    own = replace(plan, bounds=KnownBound(plan.quick_lower_bound_ms)).to_text()  # the closer bound may take seconds, on every rank
     first = store.compare_set(key, "", own)
     text = first if isinstance(first, str) else first.decode()
     return plan if text == own else Plan.from_text(text)

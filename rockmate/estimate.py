@@ -174,8 +174,18 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         yield from _attention_sums(node)
     elif machine.device == "cpu" and packet in (_aten.convolution, _aten.convolution_backward):
         yield num_bytes(node) - sum(map(_distinct_bytes, _tensors(node)))
+        yield _unasked_bytes(node)
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
         yield _distinct_bytes(node.meta["val"][0])
+
+
+def _unasked_bytes(node: fx.Node) -> int:
+    """Of the weight's gradient, which the backward of a convolution makes with the bias's, asked for or not."""
+    if _packet(node.target) is not _aten.convolution_backward:
+        return 0
+    args: Any = node.args
+    weight, (_, of_weight, of_bias) = args[2], args[-1]
+    return _distinct_bytes(weight.meta["val"]) if of_bias and not of_weight else 0
 
 
 def _attention_sums(node: fx.Node) -> Iterator[int]:

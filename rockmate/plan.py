@@ -136,7 +136,7 @@ class Plan:
 
     @cached_property
     def lower_bound_ms(self) -> float:
-        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, in up to seconds."""
+        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, which may take 20 s."""
         return self.bounds.closer_bound_ms(self.budget_bytes)
 
     @property

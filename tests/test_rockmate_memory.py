@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import allocator_peak
-from rockmate import RockmateModule
+from rockmate import Planner, RockmateModule
 
 NOISE = 0.02
 
@@ -338,3 +338,19 @@ def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
         model.zero_grad()
         module(x).backward()
         assert not differing(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("machine", [None, "cpu-avx2"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_weight_gradients_that_a_convolution_makes_unasked_are_counted(machine: str | None, is_first: bool) -> None:
+    layers = [nn.Conv2d(256, 256, 3, padding=1) for _ in range(3)]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    model = nn.Sequential(*([] if is_first else [nn.Conv2d(256, 256, 1)]), *layers)
+    images, tangent = torch.randn(4, 256, 4, 4), torch.ones(4, 256, 4, 4)  # small ones go to kernels that make only what is asked for
+    planner = Planner(model, images, machine=machine)
+    for budget_bytes in (planner.minimum_peak_bytes, planner.baseline_peak_bytes):
+        module = planner.module(budget_bytes)
+        module(images).backward(tangent)
+        measured_bytes = allocator_peak(lambda: module(images).backward(tangent))  # noqa: B023
+        assert layers[0].weight.nbytes < measured_bytes <= module.plan.predicted_peak_bytes

@@ -105,6 +105,11 @@ def _planning_s(result: ModelResult) -> float:
     return timings["costs"] + timings["solve"] + max((plan["plan_s"] for plan in result.of("plan")), default=0.0)
 
 
+def _least_known(plan: Record) -> str:
+    """What the bound says of a plan's time, so that a target below it is seen to be out of reach."""
+    return f"where no schedule is below {plan['predicted_ratio'] - plan['optimality_gap']:.3f}"
+
+
 def _least_of_checkpoints(result: ModelResult) -> Point | None:
     found = [point for method in PEERS if (point := _point(result, method))]
     return min(found, key=lambda point: point.peak_bytes, default=None)
@@ -155,6 +160,7 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
     equal = sum(point.gradient_difference <= GRADIENT_TOLERANCE for point, _ in measured)
     halves = [(result.name, _plan(result, HALF)) for result in results]
     ratios = [(name, plan["predicted_ratio"]) for name, plan in halves if plan]
+    unet = [(f"unet, {_least_known(plan)}", plan["predicted_ratio"]) for name, plan in halves if plan and name == "unet"]
     gaps = [(r.name, plan["optimality_gap"]) for r in results for share in GAP_DOWN_TO if (plan := _plan(r, share))]
     shares = [(r.name, share) for r in results if not math.isnan(share := _share_of_checkpoint(r))]
     programs = [(r.name, _planner(r)["largest_program_ops"]) for r in results]
@@ -164,7 +170,7 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
         all_row(f"gradients equal eager's (relative {GRADIENT_TOLERANCE:g})", equal, len(measured)),
         all_row("half of the peak is feasible", len(ratios), len(halves)),
         worst_row("predicted time there: largest", TIME_AT_HALF, ratios),
-        worst_row("predicted time there: U-Net", UNET_TIME_AT_HALF, [pair for pair in ratios if pair[0] == "unet"]),
+        worst_row("predicted time there: U-Net", UNET_TIME_AT_HALF, unet),
         worst_row("gap to the bound down to 0.35: largest", LARGEST_GAP, gaps),
         worst_row("least peak, of that of checkpoints around natural modules: largest", LEAST_PEAK, shares),
         worst_row("ops that a 0/1 program gets at once: most", LARGEST_PROGRAM, programs),

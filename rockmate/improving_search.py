@@ -38,7 +38,8 @@ _TIGHT_STARTS = 6  # improved then
 _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 2, 4)  # such steps, after which it is lowered again
 _LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
-_FULL = 0.8  # ... or where less than that is in use
+_FULL = 0.8  # ... or where less than that is in use ...
+_MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # from one budget to the next, by which what recomputes nothing is brought down
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -284,10 +285,11 @@ class ImprovingSearch:
     def _with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster."""
         tried: set[Op] = set()
-        while (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
+        num_in_vain = 0
+        while num_in_vain < _MOST_IN_VAIN and (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
             tried.add(self._graph.ops[candidate.schedule.steps[position]])
             found = self._put_off(candidate, position, budget_bytes)
-            candidate = candidate if found is None else found
+            candidate, num_in_vain = (candidate, num_in_vain + 1) if found is None else (found, 0)
         return candidate
 
     def _fullest_that_can_wait(self, candidate: Candidate, budget_bytes: int, tried: set[Op]) -> int | None:

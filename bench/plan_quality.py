@@ -5,10 +5,11 @@
     python -m bench.plan_quality --read bench/results/plan_quality_cpu_202611.jsonl
 
 Only predictions are compared: simulated peaks and sums of measured op times, both of one planner and so of one set of op costs. No
-step is run. The lines of JSON are of four kinds (`"kind"`):
+step is run. The lines of JSON are of five kinds (`"kind"`):
 
 * `model`: what was captured, how long planning took, smallest peak and frontier of each strategy;
 * `plan`: one strategy at one budget, with what its schedule takes when it is replayed;
+* `chunked`: the default strategy at a budget of a series of targets, where the loss alone is returned and chunks are allowed;
 * `yardstick`: the plain knapsack at one limit, and the default strategy with that knapsack's peak as its budget;
 * `skipped`: a yardstick limit for which the knapsack has no proven answer.
 """
@@ -145,6 +146,7 @@ def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) ->
     if name not in PLANNING_MODELS:
         yield from run.plans()
         yield from run.yardsticks()
+        yield from run.chunked_series()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,16 +173,17 @@ class _Run:
             "first_plan_s": first_plan_s,
         }
         if self.name in PLANNING_MODELS:
-            return record
+            return record | {"tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]}
         self.say("frontiers")
         proved_minimum_bytes = self._proved_minimum_bytes()
         share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
         budgets_bytes = [proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)]
+        smallest = {strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy) for strategy in STRATEGIES}
         return record | {
             "minimum_peak_bytes": {strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES},
-            "minimum_places": {
-                strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy).peak_place() for strategy in STRATEGIES
-            },
+            "minimum_places": {strategy: plan.peak_place() for strategy, plan in smallest.items()},
+            "minimum_own_shares": {strategy: _own_share(plan) for strategy, plan in smallest.items()},
+            "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
             "lower_bounds": [(num_bytes, planner.lower_bound_ms(num_bytes)) for num_bytes in budgets_bytes],
             "frontiers": {
@@ -193,9 +196,32 @@ class _Run:
     def _loss_only_minimum_bytes(self) -> dict[str, int]:
         """Smallest peaks where the loss alone is returned, so that blocks may run in chunks; op times do not matter there."""
         self.say("smallest peak in chunks")
-        workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
-        planner = Planner(workload.model, workload.sample, outputs="loss", allow_chunking=True, machine=MACHINE)
+        planner = self._loss_only_planner(machine=MACHINE)
         return {strategy: planner.minimum_peak(strategy) for strategy in ("rotor", DEFAULT)}
+
+    def _loss_only_planner(self, **options: Any) -> Planner:
+        workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
+        return Planner(workload.model, workload.sample, outputs="loss", allow_chunking=True, **options)
+
+    def chunked_series(self) -> Iterator[Record]:
+        """The default strategy at the budgets of the series, in bytes, where the loss alone is returned and blocks may run in chunks."""
+        if self.name not in quality_table.SERIES:
+            return
+        self.say("series in chunks")
+        planner = self._loss_only_planner()
+        for budget in quality_table.SERIES[self.name]:
+            plan = planner.plan(int(budget * self.planner.baseline_peak_bytes))
+            plan.schedule.verify(plan.graph)
+            yield {
+                "kind": "chunked",
+                "model": self.name,
+                "budget": budget,
+                "budget_bytes": plan.budget_bytes,
+                "peak_bytes": simulate(plan.graph, plan.schedule, plan.costs).peak_bytes,
+                "ratio": plan.predicted_ms / planner.baseline_ms,
+                "lower_bound_ratio": plan.lower_bound_ms / planner.baseline_ms,
+                "chunks": plan.options.get("loss_chunks", ""),
+            }
 
     def _proved_minimum_bytes(self) -> int:
         """The largest number of bytes, to the page, below which no schedule has its peak: there the lower bound is infinite."""
@@ -284,6 +310,15 @@ class _Run:
                 "ms": found.time_ms,
                 "ours_ms": ours.get("ms"),
             }
+
+
+def _own_share(plan: Plan) -> float:
+    """Of the peak of a plan, what the op that runs there reads and makes, its workspace included."""
+    simulation = plan.simulation
+    op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
+    own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
+    own_bytes = sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
+    return min(1.0, own_bytes / simulation.peak_bytes)  # what it makes may take the place of what it reads
 
 
 def _spread(length: int, num_points: int) -> list[int]:

@@ -9,7 +9,7 @@ planner names has to work in the next. So it comes from proposals that count ops
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from math import inf
 from typing import Protocol
@@ -27,7 +27,7 @@ from rockmate.search import FRONTIER_POINTS
 # How near to the bound, of the time of no recomputation, a schedule ends ...
 _NEAR = 5e-5  # ... the search
 _CLOSE = 1e-3  # ... it before several levels are solved
-_RATHER_NEAR = 5e-3  # ... it before more than a grid of them is looked at
+_RATHER_NEAR = 2.5e-3  # ... it before more than a grid of them is looked at
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
 _FAR = 5e-2  # ... it before more is given room, and more is brought down to the budget
 _LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
@@ -40,7 +40,8 @@ _TOPS = (1, 2, 4)  # such steps, after which it is lowered again
 _LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
 _FULL = 0.8  # ... or where less than that is in use ...
 _MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
-_STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # from one budget to the next, by which what recomputes nothing is brought down
+_STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way ...
+_STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # ... and without
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
 
@@ -95,13 +96,22 @@ class ImprovingSearch:
         The answer depends on the budget alone, not on what was asked before.
         """
         if budget_bytes < self.minimum().peak_bytes:
-            return None
-        best = fitting(self._smallest, budget_bytes)[0]
-        for near, starts in self._starts(budget_bytes):
-            if self._is_near_bound(best, budget_bytes, near):
-                return best
-            best = _better(best, self._first_improved(starts, budget_bytes, best.time_ms))
-        return self._thoroughly_improved(best, budget_bytes)
+            return self._fastest_at_minimum if self._fastest_at_minimum.peak_bytes <= budget_bytes else None
+        return self._best_within(budget_bytes)
+
+    @cached_property
+    def _fastest_at_minimum(self) -> Candidate:
+        return self._best_within(self.minimum().peak_bytes)
+
+    def _best_within(self, budget_bytes: int) -> Candidate:
+        best = self._improved_starts(fitting(self._smallest, budget_bytes)[0], self._of_one_level(budget_bytes), budget_bytes)
+        if self._is_near_bound(best, budget_bytes, _CLOSE):
+            return best
+        put_off = self._put_off_on_the_way_down(best, budget_bytes)
+        if self._is_near_bound(put_off, budget_bytes, _CLOSE):
+            return put_off
+        best = self._improved_starts(best, self._of_several_levels(budget_bytes), budget_bytes)
+        return _better(self._thoroughly_improved(best, budget_bytes), put_off)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
@@ -113,14 +123,14 @@ class ImprovingSearch:
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
-        """Nothing recomputed, what is proposed for the smallest peak, and what the smallest becomes as values are evicted from it.
+        """Nothing recomputed, what is proposed for the smallest peak, and what each of these becomes as values are evicted from it."""
+        starts = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
+        return [candidate for start in starts for candidate in self._shrunk(start)]
 
-        Evictions go on for as long as they lower the peak. They, too, count ops instead of timing them.
-        """
+    def _shrunk(self, candidate: Candidate) -> list[Candidate]:
+        """The schedule, and what it becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
         counted = unit_times(self._costs)
-        found = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
-        found.append(min(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))))
-        share = _LARGEST_SHRINKAGE
+        found, share = [candidate], _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
             smaller = self._made_to_fit(found[-1], int(found[-1].peak_bytes * (1 - share)), counted)
             if smaller is None:
@@ -142,37 +152,33 @@ class ImprovingSearch:
         return own_bytes(self._graph, self._costs).tolist()
 
     @cached_property
+    def _ladder_put_off(self) -> Ladder:
+        return Ladder(self._baseline, _STEP_DOWN, self._improved_put_off)
+
+    @cached_property
     def _ladders(self) -> list[Ladder]:
         return [Ladder(self._baseline, step, self._improved) for step in _STEPS_DOWN]
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 
-    def _starts(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
-        """Groups of schedules to improve, each with how near to the bound makes it not worth it.
+    def _improved_starts(self, best: Candidate, starts: Iterable[tuple[float, list[Candidate]]], budget_bytes: int) -> Candidate:
+        """The fastest of `best` and what comes of groups of schedules, each with how near to the bound makes it not worth it.
 
         Of a group, the first that can be made to fit counts.
         """
-        yield from ((_NEAR, [start]) for start in self._of_one_level(budget_bytes))
-        yield _CLOSE, []
-        grid = self._several_levels.grid()
-        yield _NEAR, above(grid, budget_bytes)[:1]
-        yield _NEAR, fitting([*self._smallest, *grid], budget_bytes)[:1]
-        yield _RATHER_NEAR, []
-        # Making others takes as long as improving those of the grid, and seldom gains as much.
-        around = self._several_levels.around(budget_bytes)
-        yield _RATHER_NEAR, fitting(around, budget_bytes)[:1]
-        exceeding = above([*grid, *around], budget_bytes)
-        yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
-        if budget_bytes < _TIGHT * self.minimum().peak_bytes:
-            yield from ((_RATHER_NEAR, [exceeding[index]]) for index in spread(len(exceeding), _TIGHT_STARTS)[1:])
+        for near, group in starts:
+            if self._is_near_bound(best, budget_bytes, near):
+                return best
+            best = _better(best, self._first_improved(group, budget_bytes, best.time_ms))
+        return best
 
-    def _of_one_level(self, budget_bytes: int) -> Iterator[Candidate]:
+    def _of_one_level(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
         """What the bound is the time of; and the fastest of one level that fits, as a few limits tell, with the next that does not."""
         schedule = self._proposals.at_bound(budget_bytes)
         if schedule is None:
             return
         found = self._evaluated(schedule)
-        yield found
+        yield _NEAR, [found]
         limit_bytes, low, high = found.simulation.saved_bytes, 0, self._baseline.simulation.saved_bytes
         tried: list[Candidate] = []
         while len(tried) < _LIMITS and high - low > _CLOSELY * budget_bytes:
@@ -185,8 +191,21 @@ class ImprovingSearch:
             found = self._evaluated(schedule)
             tried.append(found)
             low, high = (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
-        yield from fitting(tried, budget_bytes)[:1]
-        yield from above(tried, budget_bytes)[:1]
+        yield _NEAR, fitting(tried, budget_bytes)[:1]
+        yield _NEAR, above(tried, budget_bytes)[:1]
+
+    def _of_several_levels(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
+        """Schedules near the budget, those of the grid first: making others takes as long as improving these, and seldom gains as much."""
+        grid = self._several_levels.grid()
+        yield _NEAR, above(grid, budget_bytes)[:1]
+        yield _NEAR, fitting([*self._smallest, *grid], budget_bytes)[:1]
+        yield _RATHER_NEAR, []
+        around = self._several_levels.around(budget_bytes)
+        yield _RATHER_NEAR, fitting(around, budget_bytes)[:1]
+        exceeding = above([*grid, *around], budget_bytes)
+        yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
+        if budget_bytes < _TIGHT * self.minimum().peak_bytes:
+            yield from ((_RATHER_NEAR, [exceeding[index]]) for index in spread(len(exceeding), _TIGHT_STARTS)[1:])
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
@@ -195,6 +214,13 @@ class ImprovingSearch:
             starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
         found = (self._improved(start, budget_bytes) for start in starts if start is not None)
         return [candidate for candidate in found if candidate is not None]
+
+    def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off."""
+        for rung in (self._ladder_put_off.above(budget_bytes), self._ladder_put_off.below(budget_bytes)):
+            if rung is not None and not self._is_near_bound(best, budget_bytes, _CLOSE):
+                best = _better(best, self._improved_put_off(rung, budget_bytes))
+        return best
 
     # --- improvement ---------------------------------------------------------------------------------------------------------
 
@@ -277,6 +303,13 @@ class ImprovingSearch:
                 return None
             candidate = self._evaluated(schedule)
         return candidate if candidate.peak_bytes <= budget_bytes else None
+
+    def _improved_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """As `_improved`, with runs put off where that leaves it far from the bound."""
+        found = self._improved(candidate, budget_bytes)
+        if found is None or self._is_near_bound(found, budget_bytes, _RATHER_NEAR):
+            return found
+        return self._with_runs_put_off(found, budget_bytes)
 
     def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)

@@ -29,10 +29,24 @@ class Ladder:
         Raises:
             ValueError: the budget is not between 1 and the peak of the top.
         """
+        return self._rungs[self._place_above(budget_bytes)]
+
+    def below(self, budget_bytes: int) -> Candidate | None:
+        """The first rung below the budget, or None; errors as for `above`."""
+        place = self._place_above(budget_bytes) + 1
+        self._build(place)
+        return self._rungs[place] if place < len(self._rungs) else None
+
+    def _place_above(self, budget_bytes: int) -> int:
         if not 1 <= budget_bytes <= self._budgets[0]:
             raise ValueError(f"a budget of {budget_bytes:,} bytes is not between 1 and the {self._budgets[0]:,} of the ladder's top")
-        while (next_bytes := int(self._budgets[-1] / self._factor)) >= budget_bytes:
+        while int(self._budgets[-1] / self._factor) >= budget_bytes:
+            self._build(len(self._rungs))
+        return max(place for place, budget in enumerate(self._budgets) if budget >= budget_bytes)
+
+    def _build(self, place: int) -> None:
+        """Rungs up to that at `place`, as far as there are any."""
+        while len(self._rungs) <= place and (next_bytes := int(self._budgets[-1] / self._factor)):
             last = self._rungs[-1]
             self._budgets.append(next_bytes)
             self._rungs.append(None if last is None else self._improved(last, next_bytes))
-        return next(rung for budget, rung in zip(self._budgets[::-1], self._rungs[::-1], strict=True) if budget >= budget_bytes)

@@ -103,6 +103,8 @@ def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
         "first_plan_s": 0.25,
         "minimum_peak_bytes": {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 100},
         "minimum_places": {"rotor": "one place", "rockmate": "another"},
+        "minimum_own_shares": {"rotor": 0.5, "rockmate": 0.75},
+        "whole_graph_limit_s": 60.0,
         "proved_minimum_bytes": 90,
         "loss_only_minimum_bytes": {"rotor": 200, "rockmate": 60},
         "frontiers": {"rockmate": [[100, 150.0], [500, 110.0], [1000, 100.0]]},
@@ -141,7 +143,7 @@ def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
     del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
     assert {found.is_hit for found in quality_table.rows([bare])} == {None}
-    assert "not measured" in str(row("llama at 0.48", bare))
+    assert "not measured" in str(row("llama at 0.48:", bare))
 
 
 def test_gap_rows_take_the_largest_and_the_median() -> None:
@@ -165,16 +167,25 @@ def test_two_layer_models_stand_apart() -> None:
     unproved = row("gap to whole-graph", *lines[:3], optimum | {"is_proved": False})
     assert unproved.is_hit is None
     assert "1 not proved" in unproved.what
+    assert "60 s a solve of the 600 allowed" in unproved.what
 
 
 @pytest.mark.parametrize(("ratio", "is_hit"), [(1.10, True), (1.11, False)])
 def test_series_rows_hold_the_ratio_against_its_target(ratio: float, is_hit: bool) -> None:
-    assert row("llama at 0.48", model_line(), plan_line(0.48, 100 * ratio, ratio=ratio, purpose="series")).is_hit is is_hit
+    assert row("llama at 0.48:", model_line(), plan_line(0.48, 100 * ratio, ratio=ratio, purpose="series")).is_hit is is_hit
 
 
 def test_series_row_of_an_infeasible_budget_is_missed() -> None:
-    found = row("llama at 0.25", model_line(), plan_line(0.25, 0.0, purpose="series", is_feasible=False))
+    found = row("llama at 0.25:", model_line(), plan_line(0.25, 0.0, purpose="series", is_feasible=False))
     assert (found.figure, found.is_hit) == ("infeasible", False)
+
+
+@pytest.mark.parametrize(("ratio", "peak_bytes", "is_hit"), [(1.10, 480, True), (1.11, 480, False), (1.10, 481, False)])
+def test_rows_in_chunks_have_the_target_and_fit_the_budget(ratio: float, peak_bytes: int, is_hit: bool) -> None:
+    chunked = {"kind": "chunked", "model": "llama", "budget": 0.48, "budget_bytes": 480, "peak_bytes": peak_bytes, "ratio": ratio}
+    found = row("llama at 0.48, the loss alone", model_line(), chunked | {"lower_bound_ratio": 1.05, "chunks": "4"})
+    assert found.is_hit is is_hit
+    assert "in 4 chunks; none of the graphs considered has a schedule below 1.050" in found.where
 
 
 @pytest.mark.parametrize(("ours_ms", "is_hit"), [(110.0, True), (110.01, False), (None, False)])
@@ -204,6 +215,7 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
     assert row("the same where the loss", model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71})).is_hit is False
     assert row("planning, capture not counted, 12", model_line("gpt2-12")).figure == "2.8 s"
     assert row("planning, capture not counted, 12", model_line("gpt2-12", first_plan_s=0.6)).is_hit is False
+    assert row("the same and a second plan, at the smallest peak, 12", model_line("gpt2-12", tightest_plan_s=0.5)).figure == "3.2 s"
     pair = [plan_line(0.5, 110.0, strategy="chen"), plan_line(0.5, 109.0)]
     assert row("time beyond another", model_line(), *pair).is_hit
     assert row("time beyond another", model_line(), pair[0], pair[1] | {"ms": 110.1}).is_hit is False

@@ -21,7 +21,7 @@ from rockmate.graph import Graph, Op
 from rockmate.improvement import make_room, spend_room
 from rockmate.ladder import Ladder
 from rockmate.postponement import can_wait, own_bytes, places_with_room, put_off
-from rockmate.schedule import Schedule, no_recomputation
+from rockmate.schedule import Schedule, with_nothing_again
 from rockmate.search import FRONTIER_POINTS
 
 # How near to the bound, of the time of no recomputation, a schedule ends ...
@@ -78,12 +78,19 @@ class Proposals(Protocol):
 class ImprovingSearch:
     """The search of the default strategy."""
 
-    def __init__(self, graph: Graph, costs: Costs, proposals: Proposals) -> None:
-        """Nothing is solved before it is asked for."""
+    def __init__(self, graph: Graph, costs: Costs, proposals: Proposals, *, backward: Sequence[Op] | None = None) -> None:
+        """Nothing is solved before it is asked for.
+
+        Args:
+            graph: ops and storages.
+            costs: of its ops.
+            proposals: what is improved.
+            backward: late and backward ops in the order in which what recomputes nothing has them; None for the graph's.
+        """
         self._graph = graph
         self._costs = costs
         self._proposals = proposals
-        self._baseline = self._evaluated(no_recomputation(graph))
+        self._baseline = self._evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
 
     @property
     def num_unproved(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rockmate.graph import Graph, Op, Phase, Storage
 
@@ -66,6 +66,13 @@ class BlockChain:
             tuple(op for block in reversed(part) for op in block.backward),
             part[0].input,
             part[-1].output,
+        )
+
+    def with_backward_as_in(self, order: Sequence[Op]) -> BlockChain:
+        """The same blocks with the late and backward ops of each in the order in which they stand in `order`."""
+        place = {op: position for position, op in enumerate(order)}
+        return replace(
+            self, blocks=tuple(replace(block, backward=tuple(sorted(block.backward, key=place.__getitem__))) for block in self.blocks)
         )
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 
 from rockmate.accesses import Accesses, Bools
-from rockmate.graph import Graph, Phase, Storage
+from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.in_place import operands_in_place
 
 
@@ -112,7 +112,12 @@ class Schedule:
 
 def no_recomputation(graph: Graph) -> Schedule:
     """Every op once, in the order of the graph: what a framework does that saves whatever the backward reads."""
-    return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in graph.backward_ops])
+    return with_nothing_again(graph, graph.backward_ops)
+
+
+def with_nothing_again(graph: Graph, backward: Sequence[Op]) -> Schedule:
+    """Every op once, those of the forward in the order of the graph, late and backward ones in the order of `backward`."""
+    return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in backward])
 
 
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rockmate.backward_order import roomier_backward
 from rockmate.certificate import Certificate
 from rockmate.costs import Costs
 from rockmate.graph import Graph
@@ -60,5 +61,8 @@ def make_search(
     if strategy == "rotor":
         rotor = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, solver_time=solver_time, solved=solved, is_all_or_nothing=True)
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
+    backward = roomier_backward(graph, costs)
+    if backward is not None:
+        chain = chain.with_backward_as_in(backward)
     proposals = SolverProposals(graph, chain, costs, certificate, max_bytes=max_bytes, solver_time=solver_time, solved=solved)
-    return ImprovingSearch(graph, costs, proposals)
+    return ImprovingSearch(graph, costs, proposals, backward=backward)

@@ -7,8 +7,7 @@ either in memory while b runs, or is made again after it, which costs its op's t
 terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
 the time of every schedule from below; so does the largest of these bounds over all moments b.
 
-Relaxed away: everything that happens between b and the reads, and any other moment; for small graphs near the smallest peak, any but
-one more (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
+Relaxed away: everything that happens between b and the reads, and any other moment, or any but one more (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ _MAX_MOMENTS = 12
 _TIGHT = 1.1  # times the least that one moment needs: the budget for which two moments are chosen
 _SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
 _MOST_OPS = 256  # of the forward, for which the program of two moments is written down
+_MOST_OPS_RELAXED = 600  # of the forward, for which it is solved without whole numbers
+_FULL_MOMENTS = 4  # second moments that are then tried
 _TWO_MOMENTS_S = 10.0  # for the program of two moments: several times what it takes, so that a busy machine seldom changes the answer
 
 
@@ -85,10 +86,12 @@ class Certificate:
     def closer_bound_ms(self, budget_bytes: int) -> float:
         """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
 
-        It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts.
+        It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts. At
+        other budgets, and for larger graphs, linear programs of two moments say more where branches meet.
         """
         if budget_bytes not in self._known_closer_ms:
-            self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + self._again_at_two_ms(budget_bytes))
+            again_ms = max(self._again_at_two_ms(budget_bytes), self._again_beside_branches_ms(budget_bytes))
+            self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + again_ms)
         return self._known_closer_ms[budget_bytes]
 
     def _again_at_two_ms(self, budget_bytes: int) -> float:
@@ -96,19 +99,53 @@ class Certificate:
             return 0.0
         return self._solved_at_two(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
 
-    def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int) -> tuple[float, bool]:
+    def _again_beside_branches_ms(self, budget_bytes: int) -> float:
+        """What the first moment and each of `_full_moments` say together, without whole numbers."""
+        if isinf(self.bound_ms(budget_bytes)):
+            return 0.0
+        pairs = ((self.moments[0], second) for second in self._full_moments)
+        return max((self._solved_at_two(pair, budget_bytes, is_relaxed=True)[0] for pair in pairs), default=0.0)
+
+    @cached_property
+    def _full_moments(self) -> list[Moment]:
+        """Of the moments behind the first, those with most in memory if nothing is recomputed and what need not run before them has not.
+
+        Of equal ones the last. The same for every budget; none if there are too many ops.
+        """
+        if len(self._graph.forward_ops) > _MOST_OPS_RELAXED or not self.moments:
+            return []
+        later = set(self.moments[0].later)
+        ops, num_bytes, num_later = self._in_use
+        fullest = {
+            size + self._bytes_to_read(op): op
+            for op, size, after in zip(ops, num_bytes, num_later, strict=True)
+            if op in later and after
+        }
+        return [self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS]]
+
+    def _bytes_to_read(self, op: Op) -> int:
+        """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""
+        before = {op, *_ancestors(op)}
+        readers = (other for other in self._in_use[0] if other not in before)
+        values = {storage for other in readers for storage in other.reads if storage not in op.reads}
+        return sum(s.num_bytes for s in values if s.producer is not None and s.producer.phase is not Phase.BACKWARD)
+
+    def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int, *, is_relaxed: bool = False) -> tuple[float, bool]:
         first, second = moments
-        later, behind = set(first.later), set(second.later)
-        between = later & (_ancestors(second.op) | {second.op})
+        later, behind, ahead = set(first.later), set(second.later), _ancestors(second.op)
+        between = later & (ahead | {second.op})
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
             return least_again_ms(
                 [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
                 self._costs,
                 in_use=(first.in_use, second.in_use),
                 room_bytes=(budget_bytes - first.num_bytes, budget_bytes - second.num_bytes),
+                ahead=_in_order(ahead),
                 between=_in_order(between),
                 behind=_in_order(behind),
                 either=_in_order(later - between - behind),
+                readers=self._graph.readers,
+                is_relaxed=is_relaxed,
                 time_limit_s=min(time_limit_s, _TWO_MOMENTS_S),
             )
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import rockmate.certificate
 import rockmate.planner
+from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
 from rockmate import Planner
 from rockmate.certificate import Certificate
 from rockmate.costs import Cost, Costs
@@ -283,6 +284,26 @@ def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
         values = [bounds.closer_bound_ms(budget) for budget in budgets_between(0, reached(name)[-1][0], 25)]
         assert all(tight >= loose * ROUNDING for tight, loose in pairwise(values))
     assert any(gained)
+
+
+def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
+    for name in SMALL:
+        bounds = certificate(name)
+        assert all(bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING for peak_bytes, time_ms in reached(name))
+
+
+def test_two_moments_without_whole_numbers_say_more_where_branches_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
+    images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
+    graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
+    times_ms = [1e-6 * (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) for op in graph.ops]
+    by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
+    costs = Costs(first=by_bytes, again=by_bytes, num_distinct=len(by_bytes))
+    baseline = simulate(graph, no_recomputation(graph), costs)
+    bounds = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0))
+    budget_bytes = baseline.peak_bytes // 2
+    assert bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms < bounds.closer_bound_ms(budget_bytes) < inf
 
 
 @pytest.mark.parametrize("changed", [{"room_bytes": (0, 0)}, {"in_use": ((), ())}])

@@ -7,7 +7,8 @@ either in memory while b runs, or is made again after it, which costs its op's t
 terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
 the time of every schedule from below; so does the largest of these bounds over all moments b.
 
-Relaxed away: everything that happens between b and the reads, and any other moment, or any but one more (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
+Relaxed away: everything that happens between b and the reads, and any other moment, or any but one more
+(`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
 """
 
 from __future__ import annotations

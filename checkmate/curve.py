@@ -24,7 +24,7 @@ from checkmate.frontier import (
     recomputed_ops,
 )
 from checkmate.hull import convex_hull
-from checkmate.problem import Knapsack, Solution, Status
+from checkmate.problem import Knapsack, Solution, Status, check_limit
 from checkmate.reduction import assemble, ms_of_ticks, reduce
 from checkmate.verify import verify
 
@@ -65,7 +65,11 @@ class Curve:
         """A time that no plan within the limit beats, in milliseconds; infinite if there is no plan.
 
         After `time_limit_s` seconds of wall time the convex hull answers.
+
+        Raises:
+            ValueError: The limit is no whole number.
         """
+        check_limit("max_saved_bytes", max_saved_bytes)
         if max_saved_bytes < self._hull_bytes[0]:
             return inf
         total = self._best_within(max_saved_bytes, time_limit_s)
@@ -77,7 +81,11 @@ class Curve:
         """The fastest plan within the limit, or the fastest of the convex hull where that cannot be told; None if there is no plan.
 
         The hull answers, with `Status.FEASIBLE`, after `time_limit_s` seconds of wall time and where the problem is too wide.
+
+        Raises:
+            ValueError: The limit is no whole number.
         """
+        check_limit("max_saved_bytes", max_saved_bytes)
         if max_saved_bytes < self._hull_bytes[0]:
             return None
         total = self._best_within(max_saved_bytes, time_limit_s)

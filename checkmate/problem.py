@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf, isfinite
+from numbers import Integral, Real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,10 @@ def check_ops(ops: Sequence[Op], value_bytes: Sequence[int]) -> None:
             )
     maker: dict[int, int] = {}
     for index, op in enumerate(ops):
-        if not (isfinite(op.time_ms) and op.time_ms >= 0):
-            raise ValueError(f"op {index} takes {op.time_ms} ms; a finite time of at least 0 is needed")
+        if not (isinstance(op.time_ms, Real) and isfinite(op.time_ms) and op.time_ms >= 0):
+            raise ValueError(
+                f"op {index} takes {op.time_ms!r} ms; a finite time (float) of at least 0 is needed"
+            )
         check_values(op.inputs, len(value_bytes), f"op {index} inputs")
         check_values(op.outputs, len(value_bytes), f"op {index} outputs")
         for value in op.outputs:
@@ -111,6 +114,26 @@ def check_values(values: Iterable[int], num_values: int, role: str) -> None:
     for value in values:
         if not 0 <= value < num_values:
             raise ValueError(f"{role}: value {value} is outside 0..{num_values - 1}")
+
+
+def check_limit(name: str, num_bytes: int) -> None:
+    """Check that a limit on bytes is a whole number; one below 0 is a limit that nothing is within.
+
+    Raises:
+        ValueError: It is not; the text begins with its name.
+    """
+    if not isinstance(num_bytes, Integral) or isinstance(num_bytes, bool):
+        raise ValueError(f"{name} is {num_bytes!r}; a whole number (int) of bytes is needed")
+
+
+def check_time_limit(time_limit_s: float) -> None:
+    """Check that a time limit can be used.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not (isinstance(time_limit_s, Real) and time_limit_s > 0):
+        raise ValueError(f"time_limit_s is {time_limit_s!r}; it must be above 0")
 
 
 class Status(Enum):

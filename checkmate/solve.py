@@ -32,7 +32,7 @@ from checkmate.frontier import (
 )
 from checkmate.hull import convex_hull, least_saved_bytes
 from checkmate.model import Model, build
-from checkmate.problem import Knapsack, Solution, Status, no_plan
+from checkmate.problem import Knapsack, Solution, Status, check_limit, check_time_limit, no_plan
 from checkmate.reduction import Reduced, assemble, reduce, ticks_of
 from checkmate.verify import verify
 
@@ -59,8 +59,10 @@ def solve(
         never occurs.
 
     Raises:
-        ValueError: The time limit is not positive, or the backend is unknown or not installed.
+        ValueError: The limit is no whole number, the time limit is not positive, or the backend is unknown or
+            not installed.
     """
+    check_limit("max_saved_bytes", max_saved_bytes)
     check_search(time_limit_s, backend)
     deadline = monotonic() + time_limit_s
     if backend in (None, "sweep"):
@@ -84,8 +86,7 @@ def check_search(time_limit_s: float, backend: str | None) -> None:
     Raises:
         ValueError: It cannot.
     """
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s is {time_limit_s}; it must be above 0")
+    check_time_limit(time_limit_s)
     if backend is not None:
         check_backend(backend, BACKENDS)
 

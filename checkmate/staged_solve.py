@@ -12,7 +12,7 @@ from dataclasses import replace
 from time import monotonic
 
 from checkmate.backend import SOLVERS, Outcome, check_backend, has_highs, run
-from checkmate.problem import Status
+from checkmate.problem import Status, check_limit, check_time_limit
 from checkmate.staged import (
     StagedProblem,
     StagedSolution,
@@ -52,10 +52,11 @@ def solve_staged(
         A verified schedule with what is proven of it, or an answer without one whose status says why.
 
     Raises:
-        ValueError: The time limit is not positive, the backend is unknown or not installed, or there is no such op.
+        ValueError: The budget is no whole number, the time limit is not positive, the backend is unknown or not installed,
+            or there is no such op.
     """
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s is {time_limit_s}; it must be above 0")
+    check_limit("budget_bytes", budget_bytes)
+    check_time_limit(time_limit_s)
     backend = backend or ("highs" if has_highs() else "cbc")
     check_backend(backend, SOLVERS)
     if not 0 <= first_recompute_op <= len(problem.ops):

@@ -12,6 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
+
+MAX_BYTES = 1 << 62
+"""The largest size, budget and sum over a chain: the solver adds them up as 64-bit integers."""
 
 
 def _check_numbers(owner: Option | Stage) -> None:
@@ -21,10 +25,17 @@ def _check_numbers(owner: Option | Stage) -> None:
         if field.name.endswith("_bytes"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{field.name} is {value!r}; it must be a whole number of bytes, at least 0")
-        elif not (math.isfinite(value) and value >= 0):
+            check_size(field.name, value)
+        elif not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
             raise ValueError(
                 f"{field.name} is {value!r}; it must be a finite number of milliseconds, at least 0"
             )
+
+
+def check_size(name: str, num_bytes: int) -> None:
+    """Raise ``ValueError`` if a number of bytes is above ``MAX_BYTES``."""
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"{name} is {num_bytes}; it must be at most 2**62, {MAX_BYTES}: give a larger unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +96,8 @@ class Stage:
 class Chain:
     """Stages in forward order, and the options of every span of them that may be run as one.
 
+    All sizes together are at most ``MAX_BYTES``.
+
     Attributes:
         stages: At least one stage.
         spans: ``(first, last)``, both inclusive, to the span's options. Every ``(s, s)`` is there, with the
@@ -119,6 +132,27 @@ class Chain:
                         f"saved_bytes of option {index} of span ({first}, {last}) is {option.saved_bytes}; "
                         f"it must be at least the span's output, {self.output_bytes(last)}"
                     )
+        check_size("the sum of the chain's sizes", self._most_bytes())
+
+    def _most_bytes(self) -> int:
+        """Return bytes that no peak is above, of any sequence and of any part of the chain.
+
+        Every boundary, the largest of what each stage may save as the first of a span and all parameter
+        gradients are there at once, beside the largest gradient in hand and the largest peak of a step.
+        """
+        options = [option for at in self.spans.values() for option in at]
+        saved = [0] * len(self.stages)
+        for (first, _), at in self.spans.items():
+            saved[first] = max(saved[first], *(option.saved_bytes for option in at))
+        return (
+            sum(stage.input_bytes + stage.parameter_gradient_bytes for stage in self.stages)
+            + sum(saved)
+            + max(stage.output_gradient_bytes for stage in self.stages)
+            + max(
+                *(stage.forward_peak_bytes for stage in self.stages),
+                *(max(option.forward_peak_bytes, option.backward_peak_bytes) for option in options),
+            )
+        )
 
     def output_bytes(self, stage: int) -> int:
         """Return the size of the boundary that leaves ``stage``; 0 for the last, whose output none reads."""

@@ -50,11 +50,12 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import Chain, Option
+from rotor.chain import Chain, Option, check_size
 from rotor.sequence import Backward, ForwardKeep, ForwardOnly, Sequence, Step
 
 Floats = npt.NDArray[np.float64]
@@ -91,20 +92,27 @@ def solve_table(chain: Chain, max_budget_bytes: int, num_slots: int = 1000) -> T
     Args:
         chain: The stages, and the options of their spans.
         max_budget_bytes: The largest budget that will be asked for, beside the chain's input.
-        num_slots: How many budgets the table tells apart; time and memory grow in proportion.
+        num_slots: How many budgets the table tells apart, at least 1; time and memory grow in proportion.
 
     Returns:
         The table. Each of its plans has an exact peak within its budget; see the module for what rounding can
         cost.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is not whole, or out of range.
     """
-    if max_budget_bytes < 0:
-        raise ValueError(f"max_budget_bytes is {max_budget_bytes}; it must be at least 0")
-    if num_slots < 1:
-        raise ValueError(f"num_slots is {num_slots}; it must be at least 1")
+    _check_whole("max_budget_bytes", max_budget_bytes, least=0)
+    check_size("max_budget_bytes", max_budget_bytes)
+    _check_whole("num_slots", num_slots, least=1)
     return Table(chain, int(max_budget_bytes), int(num_slots))
+
+
+def _check_whole(name: str, value: int, *, least: int | None = None) -> None:
+    """Raise ``ValueError`` unless an argument is a whole number, and not below ``least``."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number (int)")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +209,7 @@ class Table:
         """Return the least time within ``budget_bytes``, or infinity where no schedule fits.
 
         Raises:
-            ValueError: The budget is above the table's ``max_budget_bytes``.
+            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
         """
         plan = self._plan_within(budget_bytes)
         return math.inf if plan is None else plan.time * self._terms.tick_ms
@@ -211,7 +219,7 @@ class Table:
 
         Raises:
             InfeasibleBudgetError: The budget is below ``minimum_bytes``.
-            ValueError: The budget is above the table's ``max_budget_bytes``.
+            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
         """
         plan = self._plan_within(budget_bytes)
         if plan is None:
@@ -219,6 +227,7 @@ class Table:
         return self._backtrack(plan)
 
     def _plan_within(self, budget_bytes: int) -> _Plan | None:
+        _check_whole("budget_bytes", budget_bytes)
         if budget_bytes > self.max_budget_bytes:
             raise ValueError(f"budget_bytes is {budget_bytes}; the table goes up to {self.max_budget_bytes}")
         index = bisect_right(self._frontier, budget_bytes, key=lambda plan: plan.peak)

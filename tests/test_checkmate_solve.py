@@ -2,19 +2,23 @@
 
 import doctest
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pulp
 import pytest
 from checkmate_cases import exhaustive, first_ops, random_graph, transformer
 from stopwatch import least_seconds
 
 import checkmate
-from checkmate import Knapsack, Op, Solution, Status, solve, verify
+from checkmate import Curve, Knapsack, Op, Solution, Status, pareto, solve, verify
 
 BACKENDS = ["sweep", "cbc"] + (["highs"] if importlib.util.find_spec("highspy") else [])
 SOLVE = sys.modules["checkmate.solve"]  # the package's attribute of that name is the function
@@ -185,6 +189,8 @@ def test_verify_names_what_is_wrong() -> None:
         ("required: value 3 is outside", [], (1,), (3,)),
         ("op 0 takes -1.0 ms", [(-1.0, (), (0,))], (1,), ()),
         ("op 0 takes nan ms", [(float("nan"), (), (0,))], (1,), ()),
+        ("op 0 takes '1' ms; a finite time", [("1", (), (0,))], (1,), ()),
+        ("op 0 takes None ms; a finite time", [(None, (), (0,))], (1,), ()),
         ("op 0 inputs: value 7", [(1.0, (7,), (0,))], (1,), ()),
         ("made by op 0 and by op 1", [(1.0, (), (0,)), (1.0, (), (0,))], (1,), ()),
         ("op 0 reads value 1, which op 1", [(1.0, (1,), (0,)), (1.0, (), (1,))], (1, 1), ()),
@@ -203,8 +209,24 @@ def test_a_bad_search_is_refused() -> None:
     problem = transformer(1)
     with pytest.raises(ValueError, match="time_limit_s is 0"):
         solve(problem, 1, time_limit_s=0)
+    with pytest.raises(ValueError, match="time_limit_s is '9'"):
+        pareto(problem, time_limit_s="9")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'gurobi'; known are sweep, cbc, highs"):
         solve(problem, 1, backend="gurobi")
+
+
+@pytest.mark.parametrize("limit", ["3", None, 3.5, nan, True])
+def test_a_limit_that_is_no_whole_number_is_refused(limit: Any) -> None:
+    problem = transformer(1)
+    curve = Curve(problem)
+    for ask in (partial(solve, problem), partial(solve, problem, backend="cbc"), curve.plan, curve.bound_ms):
+        with pytest.raises(ValueError, match=re.escape(f"max_saved_bytes is {limit!r}; a whole number (int)")):
+            ask(limit)
+
+
+def test_a_limit_of_numpy_is_taken() -> None:
+    problem, limit = transformer(1), np.int64(10**9)
+    assert solve(problem, limit) == solve(problem, int(limit))  # pyright: ignore[reportArgumentType]
 
 
 def test_imports_no_tensor_library_nor_the_other_packages() -> None:

@@ -467,6 +467,7 @@ def test_verify_names_what_is_wrong() -> None:
         ("value 0 has -1 bytes", [], (-1,), ()),
         ("stays: value 3 is outside", [], (1,), (3,)),
         ("op 0 has an overhead of -1 bytes", [StagedOp(time_ms=1.0, inputs=(), outputs=(), overhead_bytes=-1)], (), ()),
+        ("op 0 takes '1' ms", [StagedOp(time_ms="1", inputs=(), outputs=())], (), ()),  # pyright: ignore[reportArgumentType]
         ("op 0 takes nan ms", [StagedOp(time_ms=float("nan"), inputs=(), outputs=())], (), ()),
         ("op 0 reads value 0, which op 0", [StagedOp(time_ms=1.0, inputs=(0,), outputs=(0,))], (1,), ()),
     ],
@@ -480,6 +481,9 @@ def test_a_bad_search_is_refused() -> None:
     problem = random_step(0)
     with pytest.raises(ValueError, match="time_limit_s is 0"):
         solve_staged(problem, 1, time_limit_s=0)
+    for budget in ("3", None, 3.5):
+        with pytest.raises(ValueError, match=f"budget_bytes is {budget!r}; a whole number"):
+            solve_staged(problem, budget)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'sweep'; known are cbc, highs"):
         solve_staged(problem, 1, backend="sweep")
     with pytest.raises(ValueError, match=r"first_recompute_op is 99; the ops are 0\.\.5"):

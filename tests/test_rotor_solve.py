@@ -6,7 +6,9 @@ import heapq
 import math
 import random
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rotor import Chain, InfeasibleBudgetError, Option, Sequence, Stage, Table, replay, solve_table
@@ -189,11 +191,12 @@ def text_at(chain: Chain, budget: int) -> str:
     return str(solve_table(chain, budget, num_slots=max(budget, 1)).sequence(budget))
 
 
-def two_options(num_stages: int) -> Chain:
-    """Return a chain whose stages save 5 bytes, or 2 and one more millisecond; boundaries have 1 byte."""
-    stage = Stage(input_bytes=1, output_gradient_bytes=1, forward_ms=3.0, forward_peak_bytes=1)
-    full = Option(saved_bytes=5, forward_peak_bytes=5, backward_peak_bytes=7, forward_ms=3.0, backward_ms=6.0)
-    lean = Option(saved_bytes=2, forward_peak_bytes=5, backward_peak_bytes=7, forward_ms=3.0, backward_ms=7.0)
+def two_options(num_stages: int, unit: int = 1) -> Chain:
+    """Return a chain whose stages save 5 units, or 2 and one more millisecond; boundaries have 1 unit."""
+    stage = Stage(input_bytes=unit, output_gradient_bytes=unit, forward_ms=3.0, forward_peak_bytes=unit)
+    peaks = {"forward_peak_bytes": 5 * unit, "backward_peak_bytes": 7 * unit}
+    full = Option(saved_bytes=5 * unit, forward_ms=3.0, backward_ms=6.0, **peaks)
+    lean = Option(saved_bytes=2 * unit, forward_ms=3.0, backward_ms=7.0, **peaks)
     return Chain(stages=(stage,) * num_stages, spans={(s, s): (full, lean) for s in range(num_stages)})
 
 
@@ -271,11 +274,48 @@ def test_equal_times_in_any_order_of_addition_are_no_breakpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "num_slots", "message"), [(-1, 10, "max_budget_bytes is -1"), (10, 0, "num_slots is 0")]
+    ("budget", "num_slots", "message"),
+    [
+        (-1, 10, "max_budget_bytes is -1; it must be at least 0"),
+        (10.0, 10, r"max_budget_bytes is 10\.0; it must be a whole number \(int\)"),
+        (math.nan, 10, "max_budget_bytes is nan; it must be a whole number"),
+        (math.inf, 10, "max_budget_bytes is inf; it must be a whole number"),
+        ("10", 10, "max_budget_bytes is '10'; it must be a whole number"),
+        (None, 10, "max_budget_bytes is None; it must be a whole number"),
+        (2**62 + 1, 10, rf"max_budget_bytes is {2**62 + 1}; it must be at most 2\*\*62, {2**62}"),
+        (10, 0, "num_slots is 0; it must be at least 1"),
+        (10, 1.5, r"num_slots is 1\.5; it must be a whole number"),
+        (10, True, "num_slots is True; it must be a whole number"),
+    ],
 )
-def test_bad_arguments(budget: int, num_slots: int, message: str) -> None:
+def test_bad_arguments(budget: Any, num_slots: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solve_table(two_options(1), budget, num_slots)
+
+
+@pytest.mark.parametrize("budget", [math.nan, 7.5, "7", None])
+def test_budget_that_is_no_whole_number(budget: Any) -> None:
+    table = solve_table(two_options(1), 10)
+    for ask in (table.time_ms, table.sequence):
+        with pytest.raises(ValueError, match=f"budget_bytes is {budget!r}; it must be a whole number"):
+            ask(budget)
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    ten: Any = np.int64(10)
+    assert solve_table(two_options(1), ten, num_slots=ten).time_ms(ten) == solve_table(two_options(1), 10, num_slots=10).time_ms(10)
+
+
+def test_largest_sizes_are_reckoned_exactly() -> None:
+    """A chain whose sizes add up to nearly the limit has the plans of the same chain in a smaller unit."""
+    unit = 2**56
+    small, large = two_options(6), two_options(6, unit)
+    assert 2**61 < large._most_bytes() <= 2**62
+    least, most = solve_table(small, 60, num_slots=60), solve_table(large, 60 * unit, num_slots=60)
+    assert most.breakpoints() == tuple((budget * unit, time) for budget, time in least.breakpoints())
+    assert most.minimum_bytes == least.minimum_bytes * unit
+    for budget, _ in least.breakpoints():
+        assert most.sequence(budget * unit) == least.sequence(budget)
 
 
 def test_budget_above_the_table() -> None:

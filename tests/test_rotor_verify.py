@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -99,11 +100,29 @@ def test_replay_refuses(text: str, message: str) -> None:
         ("forward_ms", math.inf),
         ("backward_ms", -1.0),
         ("backward_ms", math.nan),
+        ("forward_ms", "1"),
+        ("backward_ms", None),
+        ("saved_bytes", "5"),
+        ("backward_peak_bytes", 2**62 + 1),
     ],
 )
-def test_option_refuses(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
+def test_option_refuses(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be "):
         replace(OPTION, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("forward_ms", "1"), ("input_bytes", 2**63), ("input_bytes", None)])
+def test_stage_refuses(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be "):
+        replace(STAGE, **{field: value})
+
+
+def test_chain_whose_sizes_add_up_to_more_than_the_limit_refuses() -> None:
+    stage = replace(STAGE, parameter_gradient_bytes=2**61)
+    spans = dict(CHAIN.spans)
+    Chain(stages=(stage, STAGE, STAGE), spans=spans)
+    with pytest.raises(ValueError, match=r"the sum of the chain's sizes is \d+; it must be at most 2\*\*62, .* larger unit"):
+        Chain(stages=(stage, stage, STAGE), spans=spans)
 
 
 def test_chain_refuses() -> None:

@@ -26,7 +26,7 @@ def _check_numbers(owner: Option | Stage) -> None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{field.name} is {value!r}; it must be a whole number of bytes, at least 0")
             check_size(field.name, value)
-        elif not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+        elif not (isinstance(value, Real) and math.isfinite(value) and float(value) >= 0):
             raise ValueError(
                 f"{field.name} is {value!r}; it must be a finite number of milliseconds, at least 0"
             )

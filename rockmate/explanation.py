@@ -157,6 +157,12 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 
 def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
+    if not isinstance(name, str) or not name.strip():
+        msg = (
+            f"{name!r} is no name. Give that of a value, parameter, buffer or input, or the path of a submodule, as text; of the whole "
+            "model plan.tree() and plan.block_table() tell."
+        )
+        raise UnknownNameError(msg)
     for index, storage in enumerate(plan.outline.storages):
         if name == storage.name or name in storage.aliases:
             return (_explain_storage(plan, index),)
@@ -176,9 +182,13 @@ def _unknown(plan: Plan, name: str) -> str:
     known = {path for op in plan.outline.ops if op.module for path in _prefixes(op.module)}
     known.update(op.name for op in plan.outline.ops)
     known.update(known_name for storage in plan.outline.storages for known_name in (storage.name, *storage.aliases))
-    close = difflib.get_close_matches(name, sorted(known), n=_NUM_SUGGESTED, cutoff=_CLOSE)
-    ending = sorted(path for path in known if path.endswith(f".{name}"))[:_NUM_SUGGESTED]
-    suggested = list(dict.fromkeys([*ending, *close]))
+    spelled: dict[str, list[str]] = {}  # names by their lower case: who mistypes a name may mistake its case, too
+    for known_name in sorted(known):
+        spelled.setdefault(known_name.lower(), []).append(known_name)
+    sought = name.lower()
+    close = difflib.get_close_matches(sought, spelled, n=_NUM_SUGGESTED, cutoff=_CLOSE)
+    ending = [lower for lower in spelled if lower.endswith(f".{sought}")][:_NUM_SUGGESTED]
+    suggested = [known_name for lower in dict.fromkeys([*ending, *close]) for known_name in spelled[lower]]
     hint = f"Close to it are {', '.join(suggested)}." if suggested else "The names are in plan.to_text()."
     return f"{name!r} is neither a value of the captured graph, nor a parameter, buffer or input, nor a submodule that makes one. {hint}"
 

@@ -222,7 +222,7 @@ class Plan:
             name: a node of the captured graph ("gelu_1"), a parameter, buffer or input by its name, or the path of a submodule.
 
         Raises:
-            UnknownNameError: the name is none of these; the text suggests ones like it.
+            UnknownNameError: the name is none of these; the text suggests ones like it, in whatever case it is written.
         """
         return explanation.explain(self, name)
 

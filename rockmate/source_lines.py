@@ -20,7 +20,10 @@ import torch
 from torch import fx
 from torch.fx.proxy import TracerBase
 
+from rockmate import stand_ins
+
 _TORCH, _THIS_PACKAGE = (str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+_PASSED_OVER = (_TORCH, stand_ins.__file__, "<")  # functions that stand in for PyTorch's own are called from the user's line
 _LOCK = threading.Lock()  # the tracer's class is shared by all threads
 
 
@@ -45,11 +48,14 @@ def source_lines() -> Iterator[None]:
 
 
 def _user_line() -> str:
-    """The innermost frame outside PyTorch, in the form of a traceback; empty if this package stands nearer than the user's code."""
+    """The innermost frame outside PyTorch, in the form of a traceback; empty if this package stands nearer than the user's code.
+
+    Code without a file (text that `exec` ran) has no line to show, and counts as its caller's.
+    """
     frame = sys._getframe(1)
     while (frame := frame.f_back) is not None:
         name = frame.f_code.co_filename
-        if name.startswith((_TORCH, "<")):
+        if name.startswith(_PASSED_OVER):
             continue
         if name.startswith(_THIS_PACKAGE):
             return ""

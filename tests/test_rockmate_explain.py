@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -132,6 +133,10 @@ def test_line_of_the_users_code_is_told() -> None:
         assert not Path(sources[name]).is_absolute()
     assert {op.source for op in plan.outline.ops if op.phase == "backward"} == {""}
     assert f"  at line              models.py:{number}" in str(plan.explain("gelu"))
+    with torch.device("meta"):
+        model, x = models.Stack(num_layers=1), torch.randn(64, 16)
+    elsewhere = Planner(model, x, machine="h100").plan(1.0)
+    assert {op.source for op in elsewhere.outline.ops} == {op.source for op in plan.outline.ops}
 
 
 def test_recording_lines_leaves_the_tracer_as_it_was() -> None:
@@ -152,12 +157,21 @@ def test_recording_lines_leaves_the_tracer_as_it_was() -> None:
         ("mlp.c_fc", "transformer.h.0.mlp.c_fc"),
         ("native_layer_nrom", "native_layer_norm"),
         ("transformer.wte.wieght", "transformer.wte.weight"),
+        ("TRANSFORMER.H.0.MLP", "transformer.h.0.mlp"),
+        ("Transformer.WTE.wieght", "transformer.wte.weight"),
+        ("MLP.c_fc", "transformer.h.0.mlp.c_fc"),
     ],
 )
 def test_unknown_name_suggests_close_ones(asked: str, suggested: str) -> None:
     with pytest.raises(UnknownNameError, match=re.escape(repr(asked))) as caught:
         plan_of("gpt2", "binding").explain(asked)
     assert suggested in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [None, 3, "", " ", b"gelu", ["gelu"]])
+def test_what_is_no_name_is_refused(asked: Any) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(f"{asked!r} is no name. ") + r".*plan\.tree\(\)"):
+        plan_of("mlp", "binding").explain(asked)
 
 
 # --- memory --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from rockmate.budget import Budget
 from rockmate.budget_range import budgets_in_bytes, check_budgets, parse_budgets
+from rockmate.costs import clears_bars
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SolverLimitError
 from rockmate.measurement import SideBySide
 from rockmate.plan import Plan
@@ -144,7 +145,7 @@ def run_sweep(
     """
     asked = check_options(options, planner_options.get("machine"))
     folder = SweepFolder(Path(out)) if out is not None else None
-    planner = Planner(model, sample_input, progress=options.progress, **planner_options)
+    planner = Planner(model, sample_input, progress=options.progress and clears_bars(), **planner_options)
     state = _begin(planner, model, title)
     if folder is not None:
         folder.check_settings(state.settings)

@@ -246,6 +246,7 @@ def _sweep_text(found: Sweep, out: Path | None) -> str:
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate.budget_range import parse_budgets
     from rockmate.budget_sweep import SweepError, SweepOptions, check_options
+    from rockmate.costs import clears_bars
     from rockmate.planner import Planner
 
     check_options(SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine)
@@ -258,7 +259,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     planner = Planner(
         source.model,
         source.sample_input,
-        progress=not arguments.quiet,
+        progress=not arguments.quiet and clears_bars(),
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
     )

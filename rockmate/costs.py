@@ -10,6 +10,7 @@ are the processor's where PyTorch has one thread, the wall clock's where it has 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -158,6 +159,11 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
 
 def _with_additions(cost: Cost, additions: Sequence[Cost]) -> Cost:
     return replace(cost, time_ms=cost.time_ms + sum(addition.time_ms for addition in additions))
+
+
+def clears_bars() -> bool:
+    """Whether standard error is a terminal: elsewhere, a bar that clears itself stays in front of the next line, which may be an error."""
+    return sys.stderr.isatty()
 
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.allocations import Timeline, timeline
+from rockmate.costs import clears_bars
 from rockmate.errors import RockmateError
 from rockmate.extras import require
 
@@ -164,7 +165,7 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
 
 def _plan(model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, *, progress: bool) -> tuple[Any, Planner, float]:
     start = time.perf_counter()
-    planner = Planner(model, batch, progress=progress, allow_chunking=False)  # the demo promises every bit
+    planner = Planner(model, batch, progress=progress and clears_bars(), allow_chunking=False)  # the demo promises every bit
     try:
         module = planner.module(budget_bytes)
     except InfeasibleBudgetError as error:

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +289,23 @@ def test_sweeps_and_plans_that_are_refused(
     assert printed == ""
     assert said.startswith(f"rockmate {arguments[0]}: error: ")
     assert text in said
+
+
+def test_an_error_after_progress_stands_on_a_line_of_its_own(network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "sweep.json").write_text("{}")
+    for arguments in (["plan", network, "--budget", "1KiB"], ["sweep", network, "--budgets", "0.9", "--out", "out"]):
+        assert main(arguments) == 2
+        assert re.fullmatch(rf"rockmate {arguments[0]}: error: [^\r\n]+\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_that_clears_itself_is_for_a_terminal(
+    is_terminal: bool, network: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert main(["plan", network, "--budget", "1.0"]) == 0
+    assert ("measuring ops" in capsys.readouterr().err) == is_terminal
 
 
 def test_missing_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

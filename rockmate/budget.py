@@ -36,7 +36,7 @@ def parse_budget(budget: Budget, baseline_peak_bytes: int) -> int:
 
     Args:
         budget: bytes (int), a size with a unit (str: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024), or a
-            fraction in (0, 1] (float).
+            fraction in (0, 1] (float; text such as "0.5" is refused, which would be half a byte).
         baseline_peak_bytes: what a fraction is a fraction of.
 
     Raises:
@@ -65,7 +65,11 @@ def _parse_size(text: str) -> int:
     if match is None or unit is None:
         msg = f"budget {text!r} cannot be read. {_FORMS}"
         raise InvalidBudgetError(msg)
-    size = math.floor(Fraction(match[1]) * unit)
+    number = Fraction(match[1])
+    if not match[2] and "." in match[1] and 0 < number <= 1:
+        msg = f"budget {text!r} is text, which is a number of bytes. A fraction is a float: write {float(number)}, without quotes. {_FORMS}"
+        raise InvalidBudgetError(msg)
+    size = math.floor(number * unit)
     if size <= 0:
         msg = f"budget {text!r} is not above 0 bytes. {_FORMS}"
         raise InvalidBudgetError(msg)

@@ -120,10 +120,14 @@ def load_machine(machine: str | Path | Machine) -> Machine:
         machine: the name of a known one, the path of a TOML file (a `Path`, or text that ends in ".toml"), or a description.
 
     Raises:
-        MachineError: the name is not known, there is no such file, or the file lacks a figure or has one that is none.
+        MachineError: the name is not known, there is no such file, the file lacks a figure or has one that is none, or it is neither a
+            name nor a path nor a description.
     """
     if isinstance(machine, Machine):
         return machine
+    if not isinstance(machine, str | Path):
+        msg = f"machine {machine!r} is of type {type(machine).__name__}; a name, a path or a rockmate.Machine is needed. {_how_to()}"
+        raise MachineError(msg)
     if isinstance(machine, Path) or machine.endswith(".toml"):
         path = Path(machine)
         if not path.is_file():

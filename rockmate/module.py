@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,7 +204,8 @@ class RockmateModule(nn.Module):
             InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`; the
                 first also where neither budget nor plan is given.
             PlanMismatchError: the plan was made for another model or sample.
-            TypeError: more than one of budget, memory limit and plan is given, or a plan with options or without a sample.
+            TypeError: more than one of budget, memory limit and plan is given, a plan with options or without a sample, or a plan that
+                is none.
         """
         _check_arguments(budget, memory_limit, plan)
         if larger not in ("plan", "refuse"):
@@ -216,7 +218,9 @@ class RockmateModule(nn.Module):
             given = [*planner_options, *(["strategy"] if strategy else [])]
             if given or sample_input is None:
                 what = f"{', '.join(given)} cannot be given" if given else "a sample must be given, too,"
-                msg = f"{what} with a plan, which has been made with {dict(plan.options)}."
+                made_with = ", ".join(f"{name}={value!r}" for name, value in {"strategy": plan.strategy, **plan.options}.items())
+                way_out = "Leave that out, or give a budget instead of the plan." if given else "Give the sample that it was made for."
+                msg = f"{what} with a plan, which has been made with {made_with}. {way_out}"
                 raise TypeError(msg)
             options: dict[str, Any] = dict(plan.options)
             self._use(capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan))
@@ -535,6 +539,12 @@ def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan
         raise InvalidBudgetError(msg)
     if len(names) > 1:
         msg = f"RockmateModule was given {' and '.join(names)}; give one of them. A plan has its budget, plan.budget_bytes."
+        raise TypeError(msg)
+    if plan is not None and not isinstance(plan, Plan):
+        msg = (
+            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}, and a Plan is needed. Give plan=Plan.load(path) for a file that "
+            "Plan.save wrote, or what Planner.plan has returned."
+        )
         raise TypeError(msg)
     if budget is not None:
         parse_budget(budget, 1 << 62)  # one that cannot be read is told before the work, not after it

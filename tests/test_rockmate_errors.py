@@ -48,6 +48,13 @@ def test_unreadable_budget(budget: Any) -> None:
     assert "6GiB" in text, "says what to write"
 
 
+@pytest.mark.parametrize(("budget", "written"), [("0.5", "0.5"), (" 0.70 ", "0.7"), (".25", "0.25"), ("1.0", "1.0")])
+def test_fraction_in_quotes(budget: str, written: str) -> None:
+    with pytest.raises(InvalidBudgetError, match=re.escape(f"{budget!r} is text")) as caught:
+        planned("gpt2").planner.plan(budget)
+    assert f"A fraction is a float: write {written}, without quotes." in str(caught.value)
+
+
 @pytest.mark.parametrize("budget", [None, "12 parsecs", 0, 2.0])
 def test_unreadable_budget_to_the_module(budget: Any) -> None:
     with pytest.raises(InvalidBudgetError):

@@ -108,6 +108,14 @@ def test_unknown_machine_names_the_known_ones_and_how_to_write_one() -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("machine", [3, b"h100", ["h100"], torch.device("cpu")])
+def test_what_is_no_machine_is_refused(machine: Any) -> None:
+    with pytest.raises(MachineError, match=r"a name, a path or a rockmate\.Machine is needed") as caught:
+        Planner(nn.Linear(3, 3), torch.zeros(2, 3), machine=machine)
+    for word in (f"machine {machine!r} is of type {type(machine).__name__};", "h100", ".toml"):
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

@@ -375,8 +375,22 @@ def test_budget_and_plan_exclude_each_other() -> None:
         RockmateModule(model, x, budget=0.5, plan=plan)
     with pytest.raises(InvalidBudgetError, match=r"a budget .* or a plan"):
         RockmateModule(model, x)
-    with pytest.raises(TypeError, match="outputs cannot be given with a plan"):
+    with pytest.raises(TypeError, match=r"outputs cannot be given with a plan, .* outputs='all'.*Leave that out"):
         RockmateModule(model, x, plan=plan, outputs="loss")
+    with pytest.raises(TypeError, match="strategy cannot be given with a plan, which has been made with strategy='rockmate', "):
+        RockmateModule(model, x, plan=plan, strategy="rotor")
+    with pytest.raises(TypeError, match=r"a sample must be given, too, .* Give the sample"):
+        RockmateModule(model, plan=plan)
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    model, x = models.Stack(), torch.randn(64, 16)
+    planner = Planner(model, x)
+    path = tmp_path / "plan.json"
+    for given in ("plan.json", path, 3, planner, planner.plan(1.0).to_text()):
+        with pytest.raises(TypeError, match=rf"is of type {type(given).__name__}, .*plan=Plan\.load\(path\)") as caught:
+            RockmateModule(model, x, plan=given)  # pyright: ignore[reportArgumentType]
+        assert len(str(caught.value)) < 400
 
 
 def test_loaded_plan_has_no_graph_and_says_where_one_is() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 from typing import Protocol
 
@@ -40,9 +41,11 @@ _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
 _FULL = 0.8  # ... or where less than that is in use ...
 _MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
-_STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way ...
-_STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # ... and without
+_STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
+_MOST_RUNS_PUT_OFF = 2_000  # of a step that is brought down so: of a longer one it takes too long
+_STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
+_MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
 
 
@@ -130,20 +133,26 @@ class ImprovingSearch:
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
-        """Nothing recomputed, what is proposed for the smallest peak, and what each of these becomes as values are evicted from it."""
-        starts = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
-        return [candidate for start in starts for candidate in self._shrunk(start)]
+        """Nothing recomputed, what is proposed for the smallest peak, and what these become as values are evicted from them.
+
+        The smallest always, of long schedules few others.
+        """
+        found = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
+        starts = sorted(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps)))
+        num_runs = accumulate(len(start.schedule.steps) for start in starts)
+        shrunk = [start for start, number in zip(starts, num_runs, strict=True) if start is starts[0] or number <= _MOST_RUNS_SHRUNK]
+        return [*found, *(smaller for start in shrunk for smaller in self._shrunk(start))]
 
     def _shrunk(self, candidate: Candidate) -> list[Candidate]:
-        """The schedule, and what it becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
+        """What the schedule becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
         counted = unit_times(self._costs)
-        found, share = [candidate], _LARGEST_SHRINKAGE
+        found, share = list[Candidate](), _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._made_to_fit(found[-1], int(found[-1].peak_bytes * (1 - share)), counted)
+            smaller = self._made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), counted)
             if smaller is None:
                 share /= 2
             else:
-                found.append(smaller)
+                found.append(candidate := smaller)
         return found
 
     @cached_property
@@ -223,7 +232,9 @@ class ImprovingSearch:
         return [candidate for candidate in found if candidate is not None]
 
     def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
-        """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off."""
+        """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
+        if len(self._baseline.schedule.steps) > _MOST_RUNS_PUT_OFF:
+            return best
         for rung in (self._ladder_put_off.above(budget_bytes), self._ladder_put_off.below(budget_bytes)):
             if rung is not None and not self._is_near_bound(best, budget_bytes, _CLOSE):
                 best = _better(best, self._improved_put_off(rung, budget_bytes))

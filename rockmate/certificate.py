@@ -7,6 +7,9 @@ either in memory while b runs, or is made again after it, which costs its op's t
 terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
 the time of every schedule from below; so does the largest of these bounds over all moments b.
 
+A bound is for the schedules of one graph. Where the loss block may run in chunks, each way to do so is a graph with a bound of its own,
+and plans are held against the least of them (`Variants.bounds_within`).
+
 Relaxed away: everything that happens between b and the reads, and any other moment, or any but one more
 (`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
 """

@@ -136,17 +136,24 @@ class Plan:
 
     @cached_property
     def lower_bound_ms(self) -> float:
-        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, which may take 20 s."""
+        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, which may take 20 s.
+
+        Meant are the schedules of the step as captured and, where the planner may choose chunks for this budget, of the step in any of the
+        numbers and forms of chunks that planning knows: `Planner.lower_bound_ms`. A plan that was loaded has what was stored.
+        """
         return self.bounds.closer_bound_ms(self.budget_bytes)
 
     @property
     def quick_lower_bound_ms(self) -> float:
-        """As `lower_bound_ms`, or below it near the smallest peak, in milliseconds of work: for many budgets."""
+        """As `lower_bound_ms`, or below it near the smallest peak: for many budgets.
+
+        Milliseconds of work; where chunks may be chosen, seconds for a planner's first such plan, which writes out the step in each.
+        """
         return self.bounds.bound_ms(self.budget_bytes)
 
     @property
     def optimality_gap(self) -> float:
-        """How far the plan may be from the fastest schedule within the budget, as a share of the time of no recomputation."""
+        """How far the plan may be from the fastest schedule that `lower_bound_ms` is for, as a share of the time of no recomputation."""
         return (self.predicted_ms - self.lower_bound_ms) / self.baseline_ms if self.baseline_ms else 0.0
 
     @property

@@ -209,8 +209,15 @@ class Planner:
         return self._variants.minimum(strategy).simulation.peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:
-        """A time that no schedule within `budget` beats, in milliseconds; infinite where none can fit. See `rockmate.certificate`."""
-        return self._variants.plain.certificate.closer_bound_ms(parse_budget(budget, self.baseline_peak_bytes))
+        """A time that no plan of this planner for `budget` beats, in milliseconds; infinite where none can fit.
+
+        It holds for every schedule of the step as captured and, where `plan` may choose chunks, of the step in any of the numbers and
+        forms of chunks that planning knows: for budgets that nothing else meets, with `allow_chunking=True` for all. Where there are
+        chunks, the first call takes seconds. See `rockmate.certificate`.
+        """
+        budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        with collection_put_off():
+            return self._variants.bounds_within(budget_bytes).closer_bound_ms(budget_bytes)
 
     def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
         minimum_bytes = self._variants.least(strategy).simulation.peak_bytes
@@ -238,7 +245,7 @@ class Planner:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
-            bounds=variant.certificate,
+            bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
 

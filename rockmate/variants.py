@@ -7,10 +7,11 @@ and since smaller chunks take no less time and no more memory, as a rule, one th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from math import ceil, inf
 
+from rockmate.bounds import Bounds, LeastBound
 from rockmate.candidate import Candidate, evenly, falling
 from rockmate.certificate import Certificate
 from rockmate.chunking import Chunks, SeparableBlocks
@@ -196,6 +197,19 @@ class Variants:
                     break
                 last_ms = found.simulation.time_ms
         return best
+
+    def bounds_within(self, budget_bytes: int) -> Bounds:
+        """What no plan for this budget beats, of any strategy: that of the step as captured and of all chunks that it may run in."""
+        if not self._walks or not (self._allow_chunking or self.plain.search(_CHUNKING).minimum().peak_bytes > budget_bytes):
+            return self.plain.certificate
+        return LeastBound(partial(self._certificates, budget_bytes))
+
+    def _certificates(self, budget_bytes: int) -> Iterator[Certificate]:
+        """Of the step as captured, and of each way to run in chunks that has not been ruled out by the size of a chunk."""
+        yield self.plain.certificate
+        for way in (way for walk in self._walks for way in walk):
+            if self._chunk_bytes(way) <= budget_bytes and (variant := self._variant(way)) is not None:
+                yield variant.certificate
 
     def minimum(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak; in chunks only where they are allowed for more than what nothing else meets."""

@@ -7,6 +7,8 @@ import functools
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional
 
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.allocations import timeline
+from rockmate.bounds import LeastBound
 from rockmate.costs import measure_costs
 from rockmate.delivery import owner_names
 from rockmate.emit import emit
@@ -165,6 +168,87 @@ def test_allowed_wherever_they_are_faster() -> None:
     points = free.frontier()
     assert points[0].budget_bytes == free.minimum_peak_bytes
     assert free.plan(planner.minimum_peak_bytes).predicted_ms <= free.baseline_ms * 2
+
+
+# --- the bound -----------------------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    """Two residual layers under a head of many logits: layers and loss block compete for the budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2048, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+        self.head = nn.Linear(32, 2048, bias=False)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        hidden = self.words(words)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def layered(allow_chunking: bool | None) -> Planner:
+    """Its planner, with estimated costs: the same in every run."""
+    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    return Planner(Layered().train(), {"words": words, "labels": words.flip(0)}, machine="cpu-avx2", allow_chunking=allow_chunking)
+
+
+def plan_or_none(planner: Planner, budget_bytes: int) -> Plan | None:
+    try:
+        return planner.plan(budget_bytes)
+    except InfeasibleBudgetError:
+        return None
+
+
+@pytest.mark.parametrize("allow_chunking", [None, True, False])
+def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(allow_chunking: bool | None) -> None:
+    whole = layered(allow_chunking=False)
+    unchunked, baseline = whole.minimum_peak_bytes, whole.baseline_peak_bytes
+    planner = layered(allow_chunking)
+    budgets = (unchunked // 4, unchunked // 2, unchunked - 1, unchunked, (unchunked + baseline) // 2, baseline)
+    for budget_bytes in budgets:
+        bound_ms = planner.lower_bound_ms(budget_bytes)
+        plan = plan_or_none(planner, budget_bytes)
+        assert (plan is None) == (budget_bytes < unchunked and allow_chunking is False)
+        if plan is not None:
+            assert plan.predicted_ms >= bound_ms * (1 - 1e-9)
+            assert plan.lower_bound_ms == bound_ms >= plan.quick_lower_bound_ms > 0
+            assert Plan.from_text(plan.to_text()).lower_bound_ms == bound_ms
+    faster = plan_or_none(planner, unchunked - 1)
+    assert faster is None or faster.predicted_ms < whole.lower_bound_ms(unchunked - 1)  # so that of the step as captured does not hold
+
+
+@pytest.mark.parametrize("strategy", ["chen", "rotor"])
+def test_plans_to_compare_with_are_held_against_the_same_bound(strategy: str) -> None:
+    planner = layered(allow_chunking=True)
+    plan = planner.plan(planner.minimum_peak(strategy), strategy=strategy)
+    assert plan.lower_bound_ms == planner.lower_bound_ms(plan.budget_bytes) <= plan.predicted_ms
+
+
+def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
+    asked = []
+
+    @dataclass
+    class Known:
+        quick_ms: float
+        closer_ms: float
+
+        def bound_ms(self, budget_bytes: int) -> float:
+            return self.quick_ms + budget_bytes
+
+        def closer_bound_ms(self, budget_bytes: int) -> float:
+            asked.append(self.quick_ms)
+            return self.closer_ms + budget_bytes
+
+    least = LeastBound(lambda: [Known(9.0, 9.0), Known(4.0, 6.0), Known(inf, inf), Known(5.0, 5.5), Known(3.0, 8.0), Known(5.75, 6.0)])
+    assert least.bound_ms(10) == 13.0
+    assert least.closer_bound_ms(10) == 15.5
+    assert asked == [3.0, 4.0, 5.0]
+
+
+# --- what is written out and solved --------------------------------------------------------------------
 
 
 class Smoothed(nn.Module):

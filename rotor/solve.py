@@ -40,20 +40,24 @@ Times are rounded to about 15 digits of the chain's largest plan, so that sums o
 and plans of equal time tie. Ties go to the smaller peak, then keep before redo, then the shorter span, the
 lower option, the earlier boundary.
 
-Cost: n^2 / 2 * num_slots entries of 32 bytes; time n^3 / 6 * num_slots for the redos, n^2 / 2 * options *
-num_slots for the keeps.
+Cost: n^2 / 2 * num_slots entries, of 16 bytes each, and 18 more while the table is filled; time n^2 / 2 *
+options * num_slots for the keeps. For the redos n^3 / 6 * num_slots at most: a block of slots is passed over
+where a redo is slower at its end than the best is before it, since times never rise from slot to slot.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from rotor.chain import Chain, Option, check_size
 from rotor.sequence import Backward, ForwardKeep, ForwardOnly, Sequence, Step
@@ -63,6 +67,9 @@ Ints = npt.NDArray[np.int64]
 
 _SMALLEST = -1  # stands for a slot: the subchain's plan of the smallest peak, whatever its time
 _MUCH = np.iinfo(np.int64).max
+_SLOW = np.finfo(np.float64).max  # slower than any plan, and yet finite
+_BLOCK = 16  # slots that are passed over at once where no redo can win
+_CHUNK = 2**16  # numbers in an array of what is worked on at once: fewer cost calls, more miss the cache
 
 
 class InfeasibleBudgetError(ValueError):
@@ -130,7 +137,7 @@ class _Terms:
     def __init__(self, chain: Chain) -> None:
         stages = chain.stages
         self.num_stages = len(stages)
-        self.input: list[int] = [stage.input_bytes for stage in stages]
+        self.input: Ints = np.array([stage.input_bytes for stage in stages], np.int64)
         gradients = [stage.parameter_gradient_bytes for stage in stages]
         self.left_behind: list[int] = [sum(gradients[t + 1 :]) for t in range(self.num_stages)]
         self.at_rest: Ints = np.array(
@@ -149,25 +156,60 @@ class _Terms:
         # No plan runs a stage forward more than num_stages times, so 2**52 ticks are enough for any.
         bound_ms = sum(slowest) + self.num_stages * sum(stage.forward_ms for stage in stages)
         self.tick_ms: float = math.ldexp(1.0, max(math.frexp(bound_ms)[1] - 52, -1022))
-        self.forward: list[float] = [self.ticks(stage.forward_ms) for stage in stages]
-        # Row s: ticks, and peak beside x_s, of running stages s..j-1 forward-only; column j - s - 1.
-        self.rerun: list[Floats] = []
-        self.rerun_peak: list[Ints] = []
+        self._set_options()
+        # [s, j - 1]: ticks, and peak beside x_s, of running stages s..j-1 forward-only.
+        forward = [self.ticks(stage.forward_ms) for stage in stages]
+        self.rerun: Floats = np.zeros((self.num_stages, self.num_stages), np.float64)
+        self.rerun_peak: Ints = np.zeros((self.num_stages, self.num_stages), np.int64)
         for s in range(self.num_stages):
             peaks = [
-                stages[k].forward_peak_bytes + (self.input[k] if k > s else 0)
+                stages[k].forward_peak_bytes + (int(self.input[k]) if k > s else 0)
                 for k in range(s, self.num_stages)
             ]
-            self.rerun.append(np.array(list(accumulate(self.forward[s:])), np.float64))
-            self.rerun_peak.append(np.array(list(accumulate(peaks, max)), np.int64))
+            self.rerun[s, s:] = list(accumulate(forward[s:]))
+            self.rerun_peak[s, s:] = list(accumulate(peaks, max))
+
+    def _set_options(self) -> None:
+        """Lay out the options of all spans from stage ``s`` in row ``s``, those of short spans first."""
+        rows = [[(e, option) for e, options in at for option in options] for at in self.spans]
+        shape = (self.num_stages, max(map(len, rows)))
+        self.cost: Floats = np.full(shape, np.inf)  # where a row has no option
+        self.last: Ints = np.repeat(np.arange(shape[0])[:, None], shape[1], axis=1)
+        self.saved: Ints = np.zeros(shape, np.int64)
+        self.forward_peak: Ints = np.zeros(shape, np.int64)
+        self.backward_peak: Ints = np.zeros(shape, np.int64)  # G_e included
+        for s, row in enumerate(rows):
+            for i, (e, option) in enumerate(row):
+                self.cost[s, i], self.last[s, i] = self.cost_of(option), e
+                self.saved[s, i], self.forward_peak[s, i] = option.saved_bytes, option.forward_peak_bytes
+                self.backward_peak[s, i] = option.backward_peak_bytes + self.left_behind[e]
 
     def ticks(self, time_ms: float) -> float:
         """Return a time as a whole number of ticks."""
         return float(round(time_ms / self.tick_ms))
 
-    def cost(self, option: Option) -> float:
+    def cost_of(self, option: Option) -> float:
         """Return the time of an option's forward and backward in ticks."""
         return self.ticks(option.forward_ms + option.backward_ms)
+
+
+class _Parts:
+    """Times of one part of every redo, block by block, so that neighbouring places are read together."""
+
+    def __init__(self, num_blocks: int, num_places: int) -> None:
+        self.blocks: Floats = np.empty((num_blocks, num_places, _BLOCK), np.float64)
+        self.ends: Floats = np.empty((num_places, num_blocks), np.float64)  # the last slots of the blocks
+
+    def enter(self, places: Ints, times: Floats) -> None:
+        """Enter the times of all slots."""
+        blocks = times.reshape(len(places), -1, _BLOCK)
+        self.blocks[:, places] = blocks.swapaxes(0, 1)
+        self.ends[places] = blocks[:, :, -1]
+
+    def of_block(self, block: Ints, place: Ints) -> Floats:
+        """Return the times of one block for each place."""
+        num_places = self.blocks.shape[1]
+        return self.blocks.reshape(-1, _BLOCK).take(block * num_places + place, axis=0)
 
 
 class Table:
@@ -179,16 +221,24 @@ class Table:
         self.max_budget_bytes = max_budget_bytes
         self.unit_bytes: int = max(1, -(-max_budget_bytes // num_slots))
         self._terms = _Terms(chain)
-        self._width: int = -(-max_budget_bytes // self.unit_bytes) + 1
-        self._budgets: Ints = max_budget_bytes - self.unit_bytes * np.arange(
-            self._width - 1, -1, -1, dtype=np.int64
-        )
+        # Whole blocks of slots; the first slot has a budget below 0, so that nothing fits in it.
+        self._num_blocks: int = (-(-max_budget_bytes // self.unit_bytes) + 1) // _BLOCK + 1
+        self._width: int = self._num_blocks * _BLOCK
+        self._slots: Ints = np.arange(self._width)
+        self._budgets: Ints = max_budget_bytes - self.unit_bytes * self._slots[::-1]
+        # Rows by length: first the empty subchains (s, s - 1), then (s, s), and so on.
         n = self._terms.num_stages
-        # Entries [s][t - s, slot].
-        self._time: list[Floats] = [np.empty((n - s, self._width), np.float64) for s in range(n)]
-        self._peak: list[Ints] = [np.empty((n - s, self._width), np.int64) for s in range(n)]
-        self._smallest_time: Floats = np.zeros((n, n), np.float64)
-        self._smallest_peak: Ints = np.zeros((n, n), np.int64)
+        self._row_of_length: Ints = np.concatenate(([0], np.cumsum(np.arange(n + 1, 0, -1))))
+        num_rows = int(self._row_of_length[-1])
+        self._time: Floats = np.empty((num_rows, self._width), np.float64)
+        self._peak: Ints = np.empty((num_rows, self._width), np.int64)
+        self._time[: n + 1], self._peak[: n + 1] = 0.0, 0
+        self._peak_windows = sliding_window_view(self._peak.reshape(-1), self._width)
+        self._time_windows = sliding_window_view(self._time.reshape(-1), self._width + 1)
+        size = max(_CHUNK, self._terms.cost.shape[1] * self._width)
+        self._buffers = np.empty(size, np.int64), np.empty(size, np.int64)
+        self._smallest_time: Floats = np.zeros(num_rows, np.float64)
+        self._smallest_peak: Ints = np.zeros(num_rows, np.int64)
         self._fill()
         self._fill_smallest()
         self._frontier: list[_Plan] = self._find_frontier()
@@ -196,7 +246,7 @@ class Table:
     @property
     def minimum_bytes(self) -> int:
         """The smallest budget that some schedule fits in, exactly; it may exceed ``max_budget_bytes``."""
-        return int(self._smallest_peak[0, -1])
+        return int(self._smallest_peak[-1])
 
     def breakpoints(self) -> tuple[tuple[int, float], ...]:
         """Return each (budget_bytes, time_ms) where the least time drops: budgets ascend, times fall.
@@ -249,115 +299,152 @@ class Table:
 
     # --- filling ---
 
+    def _row(self, s: Any, t: Any) -> Any:
+        """Return the row of subchain ``s``..``t``, numbers or arrays of them; ``t`` is at least ``s`` - 1."""
+        return self._row_of_length[t - s + 1] + s
+
     def _fill(self) -> None:
-        """Fill every entry: from short subchains at the chain's end to the whole."""
-        terms, n, width = self._terms, self._terms.num_stages, self._width
-        # Opt(j, t) with x_j counted, at [t][j]: what a redo adds to Opt(s, j-1) of the same slot.
-        beside_time: list[Floats] = [np.empty((t + 1, width), np.float64) for t in range(n)]
-        beside_peak: list[Ints] = [np.empty((t + 1, width), np.int64) for t in range(n)]
-        beside_first: Ints = np.zeros((n, n), np.int64)  # the first feasible slot
-        unlimited: Floats = np.full((n, n), np.inf)  # the least time without a budget
-        scratch: Floats = np.empty(n * width, np.float64)
-        slots = np.arange(width)
-        for s in range(n - 1, -1, -1):
-            self._keep(s, unlimited)
-            rerun_time: Floats = np.empty((n, width), np.float64)  # row j-1: Opt(s, j-1) and the forward to j
-            first: Ints = np.zeros(n, np.int64)
-            for t in range(s, n):
-                time, peak = self._time[s][t - s], self._peak[s][t - s]
-                js, upto = slice(s + 1, t + 1), slice(s, t)
-                # The slots where a redo can win: from the first where one fits to where keeping all does.
-                start = np.maximum(first[upto], beside_first[t, js])
-                forward_peak = terms.rerun_peak[s][: t - s] + terms.at_rest[t]
-                forward_slot = self._slot_of(forward_peak)
-                high = width - int(np.searchsorted(time[::-1], unlimited[s, t], side="right"))
-                low = min(int(np.maximum(start, forward_slot).min(initial=width)), high)
-                if low < high:
-                    shape = (t - s, high - low)
-                    redo = np.add(
-                        rerun_time[upto, low:high],
-                        beside_time[t][js, low:high],
-                        out=scratch[: shape[0] * shape[1]].reshape(shape),
-                    )
-                    for row in np.flatnonzero(forward_slot > np.maximum(start, low)):
-                        redo[row, : forward_slot[row] - low] = np.inf
-                    best = redo.min(axis=0)
-                    # Only where a redo is as fast as the keeps do peaks matter: the least of the tied redos.
-                    wins = np.flatnonzero(best <= time[low:high])
-                    if wins.size:
-                        low, high, won = low + wins[0], low + wins[-1] + 1, slice(wins[0], wins[-1] + 1)
-                        row, column = np.divmod(np.flatnonzero(redo[:, won] == best[won]), high - low)
-                        tied_peak = np.maximum(
-                            self._peak[s][row, low + column], beside_peak[t][s + 1 + row, low + column]
-                        )
-                        best_peak = np.full(high - low, _MUCH)
-                        np.minimum.at(best_peak, column, np.maximum(tied_peak, forward_peak[row]))
-                        _take_better(time[low:high], peak[low:high], best[won], best_peak)
-                # A plan of an earlier slot that is as fast has the smaller peak: carry it on.
-                drops = np.where(time[1:] < time[:-1], slots[1:], 0)
-                peak[1:] = peak[np.maximum.accumulate(drops)]
-                first[t] = np.searchsorted(-time, -math.inf, side="right")
-                np.add(time, terms.rerun[s][t - s], out=rerun_time[t])
-                beside = self._charged(time, peak, terms.input[s])
-                beside_time[t][s], beside_peak[t][s] = beside
-                beside_first[t, s] = np.searchsorted(-beside[0], -math.inf, side="right")
+        """Fill every entry, from short subchains to the whole: all of a length beside each other, in chunks."""
+        n = self._terms.num_stages
+        # The two parts of a redo: Opt(s, j-1) with the forward to j, and Opt(j, t) with x_j counted.
+        before = _Parts(self._num_blocks, n * (n + 1) // 2)
+        beside = _Parts(self._num_blocks, n * (n + 1) // 2)
+        unlimited: Floats = np.zeros(len(self._time), np.float64)  # the least time without a budget
+        for more in range(n):  # stages after the first
+            for s in _chunks(n - more, self._terms.cost.shape[1] * self._width):
+                self._keep(s, s + more, self._rows(s, more), unlimited)
+            for s in _chunks(n - more, self._width + more * self._num_blocks):
+                rows = self._rows(s, more)
+                if more:
+                    self._redo(s, s + more, rows, unlimited, before, beside)
+                self._carry_on(rows)
+                charge = self._terms.input[s]
+                charged = self._charged(self._row(s, s + more), charge, charge // self.unit_bytes)
+                beside.enter(_place_beside(s, s + more), charged)
+                rerun = self._terms.rerun[s, s + more]
+                before.enter(self._place_before(s, s + more), self._time[rows] + rerun[:, None])
 
-    def _keep(self, s: int, unlimited: Floats) -> None:
-        """Enter the plans of every subchain from ``s`` whose first step keeps a span for good."""
-        terms, n = self._terms, self._terms.num_stages
-        self._time[s][:] = np.inf
-        self._peak[s][:] = 0
-        for e, options in terms.spans[s]:
-            for option in options:
-                cost = terms.cost(option)
-                least = np.maximum(
-                    option.forward_peak_bytes + terms.at_rest[e:],
-                    option.backward_peak_bytes + terms.left_behind[e],
-                )
-                least_slot = self._slot_of(least)
-                unlimited[s, e] = min(unlimited[s, e], cost)
-                alone = (self._time[s][e - s, least_slot[0] :], self._peak[s][e - s, least_slot[0] :])
-                _take_better(*alone, np.float64(cost), least[0])
-                if e + 1 == n:
-                    continue
-                np.minimum(unlimited[s, e + 1 :], unlimited[e + 1, e + 1 :] + cost, out=unlimited[s, e + 1 :])
-                low = max(int(least_slot[1:].min()), option.saved_bytes // self.unit_bytes)
-                if low >= self._width:
-                    continue
-                time, peak = self._charged(self._time[e + 1], self._peak[e + 1], option.saved_bytes, low)
-                time += cost
-                np.maximum(peak, least[1:, None], out=peak)
-                for row in np.flatnonzero(least_slot[1:] > low):
-                    time[row, : least_slot[row + 1] - low] = np.inf
-                _take_better(self._time[s][e + 1 - s :, low:], self._peak[s][e + 1 - s :, low:], time, peak)
+    def _rows(self, s: Ints, more: int) -> slice:
+        """Return the rows of consecutive subchains of one length."""
+        return slice(self._row(s[0], s[0] + more), self._row(s[-1], s[-1] + more) + 1)
 
-    def _charged(self, time: Floats, peak: Ints, charge: int, low: int = 0) -> tuple[Floats, Ints]:
-        """Return the entries of slots ``low`` and up with ``charge`` bytes held beside them.
+    def _place_before(self, s: Ints, t: Ints) -> Ints:
+        """Return the places where those of one ``s`` lie side by side."""
+        return s * self._terms.num_stages - s * (s + 1) // 2 + t
 
-        The entry of a slot becomes the last one whose peak and charge fit in the slot's budget.
+    def _keep(self, s: Ints, t: Ints, rows: slice, unlimited: Floats) -> None:
+        """Enter the best plans of subchains ``s``..``t`` whose first step keeps a span for good."""
+        terms = self._terms
+        cost = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf)
+        rest = self._row(np.minimum(terms.last[s], t[:, None]) + 1, t[:, None])
+        saved = terms.saved[s]
+        least = np.maximum(terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s])
+        unlimited[rows] = (cost + unlimited[rest]).min(axis=1)
+        first = np.maximum(self._slot_of(least), saved // self.unit_bytes)
+        time = self._charged(rest.ravel(), saved.ravel(), first.ravel())
+        time += cost.reshape(-1, 1)
+        time = time.reshape(*cost.shape, self._width)
+        best = np.min(time, axis=1, out=self._time[rows])
+        option, slot = _divided(
+            np.flatnonzero(time == np.where(best < np.inf, best, -1.0)[:, None]), self._width
+        )
+        peak = self._charged_peak(rest.ravel()[option], saved.ravel()[option], slot)
+        np.maximum(peak, least.ravel()[option], out=peak)
+        self._peak[rows] = _MUCH
+        np.minimum.at(self._peak[rows].reshape(-1), option // cost.shape[1] * self._width + slot, peak)
+
+    def _redo(
+        self,
+        s: Ints,
+        t: Ints,
+        rows: slice,
+        unlimited: Floats,
+        before: _Parts,
+        beside: _Parts,
+    ) -> None:
+        """Enter the plans of subchains ``s``..``t`` that keep a boundary ``j`` for a redo, where they are better."""
+        terms, num_blocks = self._terms, self._num_blocks
+        j = s[:, None] + np.arange(1, t[0] - s[0] + 1)
+        left, right = self._row(s[:, None], j - 1), self._row(j, t[:, None])
+        place_before, place_beside = self._place_before(s[:, None], j - 1), _place_beside(j, t[:, None])
+        forward_peak = terms.rerun_peak[s[:, None], j - 1] + terms.at_rest[t][:, None]
+        first = self._slot_of(forward_peak)
+        # A redo is at its fastest at a block's end: it wins nowhere in the block unless it is there as fast as
+        # the best is at the end of the block before.
+        ends = before.ends[place_before]
+        ends += beside.ends[place_beside]
+        ends[self._slots[_BLOCK - 1 :: _BLOCK] < first[..., None]] = np.inf
+        best_ends = np.minimum(ends.min(axis=1), self._time[rows, _BLOCK - 1 :: _BLOCK])
+        beaten = np.full_like(best_ends, _SLOW)
+        np.minimum(best_ends[:, :-1], _SLOW, out=beaten[:, 1:])
+        # Of each subchain and block, the redos that may win there.
+        may_win = np.ascontiguousarray((ends <= beaten[:, None]).swapaxes(1, 2))
+        place, column = _divided(np.flatnonzero(may_win), j.shape[1])
+        if not place.size:
+            return
+        subchain, block = _divided(place, num_blocks)
+        pair = subchain * j.shape[1] + column
+        begin = block * _BLOCK
+        left, right, j, first = left.ravel()[pair], right.ravel()[pair], j.ravel()[pair], first.ravel()[pair]
+        redo = before.of_block(block, place_before.ravel()[pair])
+        redo += beside.of_block(block, place_beside.ravel()[pair])
+        late = np.flatnonzero(first > begin)
+        redo[late] = np.where(self._slots[:_BLOCK] < (first - begin)[late, None], np.inf, redo[late])
+        changes = np.flatnonzero(np.diff(place, prepend=-1))
+        best = np.minimum.reduceat(redo, changes, axis=0)
+        # Only where a redo is as fast as the keeps do peaks matter: the least of the tied redos.
+        place_of = place[changes]
+        time = self._time[rows].reshape(-1, _BLOCK)
+        peak = self._peak[rows].reshape(-1, _BLOCK)
+        kept = time[place_of]
+        wins = (best <= kept) & (best < np.inf) & (kept > unlimited[rows][subchain[changes], None])
+        counts = np.diff(changes, append=place.size)
+        row, column = _divided(
+            np.flatnonzero(redo == np.repeat(np.where(wins, best, -1.0), counts, axis=0)), _BLOCK
+        )
+        slot = begin[row] + column
+        tied_peak = self._charged_peak(right[row], terms.input[j[row]], slot)
+        np.maximum(tied_peak, self._peak[left[row], slot], out=tied_peak)
+        np.maximum(tied_peak, forward_peak.ravel()[pair[row]], out=tied_peak)
+        peak[place_of] = np.where(wins & (best < kept), _MUCH, peak[place_of])
+        time[place_of] = np.where(wins, best, kept)
+        np.minimum.at(peak.reshape(-1), place[row] * _BLOCK + column, tied_peak)
+
+    def _carry_on(self, rows: slice) -> None:
+        """Replace each peak by that of the first slot as fast, whose plan has the smaller peak."""
+        time, peak = self._time[rows], self._peak[rows]
+        peak[:, 0] = 0  # of what is not feasible
+        drops = np.zeros(time.shape, np.int64)
+        np.multiply(time[:, 1:] < time[:, :-1], self._slots[1:], out=drops[:, 1:])
+        np.maximum.accumulate(drops, axis=1, out=drops)
+        peak[:] = np.take_along_axis(peak, drops, axis=1)
+
+    def _charged(self, rows: Ints, charge: Ints, first: Ints) -> Floats:
+        """Return the times of rows with a charge of bytes held beside each; infinite before its first slot.
+
+        The entry of a slot becomes the last one whose peak and charge fit in the slot's budget: the one that is
+        as many units earlier as the charge has whole ones, or the one before that.
         """
-        whole, rest = divmod(charge, self.unit_bytes)
-        skip = max(whole - low, 0)  # slots too small for the charge
-        source = slice(low + skip - whole, max(self._width - whole, 0))
-        shape = (*time.shape[:-1], self._width - low)
-        charged_time: Floats = np.full(shape, np.inf)
-        charged_peak: Ints = np.zeros(shape, np.int64)
-        if source.start >= source.stop:
-            return charged_time, charged_peak
-        into_time, into_peak = charged_time[..., skip:], charged_peak[..., skip:]
-        if rest == 0:
-            into_time[...] = time[..., source]
-            np.add(peak[..., source], charge, out=into_peak)
-            return charged_time, charged_peak
-        fits = peak[..., source] <= self._budgets[source] - rest
-        late = 1 if source.start == 0 else 0  # the first slot has none before it
-        before = slice(source.start + late - 1, source.stop - 1)
-        into_time[..., late:] = time[..., before]
-        into_peak[..., late:] = peak[..., before]
-        np.copyto(into_time, time[..., source], where=fits)
-        np.copyto(into_peak, peak[..., source], where=fits)
-        into_peak += charge
-        return charged_time, charged_peak
+        start = rows * self._width - np.minimum(charge // self.unit_bytes, self._width - 1)
+        shape = (len(rows), self._width)
+        spare, chosen = (buffer[: len(rows) * self._width].reshape(shape) for buffer in self._buffers)
+        np.subtract(self._budgets, charge[:, None], out=spare)
+        spare -= self._peak_windows[start]
+        spare >>= 63  # -1 for the entry before
+        times = self._time_windows[start - 1].view(np.int64)
+        # Chosen by bits: a branch for each would mostly be mispredicted.
+        np.bitwise_xor(times[:, 1:], times[:, :-1], out=chosen)
+        chosen &= spare
+        chosen ^= times[:, 1:]
+        charged = chosen.view(np.float64)
+        np.copyto(charged, np.inf, where=self._slots < first[:, None])
+        return charged
+
+    def _charged_peak(self, rows: Ints, charge: Ints, slot: Ints) -> Ints:
+        """Return the peaks that belong to entries of ``_charged``, the charge included."""
+        peaks = self._peak.reshape(-1)
+        source = rows * self._width + slot - charge // self.unit_bytes
+        return peaks[source - (peaks[source] + charge > self._budgets[slot])] + charge
 
     def _slot_of(self, size_bytes: Ints) -> Ints:
         """Return the first slots whose budget holds the sizes; the table's width where there is none."""
@@ -368,33 +455,23 @@ class Table:
         """Find the smallest peak of every subchain, exactly in bytes, and the time of a plan that has it."""
         terms, n = self._terms, self._terms.num_stages
         time, peak = self._smallest_time, self._smallest_peak
-        peak[:] = _MUCH
-        inputs = np.array(terms.input, np.int64)
-        for s in range(n - 1, -1, -1):
-            for e, options in terms.spans[s]:
-                for option in options:
-                    cost = terms.cost(option)
-                    keep_peak = np.maximum(
-                        option.forward_peak_bytes + terms.at_rest[e:],
-                        option.backward_peak_bytes + terms.left_behind[e],
-                    )
-                    keep_time = np.full(n - e, cost)
-                    if e + 1 < n:
-                        keep_peak[1:] = np.maximum(keep_peak[1:], option.saved_bytes + peak[e + 1, e + 1 :])
-                        keep_time[1:] += time[e + 1, e + 1 :]
-                    better = keep_peak < peak[s, e:]
-                    better |= (keep_peak == peak[s, e:]) & (keep_time < time[s, e:])
-                    np.copyto(peak[s, e:], keep_peak, where=better)
-                    np.copyto(time[s, e:], keep_time, where=better)
-            for t in range(s + 1, n):
-                redo_peak = np.maximum(inputs[s + 1 : t + 1] + peak[s + 1 : t + 1, t], peak[s, s:t])
-                np.maximum(redo_peak, terms.rerun_peak[s][: t - s] + terms.at_rest[t], out=redo_peak)
-                least = redo_peak.min()
-                if least <= peak[s, t]:
-                    tied = redo_peak == least
-                    redo_time = (terms.rerun[s][: t - s] + time[s + 1 : t + 1, t] + time[s, s:t])[tied].min()
-                    if (least, redo_time) < (peak[s, t], time[s, t]):
-                        peak[s, t], time[s, t] = least, redo_time
+        for more in range(n):
+            s = np.arange(n - more)
+            t = s + more
+            rest = self._row(np.minimum(terms.last[s], t[:, None]) + 1, t[:, None])
+            keep_time = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf) + time[rest]
+            keep_peak = np.maximum(terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s])
+            np.maximum(keep_peak, terms.saved[s] + peak[rest], out=keep_peak)
+            keep_peak[keep_time == np.inf] = _MUCH
+            j = s[:, None] + np.arange(1, more + 1)
+            left, right = self._row(s[:, None], j - 1), self._row(j, t[:, None])
+            redo_time = terms.rerun[s[:, None], j - 1] + time[right] + time[left]
+            redo_peak = np.maximum(terms.input[j] + peak[right], peak[left])
+            np.maximum(redo_peak, terms.rerun_peak[s[:, None], j - 1] + terms.at_rest[t][:, None], out=redo_peak)
+            times, peaks = np.hstack((keep_time, redo_time)), np.hstack((keep_peak, redo_peak))
+            least = peaks.min(axis=1)
+            rows = self._row(s, t)
+            peak[rows], time[rows] = least, np.where(peaks == least[:, None], times, np.inf).min(axis=1)
 
     # --- backtracking ---
 
@@ -423,16 +500,16 @@ class Table:
                     option.forward_peak_bytes + int(terms.at_rest[t]),
                     option.backward_peak_bytes + terms.left_behind[e],
                 )
-                if terms.cost(option) + rest.time == plan.time and peak == plan.peak:
+                if terms.cost_of(option) + rest.time == plan.time and peak == plan.peak:
                     after: list[Step | tuple[int, int, _Plan]] = [(e + 1, t, rest)] if e < t else []
                     return [ForwardKeep(s, e, index), *after, Backward(s, e, index)]
         for j in range(s + 1, t + 1):
-            right = self._within(j, t, plan.slot, terms.input[j])
+            right = self._within(j, t, plan.slot, int(terms.input[j]))
             left = self._within(s, j - 1, plan.slot, 0)
             peak = max(
-                terms.input[j] + right.peak, left.peak, int(terms.rerun_peak[s][j - s - 1] + terms.at_rest[t])
+                int(terms.input[j]) + right.peak, left.peak, int(terms.rerun_peak[s, j - 1] + terms.at_rest[t])
             )
-            if float(terms.rerun[s][j - s - 1]) + right.time + left.time == plan.time and peak == plan.peak:
+            if float(terms.rerun[s, j - 1]) + right.time + left.time == plan.time and peak == plan.peak:
                 return [*map(ForwardOnly, range(s, j)), (j, t, right), (s, j - 1, left)]
         raise AssertionError(f"no decision gives the entry of stages {s} to {t} at slot {plan.slot}")
 
@@ -444,27 +521,37 @@ class Table:
             return self._smallest(s, t)
         whole, rest = divmod(charge, self.unit_bytes)
         slot -= whole
-        if slot >= 0 and self._peak[s][t - s, slot] > self._budgets[slot] - rest:
+        if slot >= 0 and self._peak[self._row(s, t), slot] > self._budgets[slot] - rest:
             slot -= 1
         return self._entry(s, t, slot) if slot >= 0 else _Plan(time=math.inf, peak=0, slot=0)
 
     def _entry(self, s: int, t: int, slot: int) -> _Plan:
         """Return the entry of a slot, from the first slot that holds the same."""
-        time = float(self._time[s][t - s, slot])
-        first = slot + 1 - int(np.searchsorted(self._time[s][t - s, slot::-1], time, side="right"))
-        return _Plan(time=time, peak=int(self._peak[s][t - s, slot]), slot=first)
+        row = self._row(s, t)
+        time = float(self._time[row, slot])
+        first = slot + 1 - int(np.searchsorted(self._time[row, slot::-1], time, side="right"))
+        return _Plan(time=time, peak=int(self._peak[row, slot]), slot=first)
 
     def _smallest(self, s: int, t: int) -> _Plan:
+        row = self._row(s, t)
         return _Plan(
-            time=float(self._smallest_time[s, t]), peak=int(self._smallest_peak[s, t]), slot=_SMALLEST
+            time=float(self._smallest_time[row]), peak=int(self._smallest_peak[row]), slot=_SMALLEST
         )
 
 
-def _take_better(
-    time: Floats, peak: Ints, other_time: Floats | np.float64, other_peak: Ints | np.int64
-) -> None:
-    """Replace each entry, in place, by the other where that is faster, or as fast with a smaller peak."""
-    better = other_time < time
-    better |= (other_time == time) & (other_peak < peak)
-    np.copyto(time, other_time, where=better)
-    np.copyto(peak, other_peak, where=better)
+def _divided(numbers: Ints, by: int) -> tuple[Ints, Ints]:
+    """Return quotients and remainders; ``np.divmod`` takes several times as long."""
+    quotients = numbers // by
+    return quotients, numbers - quotients * by
+
+
+def _place_beside(s: Ints, t: Ints) -> Ints:
+    """Return the places where those of one ``t`` lie side by side."""
+    return t * (t + 1) // 2 + s
+
+
+def _chunks(count: int, size: int) -> Iterator[Ints]:
+    """Yield the numbers below ``count`` in runs, each ``_CHUNK`` or less if one number has that ``size``."""
+    step = max(1, _CHUNK // size)
+    for begin in range(0, count, step):
+        yield np.arange(begin, min(begin + step, count))

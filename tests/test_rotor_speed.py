@@ -1,56 +1,23 @@
-"""Time and memory of the solver on chains of real length; the limits are several times what was measured."""
+"""Time and memory of the solver on chains of real length."""
 
 from __future__ import annotations
 
-import random
 import tracemalloc
 
 import pytest
 from stopwatch import least_seconds
 
-from rotor import Chain, Option, Stage, replay, solve_table
+from bench.rotor_time import model_like
+from rotor import replay, solve_table
 
 MIB = 2**20
 
 
-def model_like(num_stages: int, lengths: tuple[int, ...], num_options: int) -> tuple[Chain, int]:
-    """Return a chain that trades bytes for time in each span, and the bytes that keeping all takes."""
-    rng = random.Random(0)
-    x = [rng.randint(1, 20 * MIB) for _ in range(num_stages + 1)]
-    forward = [rng.uniform(0.5, 2.0) for _ in range(num_stages)]
-    inner = [rng.randint(40 * MIB, 160 * MIB) for _ in range(num_stages)]
-    stages = tuple(
-        Stage(
-            input_bytes=x[s],
-            output_gradient_bytes=x[s + 1],
-            forward_ms=forward[s],
-            forward_peak_bytes=2 * x[s + 1],
-        )
-        for s in range(num_stages)
-    )
-    spans = {}
-    for first, length in ((s, k) for k in lengths for s in range(num_stages - k + 1)):
-        end = first + length
-        span_ms, span_bytes = sum(forward[first:end]), sum(inner[first:end])
-        kept = [
-            (i / (num_options - 1), x[end] + span_bytes * i // (num_options - 1)) for i in range(num_options)
-        ]
-        spans[first, end - 1] = tuple(
-            Option(
-                saved_bytes=saved,
-                forward_peak_bytes=saved + 10 * MIB,
-                backward_peak_bytes=span_bytes + 2 * x[end] + x[first],
-                forward_ms=span_ms,
-                backward_ms=2 * span_ms + span_ms * (1 - part) ** 1.5,
-            )
-            for part, saved in kept
-        )
-    return Chain(stages=stages, spans=spans), sum(inner)
-
-
 @pytest.mark.parametrize(
     ("num_stages", "lengths", "num_options", "num_slots", "limit_s"),
-    [(50, (1,), 8, 500, 2.0), (200, (1,), 8, 500, 20.0), (96, (1, 2, 4), 12, 1000, 12.0)],
+    # Of the first two, half as much again as the targets of bench/rotor_time.py, 0.3 and 5 s: what a busy machine adds,
+    # but not what a change of order does. The third has no target: about twice what a quiet machine takes.
+    [(50, (1,), 8, 500, 0.45), (200, (1,), 8, 500, 7.5), (96, (1, 2, 4), 12, 1000, 8.0)],
 )
 def test_solves_in_time(
     num_stages: int, lengths: tuple[int, ...], num_options: int, num_slots: int, limit_s: float
@@ -62,7 +29,7 @@ def test_solves_in_time(
         nonlocal table
         table = solve_table(chain, all_bytes // 2, num_slots)
 
-    assert least_seconds(run, run) < limit_s
+    assert least_seconds(run, run, run) < limit_s
     assert table is not None
     for budget in (table.minimum_bytes, all_bytes // 4, all_bytes // 2):
         result = replay(chain, table.sequence(budget))
@@ -71,10 +38,10 @@ def test_solves_in_time(
 
 
 def test_memory_is_what_the_docstring_says() -> None:
-    # n (n + 1) / 2 entries of 32 bytes a slot, and a tenth more. At 200 stages and 500 slots: 0.3 GiB.
+    # n (n + 1) / 2 entries of 34 bytes a slot, and what is worked on at once. At 200 stages and 500 slots: 0.4 GiB.
     chain, all_bytes = model_like(50, (1,), 3)
     tracemalloc.start()
     solve_table(chain, all_bytes // 2, 500)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 1.1 * 32 * (50 * 51 // 2) * 501
+    assert peak_bytes < 34 * (50 * 51 // 2) * 512 + 4 * MIB

@@ -20,11 +20,11 @@ class InfeasibleBudgetError(RockmateError, ValueError):
 
         Args:
             budget_bytes: the budget asked for.
-            minimum_bytes: the smallest feasible one.
+            minimum_bytes: the smallest one for which a schedule was found.
             where: what is running when the smallest plan is at its peak.
             slowdown: predicted step time of the smallest plan over that of no recomputation.
         """
-        text = f"the activation budget of {budget_bytes:,} bytes is below the smallest feasible peak of {minimum_bytes:,} bytes"
+        text = f"the activation budget of {budget_bytes:,} bytes is below {minimum_bytes:,} bytes, the smallest peak found"
         if where:
             text += f", which is set by {where}"
         if slowdown is not None:

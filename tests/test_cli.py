@@ -274,7 +274,7 @@ def test_plan_is_printed_explained_and_saved(network: str, tmp_path: Path, capsy
         (["sweep", "nowhere:net"], "no module 'nowhere'"),
         (["sweep", "./nowhere"], "no file or folder"),
         (["plan", "NET", "--budget", "0.5,0.6"], "2 budgets"),
-        (["plan", "NET", "--budget", "1KiB"], "below the smallest feasible peak"),
+        (["plan", "NET", "--budget", "1KiB"], "the smallest peak found"),
         (["plan", "NET", "--budget", "1.0", "--explain", "nothing"], "'nothing' is neither"),
         (["plan", "NET", "--budget", "1.0", "--out", "nowhere/plan.json"], "no folder nowhere"),
         (["plan", "NET", "--budget", "1.0", "--strategy", "best"], "'best' is not known"),

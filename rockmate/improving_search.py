@@ -44,6 +44,7 @@ _MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each wit
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
 _MOST_RUNS_PUT_OFF = 2_000  # of a step that is brought down so: of a longer one it takes too long
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
+_LEAST_OF_MINIMUM = 0.95  # what is fastest at the minimum may need less, but seldom less than that
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -93,6 +94,7 @@ class ImprovingSearch:
         self._graph = graph
         self._costs = costs
         self._proposals = proposals
+        self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
         self._baseline = self._evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
 
     @property
@@ -105,23 +107,37 @@ class ImprovingSearch:
 
         The answer depends on the budget alone, not on what was asked before.
         """
-        if budget_bytes < self.minimum().peak_bytes:
-            return self._fastest_at_minimum if self._fastest_at_minimum.peak_bytes <= budget_bytes else None
-        return self._best_within(budget_bytes)
+        if budget_bytes >= self.minimum().peak_bytes:
+            return self._best_within(budget_bytes)
+        if budget_bytes < _LEAST_OF_MINIMUM * self.minimum().peak_bytes or self._fastest_at_minimum.peak_bytes > budget_bytes:
+            return None
+        return self._fastest_at_minimum
 
     @cached_property
     def _fastest_at_minimum(self) -> Candidate:
         return self._best_within(self.minimum().peak_bytes)
 
     def _best_within(self, budget_bytes: int) -> Candidate:
-        best = self._improved_starts(fitting(self._smallest, budget_bytes)[0], self._of_one_level(budget_bytes), budget_bytes)
-        if self._is_near_bound(best, budget_bytes, _CLOSE):
-            return best
-        put_off = self._put_off_on_the_way_down(best, budget_bytes)
+        proposed, put_off = self._first_within(budget_bytes)
         if self._is_near_bound(put_off, budget_bytes, _CLOSE):
             return put_off
-        best = self._improved_starts(best, self._of_several_levels(budget_bytes), budget_bytes)
-        return _better(self._thoroughly_improved(best, budget_bytes), put_off)
+        return _better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+
+    def first_within(self, budget_bytes: int) -> Candidate | None:
+        """The fastest found before anything is improved thoroughly, which takes most of the time; None as for `best_within`."""
+        if budget_bytes < self.minimum().peak_bytes:
+            return self.best_within(budget_bytes)
+        return _better(*self._first_within(budget_bytes))
+
+    def _first_within(self, budget_bytes: int) -> tuple[Candidate, Candidate]:
+        """The fastest that comes of proposals, and the fastest of these and of schedules with runs put off on the way down."""
+        if budget_bytes not in self._known_first:
+            best = self._improved_starts(fitting(self._smallest, budget_bytes)[0], self._of_one_level(budget_bytes), budget_bytes)
+            put_off = self._put_off_on_the_way_down(best, budget_bytes)
+            if not self._is_near_bound(put_off, budget_bytes, _CLOSE):
+                best = self._improved_starts(best, self._of_several_levels(budget_bytes), budget_bytes)
+            self._known_first[budget_bytes] = best, put_off
+        return self._known_first[budget_bytes]
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""

@@ -49,7 +49,8 @@ class Plan:
         predicted_ms: one forward and backward, the sum of measured or estimated op times.
         baseline_peak_bytes: the peak with nothing recomputed.
         baseline_ms: the time with nothing recomputed.
-        minimum_peak_bytes: the smallest peak that the planner found.
+        minimum_peak_bytes: `Planner.minimum_peak_bytes` of the planner that made it; a plan in chunks, which that may leave out, can be
+            below, and so can one for another sample or strategy.
         schedule: the order in which ops run.
         simulation: live bytes at every run.
         costs: time and overhead of every op.

@@ -53,8 +53,8 @@ class Planner:
         allow_chunking: as given.
         baseline_peak_bytes: the activation peak with nothing recomputed.
         baseline_ms: time of one forward and backward with nothing recomputed.
-        minimum_peak_bytes: the smallest budget for which there is a plan; unless chunks are allowed wherever they are faster, one
-            without them.
+        minimum_peak_bytes: the smallest budget for which there is a plan: without chunks, unless they are allowed wherever they are
+            faster. Plans in chunks meet smaller ones; `InfeasibleBudgetError.minimum_bytes` tells the smallest of all.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Planner:
             predicted_ms=candidate.simulation.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,
-            minimum_peak_bytes=min(self.minimum_peak_bytes, candidate.simulation.peak_bytes),
+            minimum_peak_bytes=self.minimum_peak_bytes,
             schedule=candidate.schedule,
             simulation=candidate.simulation,
             costs=variant.costs,

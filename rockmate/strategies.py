@@ -57,10 +57,24 @@ def make_search(
         return Search(graph, costs, [[square_root(graph, chain)]])
     if strategy == "checkmate":
         return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
-    max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
     if strategy == "rotor":
+        max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
         rotor = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, solver_time=solver_time, solved=solved, is_all_or_nothing=True)
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
+    return improving_search(graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved)
+
+
+def improving_search(
+    graph: Graph,
+    chain: BlockChain,
+    costs: Costs,
+    *,
+    certificate: Certificate,
+    solver_time: SolverTime,
+    solved: SolvedBlocks | None = None,
+) -> ImprovingSearch:
+    """The search of "rockmate"; arguments as for `make_search`."""
+    max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
     backward = roomier_backward(graph, costs)
     if backward is not None:
         chain = chain.with_backward_as_in(backward)

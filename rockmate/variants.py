@@ -7,16 +7,17 @@ and since smaller chunks take no less time and no more memory, as a rule, one th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil, inf
 
 from rockmate.bounds import Bounds, LeastBound
-from rockmate.candidate import Candidate, evenly, falling
+from rockmate.candidate import Candidate, by_time, evenly, falling
 from rockmate.certificate import Certificate
 from rockmate.chunking import Chunks, SeparableBlocks
 from rockmate.costs import Costs
 from rockmate.graph import Graph
+from rockmate.improving_search import ImprovingSearch
 from rockmate.options import SolvedBlocks
 from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
 from rockmate.partition import BlockChain, partition
@@ -27,12 +28,13 @@ from rockmate.search import FRONTIER_POINTS, Searcher
 from rockmate.simulate import Simulation, simulate
 from rockmate.solver_time import SolverTime
 from rockmate.step import CapturedStep
-from rockmate.strategies import make_search
+from rockmate.strategies import improving_search, make_search
 
 _NUM_CHUNKS = (2, 4, 8, 16)
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+_MAY_GAIN = 0.2  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
 _NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
 _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
 
@@ -78,8 +80,17 @@ class Variant:
         """Its blocks as plain values."""
         return outline_chain(self.blocks)
 
+    @cached_property
+    def improving(self) -> ImprovingSearch:
+        """What finds schedules by the default strategy."""
+        return improving_search(
+            self.graph, self.blocks, self.costs, certificate=self.certificate, solver_time=self._solver_time, solved=self._solved
+        )
+
     def search(self, strategy: str) -> Searcher:
         """What finds schedules by that strategy."""
+        if strategy == _CHUNKING:
+            return self.improving
         if strategy not in self._searches:
             self._searches[strategy] = make_search(
                 strategy,
@@ -174,33 +185,59 @@ class Variants:
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
-        found = self.plain.search(strategy).best_within(budget_bytes)
-        best = None if found is None else (self.plain, found)
-        if strategy != _CHUNKING or (best is not None and not self._allow_chunking):
-            return best
-        for walk in self._walks:
-            last_ms = inf
-            for way in walk:
-                if self._chunk_bytes(way) > budget_bytes or (variant := self._variant(way)) is None:
-                    continue
-                known_ms = inf if best is None else best[1].simulation.time_ms
-                if variant.baseline.time_ms >= known_ms:
-                    break
-                if variant.certificate.bound_ms(budget_bytes) >= known_ms:
-                    continue
-                found = variant.search(strategy).best_within(budget_bytes)
-                if found is None:
-                    continue
-                if found.simulation.time_ms < known_ms:
-                    best = variant, found
-                if found.simulation.time_ms >= last_ms:
-                    break
-                last_ms = found.simulation.time_ms
+        if strategy != _CHUNKING or not self._may_be_in_chunks(budget_bytes):
+            found = self.plain.search(strategy).best_within(budget_bytes)
+            return None if found is None else (self.plain, found)
+        best: tuple[Variant, Candidate] | None = None
+        least_ms = inf
+        for variant, first in sorted(self._first_within(budget_bytes), key=lambda pair: by_time(pair[1])):
+            gap_ms = first.time_ms - variant.certificate.bound_ms(budget_bytes)
+            if first.time_ms - _MAY_GAIN * gap_ms >= least_ms:
+                continue
+            found = variant.improving.best_within(budget_bytes)
+            if found is not None and found.time_ms < least_ms:
+                best, least_ms = (variant, found), found.time_ms
         return best
+
+    def _may_be_in_chunks(self, budget_bytes: int) -> bool:
+        """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
+        return bool(self._walks) and (bool(self._allow_chunking) or self.plain.improving.minimum().peak_bytes > budget_bytes)
+
+    def _first_within(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
+        """Schedules as captured and in chunks, none of them thoroughly improved, less those that cannot become the fastest."""
+        whole = self.plain.improving.first_within(budget_bytes)
+        found = [] if whole is None else [(self.plain, whole)]
+        for walk in self._walks:
+            known_ms = min((first.time_ms for _, first in found), default=inf)
+            found += self._first_on(walk, budget_bytes, known_ms)
+        return found
+
+    def _first_on(self, walk: Sequence[Chunks], budget_bytes: int, known_ms: float) -> Iterator[tuple[Variant, Candidate]]:
+        """Those of one walk, which ends where smaller chunks promise nothing."""
+        last_ms = inf
+        ruled_out: Certificate | None = None
+        for way in walk:
+            if self._chunk_bytes(way) > budget_bytes or (variant := self._variant(way)) is None:
+                continue
+            if variant.baseline.time_ms >= known_ms:
+                return
+            if variant.certificate.bound_ms(budget_bytes) >= known_ms:
+                if ruled_out is not None and not _promises_more(variant.certificate, ruled_out, budget_bytes):
+                    return
+                ruled_out = variant.certificate
+                continue
+            first = variant.improving.first_within(budget_bytes)
+            if first is None:
+                continue
+            yield variant, first
+            if first.time_ms >= last_ms:
+                return
+            last_ms = first.time_ms
+            known_ms = min(known_ms, last_ms)
 
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """What no plan for this budget beats, of any strategy: that of the step as captured and of all chunks that it may run in."""
-        if not self._walks or not (self._allow_chunking or self.plain.search(_CHUNKING).minimum().peak_bytes > budget_bytes):
+        if not self._may_be_in_chunks(budget_bytes):
             return self.plain.certificate
         return LeastBound(partial(self._certificates, budget_bytes))
 
@@ -276,6 +313,11 @@ class Variants:
             return known or self.plain.step
         step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return self.plain.step if isinstance(step, Refusal) else step
+
+
+def _promises_more(smaller: Certificate, larger: Certificate, budget_bytes: int) -> bool:
+    """Whether smaller chunks lower the bound or the least peak; where they do not, still smaller ones seldom do."""
+    return smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes) or smaller.least_peak_bytes < larger.least_peak_bytes
 
 
 def _is_long(block: Region) -> bool:

@@ -30,6 +30,7 @@ from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
 from rockmate.schedule import no_recomputation
+from rockmate.simulate import simulate
 from rockmate.solver_time import SolverTime
 from rockmate.two_moments import least_again_ms
 
@@ -41,6 +42,7 @@ _SECOND = 0.5  # of the budget, which a second moment has to take to be looked a
 _MOST_OPS = 256  # of the forward, for which the program of two moments is written down
 _MOST_OPS_RELAXED = 600  # of the forward, for which it is solved without whole numbers
 _FULL_MOMENTS = 4  # second moments that are then tried
+_WORTH_IT = 1e-4  # of the time of no recomputation, by which one has to lift the bound at half of the peak to be tried elsewhere
 _TWO_MOMENTS_S = 10.0  # for the program of two moments: several times what it takes, so that a busy machine seldom changes the answer
 
 
@@ -107,14 +109,17 @@ class Certificate:
         """What the first moment and each of `_full_moments` say together, without whole numbers."""
         if isinf(self.bound_ms(budget_bytes)):
             return 0.0
-        pairs = ((self.moments[0], second) for second in self._full_moments)
-        return max((self._solved_at_two(pair, budget_bytes, is_relaxed=True)[0] for pair in pairs), default=0.0)
+        return max((self._relaxed_ms(second, budget_bytes) for second in self._full_moments), default=0.0)
+
+    def _relaxed_ms(self, second: Moment, budget_bytes: int) -> float:
+        return self._solved_at_two((self.moments[0], second), budget_bytes, is_relaxed=True)[0]
 
     @cached_property
     def _full_moments(self) -> list[Moment]:
         """Of the moments behind the first, those with most in memory if nothing is recomputed and what need not run before them has not.
 
-        Of equal ones the last. The same for every budget; none if there are too many ops.
+        Of equal ones the last; of these, those that say more than one moment does at half of the peak with nothing recomputed: in chains
+        none. The same for every budget; none if there are too many ops.
         """
         if len(self._graph.forward_ops) > _MOST_OPS_RELAXED or not self.moments:
             return []
@@ -125,7 +130,10 @@ class Certificate:
             for op, size, after in zip(ops, num_bytes, num_later, strict=True)
             if op in later and after
         }
-        return [self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS]]
+        full = (self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS])
+        half_bytes = simulate(self._graph, no_recomputation(self._graph), self._costs).peak_bytes // 2
+        enough_ms = self.bound_ms(half_bytes) - self._least_ms + _WORTH_IT * self._least_ms
+        return [moment for moment in full if self._relaxed_ms(moment, half_bytes) > enough_ms]
 
     def _bytes_to_read(self, op: Op) -> int:
         """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""

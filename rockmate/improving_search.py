@@ -251,9 +251,11 @@ class ImprovingSearch:
         """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
         if len(self._baseline.schedule.steps) > _MOST_RUNS_PUT_OFF:
             return best
-        for rung in (self._ladder_put_off.above(budget_bytes), self._ladder_put_off.below(budget_bytes)):
-            if rung is not None and not self._is_near_bound(best, budget_bytes, _CLOSE):
-                best = _better(best, self._improved_put_off(rung, budget_bytes))
+        for rung_beside in (self._ladder_put_off.above, self._ladder_put_off.below):
+            if self._is_near_bound(best, budget_bytes, _CLOSE):
+                return best
+            rung = rung_beside(budget_bytes)
+            best = best if rung is None else _better(best, self._improved_put_off(rung, budget_bytes))
         return best
 
     # --- improvement ---------------------------------------------------------------------------------------------------------

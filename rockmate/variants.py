@@ -34,7 +34,7 @@ _NUM_CHUNKS = (2, 4, 8, 16)
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
-_MAY_GAIN = 0.2  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
+_MAY_GAIN = 0.35  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
 _NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
 _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
 

@@ -22,6 +22,7 @@ from rockmate.bounds import LeastBound
 from rockmate.costs import measure_costs
 from rockmate.delivery import owner_names
 from rockmate.emit import emit
+from rockmate.improving_search import ImprovingSearch
 from rockmate.runtime import Runner
 from rockmate.schedule import no_recomputation
 from rockmate.simulate import simulate
@@ -249,6 +250,28 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
 
 
 # --- what is written out and solved --------------------------------------------------------------------
+
+
+def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = layered(allow_chunking=None)
+    budget_bytes = planner.minimum_peak_bytes - 1
+    calls = {"first_within": 0, "best_within": 0}
+
+    def counted(name: str) -> None:
+        right = getattr(ImprovingSearch, name)
+
+        def count(self: ImprovingSearch, budget_bytes: int) -> object:
+            calls[name] += 1
+            return right(self, budget_bytes)
+
+        monkeypatch.setattr(ImprovingSearch, name, count)
+
+    for name in calls:
+        counted(name)
+    plan = planner.plan(budget_bytes)
+    assert "loss_chunks" in plan.options
+    assert 1 <= calls["best_within"] < calls["first_within"]
+    assert plan.predicted_peak_bytes < plan.minimum_peak_bytes == planner.minimum_peak_bytes
 
 
 class Smoothed(nn.Module):

@@ -18,8 +18,7 @@ from rockmate.several_levels import SeveralLevels
 from rockmate.solver_time import SolverTime
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
-_FEW_SLOTS = 50  # of such a table: only its tight end matters ...
-_FEW_OPTIONS = 8  # ... and of its spans those that save little
+_FEW_SLOTS = 50  # of such a table: only its tight end matters
 _ONE_SLOT = 1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
 
 
@@ -79,9 +78,8 @@ class SolverProposals:
     def smallest(self) -> Sequence[ScheduleMaker]:
         """The tightest of a table that counts ops, and of one where blocks are all or nothing, so that nothing fits Rotor alone."""
         counted = unit_times(self._costs)
-        tightest = self._table(counted, max_slots=_FEW_SLOTS, max_options=_FEW_OPTIONS).makers()[:_SMALLEST]
-        whole = self._table(counted, max_slots=_ONE_SLOT, max_options=_FEW_OPTIONS, is_all_or_nothing=True).makers()[:1]
-        return [*tightest, *whole]
+        tightest = self._table(counted, max_slots=_FEW_SLOTS).makers()[:_SMALLEST]
+        return [*tightest, *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1]]
 
     @cached_property
     def _one_level(self) -> OneLevel:

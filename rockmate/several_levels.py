@@ -19,7 +19,7 @@ from rockmate.solver_time import SolverTime
 from rotor import Chain, Option, Stage, Table, solve_table
 
 SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
-MAX_OPTIONS = 16  # of a span
+_MAX_OPTIONS = 16  # of a span
 _MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
 _TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
 
@@ -36,7 +36,6 @@ class SeveralLevels:
         max_bytes: int,
         solver_time: SolverTime,
         max_slots: int = 500,
-        max_options: int = MAX_OPTIONS,
         solved: SolvedBlocks | None = None,
         is_all_or_nothing: bool = False,
     ) -> None:
@@ -49,15 +48,14 @@ class SeveralLevels:
             max_bytes: the largest budget that matters.
             solver_time: what the solves of its blocks share.
             max_slots: bounds the table's resolution; its smallest peak is exact at any.
-            max_options: of a span, at least 2.
             solved: blocks that need not be solved again.
             is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
         """
         self.graph = graph
         self.chain = chain
-        self.solver = OptionSolver(graph, chain, costs, max_options=max_options, solver_time=solver_time, solved=solved)
+        self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved)
         self._spans = (1,) if is_all_or_nothing else SPANS
-        self._num_options = 1 if is_all_or_nothing else max_options
+        self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
         self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}
         self.rotor_chain = self._rotor_chain()
         self.table = self._solve_table(max_bytes, max_slots)

@@ -35,6 +35,7 @@ from bench import frontier_plot, models, quality_table
 from bench.knapsack import UnsolvedKnapsackError, plain_knapsack
 from bench.machine import machine_record
 from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.bounds import Bounds
 from rockmate.errors import SolverLimitError
 from rockmate.simulate import simulate
 
@@ -185,7 +186,7 @@ class _Run:
             "minimum_own_shares": {strategy: _own_share(plan) for strategy, plan in smallest.items()},
             "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
-            "lower_bounds": [(num_bytes, planner.lower_bound_ms(num_bytes)) for num_bytes in budgets_bytes],
+            "lower_bounds": [(num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes],
             "frontiers": {
                 strategy: [(point.budget_bytes, point.predicted_ms) for point in planner.frontier(strategy=strategy)]
                 for strategy in STRATEGIES
@@ -223,12 +224,17 @@ class _Run:
                 "chunks": plan.options.get("loss_chunks", ""),
             }
 
+    @property
+    def _bounds(self) -> Bounds:
+        """On schedules not in chunks, as those are at all budgets that can be met without."""
+        return self.planner.plan(1.0, strategy="none").bounds
+
     def _proved_minimum_bytes(self) -> int:
-        """The largest number of bytes, to the page, below which no schedule has its peak: there the lower bound is infinite."""
+        """The largest number of bytes, to the page, below which no schedule not in chunks has its peak: there the bound is infinite."""
         low, high = 0, self.planner.minimum_peak_bytes
         while high - low > PAGE_BYTES:
             middle = (low + high) // 2
-            if math.isinf(self.planner.lower_bound_ms(middle)):
+            if math.isinf(self._bounds.closer_bound_ms(middle)):
                 low = middle
             else:
                 high = middle

@@ -374,7 +374,7 @@ def _minimum_note(model: str, record: Record) -> str:
     proved = record["proved_minimum_bytes"] / least["rotor"]
     return (
         f"- {model}: the smallest peak is reached in {places['rockmate']}, {shares['rockmate']:.0%} of it that op's own; Rotor's in "
-        f"{places['rotor']}, {shares['rotor']:.0%} of it that op's own. No schedule is below {proved:.2f} of Rotor's."
+        f"{places['rotor']}, {shares['rotor']:.0%} of it that op's own. No schedule, chunks apart, is below {proved:.2f} of Rotor's."
     )
 
 

@@ -353,7 +353,8 @@ def _model_line(lines: _Lines, model: str) -> str:
 
 
 def _notes(lines: _Lines) -> list[str]:
-    minima = [_minimum_note(model, record) for model, record in lines.models.items() if "minimum_places" in record]
+    own = {model: record for model, record in lines.models.items() if not _has_two_layers(model)}
+    minima = [_minimum_note(model, record) for model, record in own.items() if "minimum_places" in record]
     loose = [_loose_note(lines, r) for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP]
     skipped = [f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}" for r in lines.skipped]
     unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]

@@ -12,7 +12,8 @@ class InfeasibleBudgetError(RockmateError, ValueError):
 
     Attributes:
         budget_bytes: the activation budget that was asked for.
-        minimum_bytes: the smallest budget for which `Planner.plan` succeeds.
+        minimum_bytes: the smallest budget for which `Planner.plan` succeeds whatever the ops are measured to take. One up to 5 % below
+            is met, too, if the plan at the minimum happens to need no more.
     """
 
     def __init__(self, budget_bytes: int, minimum_bytes: int, *, where: str = "", slowdown: float | None = None) -> None:

@@ -105,7 +105,8 @@ class ImprovingSearch:
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found whose simulated peak is at most `budget_bytes`; None if that is below the minimum.
 
-        The answer depends on the budget alone, not on what was asked before.
+        A smaller budget is met where what is fastest at the minimum happens to need no more. The answer depends on the budget alone,
+        not on what was asked before.
         """
         if budget_bytes >= self.minimum().peak_bytes:
             return self._best_within(budget_bytes)

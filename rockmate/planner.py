@@ -53,8 +53,9 @@ class Planner:
         allow_chunking: as given.
         baseline_peak_bytes: the activation peak with nothing recomputed.
         baseline_ms: time of one forward and backward with nothing recomputed.
-        minimum_peak_bytes: the smallest budget for which there is a plan: without chunks, unless they are allowed wherever they are
-            faster. Plans in chunks meet smaller ones; `InfeasibleBudgetError.minimum_bytes` tells the smallest of all.
+        minimum_peak_bytes: the smallest budget for which there is a plan whatever the ops are measured to take: without chunks, unless
+            they are allowed wherever they are faster. Plans in chunks meet smaller ones; `InfeasibleBudgetError.minimum_bytes` tells the
+            smallest of all.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from rockmate.sweep_folder import Key, SweepFolder
 from rockmate.sweep_row import SweepRow, compared, planned_row
 
 _TENTHS = 10
+_DEFAULT = "rockmate"  # the strategy that plans for many budgets together
 
 
 class SweepError(RockmateError, ValueError):
@@ -113,7 +114,7 @@ def sweep(
         model: a module in training mode.
         sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every tenth of the peak with nothing
-            recomputed down to the smallest feasible one.
+            recomputed down to the smallest feasible one. Twenty and more are planned together; see `Planner.plans`.
         strategies: names out of `rockmate.STRATEGIES`, to compare.
         measure: trains a few steps at each budget beside eager: adds measured peak, time, and the difference of the gradients. Takes
             memory for one copy of the weights and gradients on the host. The model is put back to what it was.
@@ -230,17 +231,21 @@ def _predict(state: Sweep, planner: Planner, budgets_bytes: Sequence[int], optio
     begin = time.perf_counter()
     known = {row.key for row in state.rows}
     wanted = [(strategy, budget) for strategy in options.strategies for budget in budgets_bytes if (strategy, budget) not in known]
-    for strategy, budget_bytes in tqdm(wanted, desc="planning", unit="budget", disable=not options.progress):
-        state.put(_predicted_row(state, planner, strategy, budget_bytes))
+    plans = planner.plans((budget for strategy, budget in wanted if strategy == _DEFAULT), progress=options.progress)
+    is_left = any(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)
+    for strategy, budget_bytes in tqdm(wanted, desc="planning", unit="budget", disable=not (options.progress and is_left)):
+        if strategy == _DEFAULT and budget_bytes in plans:
+            _put_plan(state, plans[budget_bytes], minimum_bytes=planner.minimum_peak_bytes)
+        else:
+            _predict_row(state, planner, strategy, budget_bytes)
     state.timings["sweep"] = time.perf_counter() - begin
 
 
-def _predicted_row(state: Sweep, planner: Planner, strategy: str, budget_bytes: int) -> SweepRow:
+def _predict_row(state: Sweep, planner: Planner, strategy: str, budget_bytes: int) -> None:
     try:
-        plan = planner.plan(budget_bytes, strategy=strategy)
-        minimum_bytes = planner.minimum_peak(strategy)
+        _put_plan(state, planner.plan(budget_bytes, strategy=strategy), minimum_bytes=planner.minimum_peak(strategy))
     except (InfeasibleBudgetError, SolverLimitError) as error:
-        return SweepRow(
+        row = SweepRow(
             strategy=strategy,
             budget_bytes=budget_bytes,
             budget_share=budget_bytes / planner.baseline_peak_bytes,
@@ -248,9 +253,13 @@ def _predicted_row(state: Sweep, planner: Planner, strategy: str, budget_bytes: 
             problem=str(error),
             minimum_bytes=error.minimum_bytes if isinstance(error, InfeasibleBudgetError) else None,
         )
+        state.put(row)
+
+
+def _put_plan(state: Sweep, plan: Plan, *, minimum_bytes: int) -> None:
     row = planned_row(plan, minimum_bytes=minimum_bytes)
     state.plans[row.key] = plan
-    return row
+    state.put(row)
 
 
 # --- measurement ---------------------------------------------------------------------------------------

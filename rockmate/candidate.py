@@ -43,6 +43,11 @@ def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 
+def better(one: Candidate, other: Candidate | None) -> Candidate:
+    """The faster of the two, of equal ones that of the smaller peak."""
+    return one if other is None else min(one, other, key=by_time)
+
+
 def by_time(candidate: Candidate) -> tuple[float, int]:
     """Sorts the fastest first, of equal ones that of the smaller peak."""
     return candidate.time_ms, candidate.peak_bytes

@@ -12,7 +12,7 @@ class InfeasibleBudgetError(RockmateError, ValueError):
 
     Attributes:
         budget_bytes: the activation budget that was asked for.
-        minimum_bytes: the smallest budget for which `Planner.plan` succeeds whatever the ops are measured to take. One up to 5 % below
+        minimum_bytes: the smallest budget for which `Planner.plan` succeeds whatever the ops are measured to take. One up to 10 % below
             is met, too, if the plan at the minimum happens to need no more.
     """
 

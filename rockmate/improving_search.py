@@ -15,13 +15,14 @@ from itertools import accumulate
 from math import inf
 from typing import Protocol
 
-from rockmate.candidate import MAX_EXCESS, Candidate, above, by_peak, by_time, evaluate, evenly, falling, fitting, spread
+from tqdm import tqdm
+
+from rockmate.candidate import MAX_EXCESS, Candidate, above, better, by_peak, by_time, evenly, falling, fitting, spread
 from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
 from rockmate.graph import Graph, Op
-from rockmate.improvement import make_room, spend_room
+from rockmate.improver import Improver
 from rockmate.ladder import Ladder
-from rockmate.postponement import can_wait, own_bytes, places_with_room, put_off
 from rockmate.schedule import Schedule, with_nothing_again
 from rockmate.search import FRONTIER_POINTS
 
@@ -38,14 +39,11 @@ _TIGHT = 1.5  # times the minimum, below which it matters where improvement star
 _TIGHT_STARTS = 6  # improved then
 _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
-_LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
-_FULL = 0.8  # ... or where less than that is in use ...
-_MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
 _MOST_RUNS_PUT_OFF = 2_000  # of a step that is brought down so: of a longer one it takes too long
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
-_LEAST_OF_MINIMUM = 0.95  # what is fastest at the minimum may need less, but seldom less than that
-_ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
+_BACK = (3, 9)  # places among many budgets, from which far from the bound schedules are brought down as well
+_LEAST_OF_MINIMUM = 0.9  # what is fastest at the minimum may need less, but seldom less than that
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
 
@@ -91,11 +89,11 @@ class ImprovingSearch:
             proposals: what is improved.
             backward: late and backward ops in the order in which what recomputes nothing has them; None for the graph's.
         """
-        self._graph = graph
         self._costs = costs
         self._proposals = proposals
+        self._improver = Improver(graph, costs)
         self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
-        self._baseline = self._evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
+        self._baseline = self._improver.evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
 
     @property
     def num_unproved(self) -> int:
@@ -122,13 +120,13 @@ class ImprovingSearch:
         proposed, put_off = self._first_within(budget_bytes)
         if self._is_near_bound(put_off, budget_bytes, _CLOSE):
             return put_off
-        return _better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+        return better(self._thoroughly_improved(proposed, budget_bytes), put_off)
 
     def first_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest found before anything is improved thoroughly, which takes most of the time; None as for `best_within`."""
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
-        return _better(*self._first_within(budget_bytes))
+        return better(*self._first_within(budget_bytes))
 
     def _first_within(self, budget_bytes: int) -> tuple[Candidate, Candidate]:
         """The fastest that comes of proposals, and the fastest of these and of schedules with runs put off on the way down."""
@@ -154,7 +152,7 @@ class ImprovingSearch:
 
         The smallest always, of long schedules few others.
         """
-        found = [self._baseline, *(self._evaluated(maker()) for maker in self._proposals.smallest())]
+        found = [self._baseline, *(self._improver.evaluated(maker()) for maker in self._proposals.smallest())]
         starts = sorted(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps)))
         num_runs = accumulate(len(start.schedule.steps) for start in starts)
         shrunk = [start for start, number in zip(starts, num_runs, strict=True) if start is starts[0] or number <= _MOST_RUNS_SHRUNK]
@@ -165,7 +163,7 @@ class ImprovingSearch:
         counted = unit_times(self._costs)
         found, share = list[Candidate](), _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), counted)
+            smaller = self._improver.made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), counted)
             if smaller is None:
                 share /= 2
             else:
@@ -174,15 +172,7 @@ class ImprovingSearch:
 
     @cached_property
     def _several_levels(self) -> Family:
-        return Family(self._proposals.several_levels(), self._evaluated)
-
-    @cached_property
-    def _can_wait(self) -> frozenset[Op]:
-        return can_wait(self._graph)
-
-    @cached_property
-    def _own_bytes(self) -> list[int]:
-        return own_bytes(self._graph, self._costs).tolist()
+        return Family(self._proposals.several_levels(), self._improver.evaluated)
 
     @cached_property
     def _ladder_put_off(self) -> Ladder:
@@ -190,7 +180,58 @@ class ImprovingSearch:
 
     @cached_property
     def _ladders(self) -> list[Ladder]:
-        return [Ladder(self._baseline, step, self._improved) for step in _STEPS_DOWN]
+        return [Ladder(self._baseline, step, self._improver.improved) for step in _STEPS_DOWN]
+
+    # --- many budgets together -----------------------------------------------------------------------------------------------
+
+    def best_within_each(self, budgets: Iterable[int], *, progress: bool = False) -> dict[int, Candidate]:
+        """Schedules for many budgets, in much less time than one by one takes, since each begins with those of its neighbours.
+
+        A larger budget never takes longer. Near the bound they are as fast as those of `best_within`; where that is far, near the
+        minimum, some percent of a step slower now and then, or faster. Budgets below the minimum are left out.
+        """
+        in_order = sorted({budget for budget in budgets if budget >= self.minimum().peak_bytes}, reverse=True)
+        found: list[Candidate] = []
+        for budget_bytes in tqdm(in_order, desc="planning", unit="budget", disable=not progress):
+            found.append(self._below_larger(found, budget_bytes))
+        if found and not self._is_near_bound(found[-1], in_order[-1], _FAR):
+            found[-1] = better(found[-1], self._up_and_down(found[-1], in_order[-1]))
+        self._improve_from_smaller(found, in_order)
+        self._improve_from_larger(found, in_order)
+        self._improve_from_smaller(found, in_order)
+        return dict(zip(in_order, found, strict=True))
+
+    def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int) -> Candidate:
+        """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
+        best = fitting(self._smallest, budget_bytes)[0]
+        if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
+            return best
+        schedule = self._proposals.at_bound(budget_bytes)
+        starts = [] if schedule is None else [self._improver.evaluated(schedule)]
+        best = self._improved_starts(best, ((_RATHER_NEAR, [start]) for start in (*starts, *larger[-1:])), budget_bytes)
+        if not self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
+            best = self._improver.with_runs_put_off(best, budget_bytes)
+        far_above = [self._baseline, *(larger[-back] for back in _BACK if back <= len(larger))]
+        for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():
+            lowered = self._improver.improved(start, budget_bytes) if start.time_ms < best.time_ms else None
+            if lowered is not None and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms:
+                best = better(best, self._improver.with_runs_put_off(lowered, budget_bytes))
+        return best
+
+    def _improve_from_smaller(self, found: list[Candidate], budgets: Sequence[int]) -> None:
+        """From the smallest budget up, has each schedule be no slower than the one before, and tries that with the room there is."""
+        for place in range(len(found) - 2, -1, -1):
+            smaller = found[place + 1]
+            if smaller.time_ms < found[place].time_ms or not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
+                found[place] = better(found[place], self._improver.improved(smaller, budgets[place]))
+
+    def _improve_from_larger(self, found: list[Candidate], budgets: Sequence[int]) -> None:
+        """From the largest budget down, tries what came of the one before where that may be faster."""
+        for place in range(1, len(found)):
+            if not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
+                lowered = self._improver.improved(found[place - 1], budgets[place])
+                if lowered is not None and lowered.time_ms < found[place].time_ms:
+                    found[place] = self._improver.with_runs_put_off(lowered, budgets[place])
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +243,7 @@ class ImprovingSearch:
         for near, group in starts:
             if self._is_near_bound(best, budget_bytes, near):
                 return best
-            best = _better(best, self._first_improved(group, budget_bytes, best.time_ms))
+            best = better(best, self._first_improved(group, budget_bytes, best.time_ms))
         return best
 
     def _of_one_level(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
@@ -210,7 +251,7 @@ class ImprovingSearch:
         schedule = self._proposals.at_bound(budget_bytes)
         if schedule is None:
             return
-        found = self._evaluated(schedule)
+        found = self._improver.evaluated(schedule)
         yield _NEAR, [found]
         limit_bytes, low, high = found.simulation.saved_bytes, 0, self._baseline.simulation.saved_bytes
         tried: list[Candidate] = []
@@ -221,7 +262,7 @@ class ImprovingSearch:
             schedule = self._proposals.saving(limit_bytes)
             if schedule is None:
                 break
-            found = self._evaluated(schedule)
+            found = self._improver.evaluated(schedule)
             tried.append(found)
             low, high = (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
         yield _NEAR, fitting(tried, budget_bytes)[:1]
@@ -245,7 +286,7 @@ class ImprovingSearch:
         starts = [ladder.above(budget_bytes) for ladder in self._ladders]
         if not self._is_near_bound(best, budget_bytes, _FAR):
             starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
-        found = (self._improved(start, budget_bytes) for start in starts if start is not None)
+        found = (self._improver.improved(start, budget_bytes) for start in starts if start is not None)
         return [candidate for candidate in found if candidate is not None]
 
     def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
@@ -256,7 +297,7 @@ class ImprovingSearch:
             if self._is_near_bound(best, budget_bytes, _CLOSE):
                 return best
             rung = rung_beside(budget_bytes)
-            best = best if rung is None else _better(best, self._improved_put_off(rung, budget_bytes))
+            best = best if rung is None else better(best, self._improved_put_off(rung, budget_bytes))
         return best
 
     # --- improvement ---------------------------------------------------------------------------------------------------------
@@ -268,19 +309,19 @@ class ImprovingSearch:
         """
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
-        found = self._with_runs_put_off(best, budget_bytes)
+        found = self._improver.with_runs_put_off(best, budget_bytes)
         if self._is_near_bound(found, budget_bytes, _NOT_FAR):
             return found
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
-        found = _better(found, self._up_and_down(faster, budget_bytes))
+        found = better(found, self._up_and_down(faster, budget_bytes))
         if self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
             return found
-        return _better(found, self._up_and_down(slower, budget_bytes))
+        return better(found, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
-        best = self._with_runs_put_off(best, budget_bytes)
+        best = self._improver.with_runs_put_off(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             found = min(self._from_tops(best, budget_bytes), key=by_time, default=best)
             if found.time_ms >= best.time_ms:
@@ -293,22 +334,22 @@ class ImprovingSearch:
         budgets = [budget_bytes]
         for num_steps in range(1, _TOPS[-1] + 1):
             budgets.append(int(budgets[-1] * _STEP_UP))
-            best = self._with_room_spent(best, budgets[-1])
+            best = self._improver.with_room_spent(best, budgets[-1])
             for top in self._tops(best, budgets[-1]) if num_steps in _TOPS else ():
                 lowered = self._lowered(top, budgets[-2::-1])
                 if lowered is not None:
-                    yield self._with_runs_put_off(lowered, budget_bytes)
+                    yield self._improver.with_runs_put_off(lowered, budget_bytes)
 
     def _tops(self, candidate: Candidate, budget_bytes: int) -> list[Candidate]:
         """The schedule as it is and, where that is faster, with runs put off."""
-        found = self._with_runs_put_off(candidate, budget_bytes)
+        found = self._improver.with_runs_put_off(candidate, budget_bytes)
         return [candidate] if found is candidate else [candidate, found]
 
     def _lowered(self, candidate: Candidate, budgets: Sequence[int]) -> Candidate | None:
         """What comes of a schedule when it is improved for one budget after the other."""
         found: Candidate | None = candidate
         for budget_bytes in budgets:
-            found = None if found is None else self._improved(found, budget_bytes)
+            found = None if found is None else self._improver.improved(found, budget_bytes)
         return found
 
     def _first_improved(self, starts: Sequence[Candidate], budget_bytes: int, known_ms: float) -> Candidate | None:
@@ -318,75 +359,18 @@ class ImprovingSearch:
         """
         for start in starts:
             if start.peak_bytes <= budget_bytes or start.time_ms < known_ms:
-                improved = self._improved(start, budget_bytes)
+                improved = self._improver.improved(start, budget_bytes)
                 if improved is not None:
                     return improved
         return None
 
-    def _improved(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """What comes of a schedule when it is made to fit and then to use all the room; None if it cannot be made to fit."""
-        fits = self._made_to_fit(candidate, budget_bytes, self._costs)
-        if fits is None:
-            return None
-        full = self._with_room_spent(fits, budget_bytes)
-        return _better(fits, full if full.peak_bytes <= budget_bytes else None)
-
-    def _made_to_fit(self, candidate: Candidate, budget_bytes: int, costs: Costs) -> Candidate | None:
-        for _ in range(_ATTEMPTS):
-            if candidate.peak_bytes <= budget_bytes:
-                return candidate
-            schedule = make_room(self._graph, costs, candidate.schedule, candidate.simulation, budget_bytes)
-            if schedule is None:
-                return None
-            candidate = self._evaluated(schedule)
-        return candidate if candidate.peak_bytes <= budget_bytes else None
-
     def _improved_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """As `_improved`, with runs put off where that leaves it far from the bound."""
-        found = self._improved(candidate, budget_bytes)
+        found = self._improver.improved(candidate, budget_bytes)
         if found is None or self._is_near_bound(found, budget_bytes, _RATHER_NEAR):
             return found
-        return self._with_runs_put_off(found, budget_bytes)
-
-    def _with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)
-        return candidate if schedule is candidate.schedule else self._evaluated(schedule)
-
-    def _with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster."""
-        tried: set[Op] = set()
-        num_in_vain = 0
-        while num_in_vain < _MOST_IN_VAIN and (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
-            tried.add(self._graph.ops[candidate.schedule.steps[position]])
-            found = self._put_off(candidate, position, budget_bytes)
-            candidate, num_in_vain = (candidate, num_in_vain + 1) if found is None else (found, 0)
-        return candidate
-
-    def _fullest_that_can_wait(self, candidate: Candidate, budget_bytes: int, tried: set[Op]) -> int | None:
-        """Of the runs that may be worth putting off, `tried` aside, the position of that with most bytes in use."""
-        in_use = candidate.simulation.live_bytes
-        waiting = {op.index for op in self._can_wait - tried if self._own_bytes[op.index] >= _LEAST_OWN * budget_bytes}
-        places = (place for place, index in enumerate(candidate.schedule.steps) if index in waiting)
-        return max((place for place in places if in_use[place] >= _FULL * budget_bytes), key=in_use.__getitem__, default=None)
-
-    def _put_off(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
-        """What is faster with the run at `position` made where there is room for it, None if nothing is."""
-        schedule, simulation = candidate.schedule, candidate.simulation
-        for place in places_with_room(self._graph, self._costs, schedule, simulation, position, budget_bytes):
-            found = self._evaluated(put_off(self._graph, schedule, position, place))
-            if found.peak_bytes <= budget_bytes:
-                found = self._with_room_spent(found, budget_bytes)
-                if found.peak_bytes <= budget_bytes and found.time_ms < candidate.time_ms:
-                    return found
-        return None
-
-    def _evaluated(self, schedule: Schedule) -> Candidate:
-        return evaluate(self._graph, schedule, self._costs)
+        return self._improver.with_runs_put_off(found, budget_bytes)
 
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self._baseline.time_ms
         return candidate.time_ms <= max(self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms)
-
-
-def _better(one: Candidate, other: Candidate | None) -> Candidate:
-    return one if other is None else min(one, other, key=by_time)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from tqdm import tqdm
 
 from rockmate.budget import Budget, parse_budget
 from rockmate.candidate import Candidate
@@ -28,6 +29,8 @@ from rockmate.step import CapturedStep, capture_step
 from rockmate.variants import Variant, Variants
 
 logger = logging.getLogger("rockmate")
+
+_MANY = 20  # budgets, from which on they are planned together: fewer have no near neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,33 @@ class Planner:
                     raise self._infeasible(budget_bytes, strategy)
                 self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
         return self._plans[budget_bytes, strategy]
+
+    def plans(self, budgets: Iterable[Budget], *, progress: bool = False) -> dict[int, Plan]:
+        """Plans of the default strategy for many budgets, by bytes; from twenty on in much less time than one by one.
+
+        So many are planned together, each beginning with those of its neighbours, and a larger budget never takes longer. They come as
+        near to the bound as those of `plan`, but where that is far, close to the smallest peak, some are a few percent of a step slower
+        than those, or faster. Budgets for which there is no plan are left out.
+
+        Args:
+            budgets: each as for `plan`.
+            progress: shows a progress bar.
+
+        Raises:
+            InvalidBudgetError: a budget cannot be read.
+        """
+        asked = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in budgets})
+        plans = self._planned_together(asked, progress=progress) if len(asked) >= _MANY else {}
+        alone = [budget_bytes for budget_bytes in asked if budget_bytes not in plans]
+        for budget_bytes in tqdm(alone, desc="planning", unit="budget", disable=not (progress and alone)):
+            with suppress(InfeasibleBudgetError):
+                plans[budget_bytes] = self.plan(budget_bytes)
+        return dict(sorted(plans.items()))
+
+    def _planned_together(self, budgets: Sequence[int], *, progress: bool) -> dict[int, Plan]:
+        with collection_put_off():
+            found = self._variants.best_within_each(budgets, progress=progress)
+            return {budget_bytes: self._as_plan(budget_bytes, "rockmate", *best) for budget_bytes, best in found.items()}
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
         """A module that trains within `budget`; see `plan`. It refuses calls of other shapes, which `RockmateModule` itself plans for."""

@@ -199,6 +199,12 @@ class Variants:
                 best, least_ms = (variant, found), found.time_ms
         return best
 
+    def best_within_each(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, tuple[Variant, Candidate]]:
+        """By the default strategy, for many budgets together: a schedule and whose it is, of those that may not be in chunks and fit."""
+        whole = [budget for budget in budgets if not self._may_be_in_chunks(budget)]
+        found = self.plain.improving.best_within_each(whole, progress=progress)
+        return {budget: (self.plain, candidate) for budget, candidate in found.items()}
+
     def _may_be_in_chunks(self, budget_bytes: int) -> bool:
         """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
         return bool(self._walks) and (bool(self._allow_chunking) or self.plain.improving.minimum().peak_bytes > budget_bytes)

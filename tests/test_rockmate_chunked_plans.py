@@ -19,6 +19,7 @@ from torch.nn import functional
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.allocations import timeline
 from rockmate.bounds import LeastBound
+from rockmate.candidate import evenly
 from rockmate.costs import measure_costs
 from rockmate.delivery import owner_names
 from rockmate.emit import emit
@@ -63,6 +64,15 @@ def test_chunks_only_for_budgets_that_nothing_else_meets() -> None:
     assert re.search(r"loss block +in \d+ chunks of its rows; .* \(head\)", below.summary())
     assert "loss block: in" in str(below.explain("head"))
     assert "not in chunks: it can be" in str(planner.plan(1.0).explain("head"))
+
+
+def test_so_it_is_for_many_budgets_together() -> None:
+    _, _, planner = wide()
+    below = planner.minimum_peak_bytes // 3
+    plans = planner.plans([below, *evenly(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)])
+    assert plans[below].schedule == planner.plan(below).schedule
+    assert [budget for budget, plan in plans.items() if "loss_chunks" in plan.options] == [below]
+    assert len(plans) == 21
 
 
 @pytest.mark.parametrize("share", [0.35, 0.2])
@@ -132,7 +142,7 @@ def test_below_the_smallest_chunks() -> None:
     assert caught.value.minimum_bytes < planner.minimum_peak_bytes // 4
     assert planner.plan(caught.value.minimum_bytes).predicted_peak_bytes == caught.value.minimum_bytes
     with pytest.raises(InfeasibleBudgetError):
-        planner.plan(int(0.94 * caught.value.minimum_bytes))
+        planner.plan(int(0.89 * caught.value.minimum_bytes))
 
 
 def test_plans_in_chunks_are_files_like_others() -> None:

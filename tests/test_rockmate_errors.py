@@ -75,7 +75,7 @@ def test_infeasible_budget_names_a_minimum_that_works(name: str) -> None:
     assert re.search(r"\d\.\d\dx", text), "says how slow the smallest plan is"
     assert "budget=" in text
     with pytest.raises(InfeasibleBudgetError):
-        case.planner.plan(int(0.94 * error.minimum_bytes))
+        case.planner.plan(int(0.89 * error.minimum_bytes))
     assert case.planner.plan(error.minimum_bytes).predicted_peak_bytes <= error.minimum_bytes
     module = case.planner.module(error.minimum_bytes)
     _, loss = case.workload.loss(module, case.workload.make_batch(1))
@@ -84,16 +84,16 @@ def test_infeasible_budget_names_a_minimum_that_works(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.TINY)
-def test_a_budget_just_below_the_minimum_is_met_by_a_plan_that_fits_or_refused(name: str) -> None:
-    planner = planned(name).planner
+def test_a_budget_just_below_the_minimum_is_met_if_the_plan_there_needs_no_more(name: str) -> None:
+    workload = models.tiny(name)
+    planner = Planner(workload.model, workload.sample, allow_chunking=False)
     at_minimum = planner.plan(planner.minimum_peak_bytes)
-    for budget_bytes in (planner.minimum_peak_bytes - 1, at_minimum.predicted_peak_bytes, int(0.97 * planner.minimum_peak_bytes)):
-        try:
-            plan = planner.plan(budget_bytes)
-        except InfeasibleBudgetError as error:
-            assert budget_bytes < min(error.minimum_bytes, at_minimum.predicted_peak_bytes)
-        else:
-            assert plan.predicted_peak_bytes <= budget_bytes
+    plan = planner.plan(at_minimum.predicted_peak_bytes)
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.predicted_ms == at_minimum.predicted_ms
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.plan(min(at_minimum.predicted_peak_bytes, int(0.9 * planner.minimum_peak_bytes)) - 1)
+    assert caught.value.minimum_bytes == planner.minimum_peak_bytes
 
 
 def test_infeasible_budget_names_the_place() -> None:

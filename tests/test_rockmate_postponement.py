@@ -119,7 +119,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(monkeypatch: p
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.improving_search._LEAST_OWN", inf)
+            patch.setattr("rockmate.improver._LEAST_OWN", inf)
             shares.append(plan.predicted_ms / without.plan(plan.budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 from tqdm import tqdm
@@ -37,6 +37,7 @@ _CLOSELY = 1e-3  # of the budget, between one that fits and one that exceeds: en
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
 _TIGHT_STARTS = 6  # improved then
+_RUNG = 1.04  # from one budget to the next, of which the best is a start for those above, too
 _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
@@ -92,6 +93,7 @@ class ImprovingSearch:
         self._costs = costs
         self._proposals = proposals
         self._improver = Improver(graph, costs)
+        self._known: dict[int, Candidate] = {}
         self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
         self._baseline = self._improver.evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
 
@@ -117,10 +119,25 @@ class ImprovingSearch:
         return self._best_within(self.minimum().peak_bytes)
 
     def _best_within(self, budget_bytes: int) -> Candidate:
-        proposed, put_off = self._first_within(budget_bytes)
-        if self._is_near_bound(put_off, budget_bytes, _CLOSE):
-            return put_off
-        return better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+        """The fastest of what is found for the budget and, far from the bound, of what comes of the best within a little less."""
+        best = self._found_within(budget_bytes)
+        if self._is_near_bound(best, budget_bytes, _FAR) or len(self._baseline.schedule.steps) > _MOST_RUNS_PUT_OFF:
+            return best
+        return better(best, self._improver.improved(self._found_within(self._rung_below(budget_bytes)), budget_bytes))
+
+    def _rung_below(self, budget_bytes: int) -> int:
+        """The next smaller of the budgets that grow by one factor from the minimum on; the minimum for itself."""
+        rung_bytes = next_bytes = self.minimum().peak_bytes
+        while next_bytes < budget_bytes:
+            rung_bytes, next_bytes = next_bytes, ceil(next_bytes * _RUNG)
+        return rung_bytes
+
+    def _found_within(self, budget_bytes: int) -> Candidate:
+        if budget_bytes not in self._known:
+            proposed, put_off = self._first_within(budget_bytes)
+            is_near = self._is_near_bound(put_off, budget_bytes, _CLOSE)
+            self._known[budget_bytes] = put_off if is_near else better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+        return self._known[budget_bytes]
 
     def first_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest found before anything is improved thoroughly, which takes most of the time; None as for `best_within`."""

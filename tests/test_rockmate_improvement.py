@@ -13,6 +13,7 @@ import torch
 from helpers import assert_same, train, workload_loss
 from test_rockmate_certificate import SMALL, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
 
+from bench import models
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
 from rockmate.costs import Costs
@@ -184,6 +185,17 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
             shares.append(plan.predicted_ms / greedy.plan(budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99
+
+
+@pytest.mark.parametrize("name", ["convnext", "unet", "llama", "resnet50"])
+def test_a_little_more_than_the_minimum_is_not_slower_than_the_minimum(name: str) -> None:
+    workload = models.build(name, tiny=True).with_loss_inside()
+    planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+    at_minimum = planner.plan(planner.minimum_peak_bytes)
+    for factor in (1.01, 1.02, 1.03):
+        plan = planner.plan(int(factor * planner.minimum_peak_bytes))
+        is_near_bound = plan.predicted_ms <= plan.quick_lower_bound_ms + 0.02 * planner.baseline_ms
+        assert is_near_bound or plan.predicted_ms <= at_minimum.predicted_ms
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])

@@ -30,6 +30,7 @@ from rockmate.search import FRONTIER_POINTS
 _NEAR = 5e-5  # ... the search
 _CLOSE = 1e-3  # ... it before several levels are solved
 _RATHER_NEAR = 2.5e-3  # ... it before more than a grid of them is looked at
+_SOMEWHAT_NEAR = 5e-3  # ... it before runs are put off, among many budgets
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
 _FAR = 2e-2  # ... it before more is given room, and more is brought down to the budget
 _LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
@@ -226,7 +227,7 @@ class ImprovingSearch:
         schedule = self._proposals.at_bound(budget_bytes)
         starts = [] if schedule is None else [self._improver.evaluated(schedule)]
         best = self._improved_starts(best, ((_RATHER_NEAR, [start]) for start in (*starts, *larger[-1:])), budget_bytes)
-        if not self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
+        if not self._is_near_bound(best, budget_bytes, _SOMEWHAT_NEAR):
             best = self._improver.with_runs_put_off(best, budget_bytes)
         far_above = [self._baseline, *(larger[-back] for back in _BACK if back <= len(larger))]
         for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():

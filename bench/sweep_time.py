@@ -26,6 +26,7 @@ from rockmate.step import capture_step
 
 MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
 LOWEST_SHARE = 0.2
+LEAST_BUDGETS = 20
 
 TARGET_S = 3.0
 
@@ -114,8 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a page: the machine and one row a model."""
     parser = argparse.ArgumentParser(prog="python -m bench.sweep_time", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help="repeatable; six if left out")
-    parser.add_argument("--budgets", type=int, default=50, help="how many, at least 2")
+    parser.add_argument("--budgets", type=int, default=50, help=f"how many, at least {LEAST_BUDGETS}")
     chosen = parser.parse_args(arguments)
+    if chosen.budgets < LEAST_BUDGETS:
+        parser.error(f"--budgets is {chosen.budgets}; fewer than {LEAST_BUDGETS} are not planned together")
     torch.set_num_threads(1)
     sys.stdout.write(f"{HEADER}\n{machine_line(machine_record('bench.sweep_time'))}\n\n{COLUMNS}\n")
     for name in chosen.model or MODELS:

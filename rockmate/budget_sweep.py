@@ -20,6 +20,7 @@ from rockmate.budget_range import budgets_in_bytes, check_budgets, parse_budgets
 from rockmate.costs import clears_bars
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SolverLimitError
 from rockmate.measurement import SideBySide
+from rockmate.module import RockmateModule
 from rockmate.plan import Plan
 from rockmate.planner import Planner
 from rockmate.strategies import STRATEGIES
@@ -162,7 +163,7 @@ def run_sweep(
             _measure(state, planner, SideBySide(model, sample_input, num_steps=options.num_steps), options, folder)
         state.is_complete = True
     finally:  # an interrupt too leaves the files of what was found
-        if folder is not None:
+        if folder is not None and state.rows:
             _write(state, folder)
     return state
 
@@ -231,13 +232,15 @@ def _predict(state: Sweep, planner: Planner, budgets_bytes: Sequence[int], optio
     begin = time.perf_counter()
     known = {row.key for row in state.rows}
     wanted = [(strategy, budget) for strategy in options.strategies for budget in budgets_bytes if (strategy, budget) not in known]
-    plans = planner.plans((budget for strategy, budget in wanted if strategy == _DEFAULT), progress=options.progress)
-    is_left = any(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)
-    for strategy, budget_bytes in tqdm(wanted, desc="planning", unit="budget", disable=not (options.progress and is_left)):
-        if strategy == _DEFAULT and budget_bytes in plans:
-            _put_plan(state, plans[budget_bytes], minimum_bytes=planner.minimum_peak_bytes)
-        else:
-            _predict_row(state, planner, strategy, budget_bytes)
+    plans = planner.planned_together([budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress)
+    num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)
+    with tqdm(total=num_left, desc="planning", unit="budget", disable=not (options.progress and num_left)) as bar:
+        for strategy, budget_bytes in wanted:
+            if strategy == _DEFAULT and budget_bytes in plans:
+                _put_plan(state, plans[budget_bytes], minimum_bytes=planner.minimum_peak_bytes)
+            else:
+                _predict_row(state, planner, strategy, budget_bytes)
+                bar.update()
     state.timings["sweep"] = time.perf_counter() - begin
 
 
@@ -270,17 +273,16 @@ def _measure(state: Sweep, planner: Planner, meter: SideBySide, options: SweepOp
     asked = {(strategy, budget) for strategy in options.strategies for budget in state.settings["budgets_bytes"]}
     wanted = [row for row in state.rows if row.is_feasible and row.key in asked and row.num_steps != options.num_steps]
     for row in tqdm(wanted, desc="measuring", unit="budget", disable=not options.progress):
-        plan = planner.plan(row.budget_bytes, strategy=row.strategy)
+        plan = planner.plan(row.budget_bytes, strategy=row.strategy) if row.is_measured else state.plans[row.key]
         state.plans[row.key] = plan
-        state.put(_measured_row(planned_row(plan, minimum_bytes=row.minimum_bytes or 0), planner, meter))
+        state.put(_measured_row(planned_row(plan, minimum_bytes=row.minimum_bytes or 0), planner.module_of(plan), meter))
         if folder is not None:  # one by one: whatever stops the sweep, these are kept
             folder.write_plans({row.key: plan})
             folder.write(state.rows, state.settings)
     state.timings["measuring"] = time.perf_counter() - begin
 
 
-def _measured_row(row: SweepRow, planner: Planner, meter: SideBySide) -> SweepRow:
-    module = planner.module(row.budget_bytes, strategy=row.strategy)
+def _measured_row(row: SweepRow, module: RockmateModule, meter: SideBySide) -> SweepRow:
     try:
         return row.with_measurement(meter.measure(module))
     except torch.OutOfMemoryError as error:

@@ -206,18 +206,24 @@ class ImprovingSearch:
         """Schedules for many budgets, in much less time than one by one takes, since each begins with those of its neighbours.
 
         A larger budget never takes longer. Near the bound they are as fast as those of `best_within`; where that is far, near the
-        minimum, some percent of a step slower now and then, or faster. Budgets below the minimum are left out.
+        minimum, some percent of a step slower now and then, or faster. Budgets that `best_within` does not meet are left out.
         """
-        in_order = sorted({budget for budget in budgets if budget >= self.minimum().peak_bytes}, reverse=True)
+        asked = sorted(set(budgets), reverse=True)
+        in_order = [budget for budget in asked if budget >= self.minimum().peak_bytes]
+        below = {budget: best for budget in asked[len(in_order) :] if (best := self.best_within(budget)) is not None}
         found: list[Candidate] = []
-        for budget_bytes in tqdm(in_order, desc="planning", unit="budget", disable=not progress):
+        for budget_bytes in tqdm(in_order, desc="planning", unit="budget", disable=not (progress and in_order)):
             found.append(self._below_larger(found, budget_bytes))
-        if found and not self._is_near_bound(found[-1], in_order[-1], _FAR):
-            found[-1] = better(found[-1], self._up_and_down(found[-1], in_order[-1]))
+        if found:
+            found[-1] = min((*below.values(), self._smallest_raised(found[-1], in_order[-1])), key=by_time)
         self._improve_from_smaller(found, in_order)
         self._improve_from_larger(found, in_order)
         self._improve_from_smaller(found, in_order)
-        return dict(zip(in_order, found, strict=True))
+        return dict(zip(in_order, found, strict=True)) | below
+
+    def _smallest_raised(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """What comes of the schedule for the smallest budget when it is given more room and less again, where it is far from the bound."""
+        return candidate if self._is_near_bound(candidate, budget_bytes, _FAR) else self._up_and_down(candidate, budget_bytes)
 
     def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int) -> Candidate:
         """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
@@ -383,7 +389,7 @@ class ImprovingSearch:
         return None
 
     def _improved_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """As `_improved`, with runs put off where that leaves it far from the bound."""
+        """As `Improver.improved`, with runs put off where that leaves it far from the bound."""
         found = self._improver.improved(candidate, budget_bytes)
         if found is None or self._is_near_bound(found, budget_bytes, _RATHER_NEAR):
             return found

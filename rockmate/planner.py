@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rockmate.budget import Budget, parse_budget
+from rockmate.budget_range import parse_budgets
 from rockmate.candidate import Candidate
 from rockmate.capture import modules_with_checkpointing
 from rockmate.collector import collection_put_off
@@ -29,8 +30,6 @@ from rockmate.step import CapturedStep, capture_step
 from rockmate.variants import Variant, Variants
 
 logger = logging.getLogger("rockmate")
-
-_MANY = 20  # budgets, from which on they are planned together: fewer have no near neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,42 +164,53 @@ class Planner:
 
         Raises:
             InvalidBudgetError: the budget cannot be read.
-            InfeasibleBudgetError: it is below the strategy's smallest peak; the error carries that.
+            InfeasibleBudgetError: no schedule known fits it; the error carries the smallest peak.
             SolverLimitError: the strategy "checkmate" found no schedule in its time.
             ValueError: there is no such strategy.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        plan = self._plan_within(budget_bytes, strategy)
+        if plan is None:
+            with collection_put_off():
+                raise self._infeasible(budget_bytes, strategy)
+        return plan
+
+    def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
             with collection_put_off():
                 best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
-                    raise self._infeasible(budget_bytes, strategy)
+                    return None
                 self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
         return self._plans[budget_bytes, strategy]
 
-    def plans(self, budgets: Iterable[Budget], *, progress: bool = False) -> dict[int, Plan]:
-        """Plans of the default strategy for many budgets, by bytes; from twenty on in much less time than one by one.
+    def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
+        """Plans of the default strategy for many budgets, by bytes; where twenty or more fit, in much less time than one by one.
 
         So many are planned together, each beginning with those of its neighbours, and a larger budget never takes longer. They come as
         near to the bound as those of `plan`, but where that is far, close to the smallest peak, some are a few percent of a step slower
-        than those, or faster. Budgets for which there is no plan are left out.
+        than those, or faster, and up to a tenth slower at the smallest peak itself. What may be in chunks is planned one by one, so with
+        `allow_chunking=True` all are. Budgets for which there is no plan are left out. `module_of` trains one.
 
         Args:
-            budgets: each as for `plan`.
+            budgets: each as for `plan`, or text as "0.2:1.0:50".
             progress: shows a progress bar.
 
         Raises:
             InvalidBudgetError: a budget cannot be read.
         """
-        asked = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in budgets})
-        plans = self._planned_together(asked, progress=progress) if len(asked) >= _MANY else {}
+        listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
+        asked = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in listed})
+        plans = self.planned_together(asked, progress=progress)
         alone = [budget_bytes for budget_bytes in asked if budget_bytes not in plans]
         for budget_bytes in tqdm(alone, desc="planning", unit="budget", disable=not (progress and alone)):
-            with suppress(InfeasibleBudgetError):
-                plans[budget_bytes] = self.plan(budget_bytes)
+            plan = self._plan_within(budget_bytes, "rockmate")
+            if plan is not None:
+                plans[budget_bytes] = plan
         return dict(sorted(plans.items()))
 
-    def _planned_together(self, budgets: Sequence[int], *, progress: bool) -> dict[int, Plan]:
+    def planned_together(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
+        """Those of `plans` that are planned together, budgets in bytes; none where they are too few."""
         with collection_put_off():
             found = self._variants.best_within_each(budgets, progress=progress)
             return {budget_bytes: self._as_plan(budget_bytes, "rockmate", *best) for budget_bytes, best in found.items()}
@@ -208,6 +218,11 @@ class Planner:
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
         """A module that trains within `budget`; see `plan`. It refuses calls of other shapes, which `RockmateModule` itself plans for."""
         return RockmateModule.of(self._step.model, self.planned_call(budget, strategy=strategy))
+
+    def module_of(self, plan: Plan) -> RockmateModule:
+        """A module that runs a plan of this planner, or that another made for the same step; `PlanMismatchError` if it was another."""
+        self._step.check_present()
+        return RockmateModule.of(self._step.model, self.planned_call_of(plan))
 
     def planned_call(self, budget: Budget, *, strategy: str = "rockmate") -> PlannedCall:
         """A plan within `budget` with the code that runs it; see `plan`."""
@@ -236,7 +251,7 @@ class Planner:
         )
 
     def minimum_peak(self, strategy: str = "rockmate") -> int:
-        """The smallest budget, in bytes, for which `strategy` has a plan; unless `allow_chunking` is true, one without chunks."""
+        """The smallest budget, in bytes, for which `strategy` always has a plan; unless `allow_chunking` is true, one without chunks."""
         return self._variants.minimum(strategy).simulation.peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:

@@ -27,7 +27,7 @@ class SweepRow:
         budget_share: of the predicted peak with nothing recomputed.
         is_feasible: whether the strategy has a plan within it.
         problem: why there is no plan, or no measurement; empty otherwise.
-        minimum_bytes: the smallest budget for which the strategy has a plan; None where that is not known.
+        minimum_bytes: the smallest budget for which the strategy always has a plan; None where that is not known.
         predicted_peak_bytes: of the plan, by the simulator.
         predicted_ms: one forward and backward, the sum of op times.
         predicted_ratio: that over the time with nothing recomputed.

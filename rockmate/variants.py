@@ -34,6 +34,7 @@ _NUM_CHUNKS = (2, 4, 8, 16)
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
 _LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+_MANY = 20  # budgets, from which on they are planned together: fewer have no near neighbours
 _MAY_GAIN = 0.35  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
 _NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
 _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
@@ -200,14 +201,23 @@ class Variants:
         return best
 
     def best_within_each(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, tuple[Variant, Candidate]]:
-        """By the default strategy, for many budgets together: a schedule and whose it is, of those that may not be in chunks and fit."""
+        """By the default strategy, for many budgets together: a schedule and whose it is, of those that fit and may not be in chunks.
+
+        None where these are few.
+        """
+        least_bytes = self.plain.improving.minimum().peak_bytes
         whole = [budget for budget in budgets if not self._may_be_in_chunks(budget)]
+        if sum(budget >= least_bytes for budget in whole) < _MANY:
+            return {}
         found = self.plain.improving.best_within_each(whole, progress=progress)
         return {budget: (self.plain, candidate) for budget, candidate in found.items()}
 
     def _may_be_in_chunks(self, budget_bytes: int) -> bool:
         """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
-        return bool(self._walks) and (bool(self._allow_chunking) or self.plain.improving.minimum().peak_bytes > budget_bytes)
+        if not self._walks or self._allow_chunking:
+            return bool(self._walks)
+        whole = self.plain.improving
+        return whole.minimum().peak_bytes > budget_bytes and whole.best_within(budget_bytes) is None
 
     def _first_within(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
         """Schedules as captured and in chunks, none of them thoroughly improved, less those that cannot become the fastest."""

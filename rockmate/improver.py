@@ -18,7 +18,7 @@ _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 
 
 class Improver:
-    """Changes schedules of one graph; none that it hands back is worse than what it was given."""
+    """Changes schedules of one graph, each time a little, and has the simulator say what became of them."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         """Holds ops, storages and their costs."""

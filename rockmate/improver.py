@@ -14,6 +14,7 @@ from rockmate.schedule import Schedule
 _LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
 _FULL = 0.8  # ... or where less than that is in use ...
 _MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
+_LONG_STEP = 2_000  # ops, of which runs are not put off
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 
 
@@ -54,7 +55,10 @@ class Improver:
         return candidate if schedule is candidate.schedule else self.evaluated(schedule)
 
     def with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster."""
+        """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster.
+
+        As it is where the step is long, of which that takes too long.
+        """
         tried: set[Op] = set()
         num_in_vain = 0
         while num_in_vain < _MOST_IN_VAIN and (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
@@ -65,7 +69,7 @@ class Improver:
 
     @cached_property
     def _can_wait(self) -> frozenset[Op]:
-        return can_wait(self._graph)
+        return can_wait(self._graph) if len(self._graph.ops) <= _LONG_STEP else frozenset()
 
     @cached_property
     def _own_bytes(self) -> list[int]:

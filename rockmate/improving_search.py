@@ -42,9 +42,11 @@ _RUNG = 1.04  # from one budget to the next, of which the best is a start for th
 _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
-_MOST_RUNS_PUT_OFF = 2_000  # of a step that is brought down so: of a longer one it takes too long
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
 _BACK = (3, 9)  # places among many budgets, from which far from the bound schedules are brought down as well
+_LONG_STEP = 2_000  # ops, of which the rest of this takes too long: ...
+_STEPS_DOWN_OF_LONG = (1.6, 2.0)
+_TOPS_OF_LONG = (3,)
 _LEAST_OF_MINIMUM = 0.9  # what is fastest at the minimum may need less, but seldom less than that
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
@@ -122,7 +124,7 @@ class ImprovingSearch:
     def _best_within(self, budget_bytes: int) -> Candidate:
         """The fastest of what is found for the budget and, far from the bound, of what comes of the best within a little less."""
         best = self._found_within(budget_bytes)
-        if self._is_near_bound(best, budget_bytes, _FAR) or len(self._baseline.schedule.steps) > _MOST_RUNS_PUT_OFF:
+        if self._is_near_bound(best, budget_bytes, _FAR) or self._is_long:
             return best
         return better(best, self._improver.improved(self._found_within(self._rung_below(budget_bytes)), budget_bytes))
 
@@ -170,11 +172,15 @@ class ImprovingSearch:
 
         The smallest always, of long schedules few others.
         """
-        found = [self._baseline, *(self._improver.evaluated(maker()) for maker in self._proposals.smallest())]
+        found = [self._baseline, *self._proposed_smallest]
         starts = sorted(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps)))
         num_runs = accumulate(len(start.schedule.steps) for start in starts)
         shrunk = [start for start, number in zip(starts, num_runs, strict=True) if start is starts[0] or number <= _MOST_RUNS_SHRUNK]
         return [*found, *(smaller for start in shrunk for smaller in self._shrunk(start))]
+
+    @cached_property
+    def _proposed_smallest(self) -> list[Candidate]:
+        return [self._improver.evaluated(maker()) for maker in self._proposals.smallest()]
 
     def _shrunk(self, candidate: Candidate) -> list[Candidate]:
         """What the schedule becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
@@ -198,7 +204,12 @@ class ImprovingSearch:
 
     @cached_property
     def _ladders(self) -> list[Ladder]:
-        return [Ladder(self._baseline, step, self._improver.improved) for step in _STEPS_DOWN]
+        steps = _STEPS_DOWN_OF_LONG if self._is_long else _STEPS_DOWN
+        return [Ladder(self._baseline, step, self._improver.improved) for step in steps]
+
+    @cached_property
+    def _is_long(self) -> bool:
+        return len(self._baseline.schedule.steps) > _LONG_STEP
 
     # --- many budgets together -----------------------------------------------------------------------------------------------
 
@@ -304,18 +315,19 @@ class ImprovingSearch:
         yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
         if budget_bytes < _TIGHT * self.minimum().peak_bytes:
             yield from ((_RATHER_NEAR, [exceeding[index]]) for index in spread(len(exceeding), _TIGHT_STARTS)[1:])
+        yield from ((_FAR, [smallest]) for smallest in self._proposed_smallest if smallest.time_ms > self._baseline.time_ms)
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
         starts = [ladder.above(budget_bytes) for ladder in self._ladders]
-        if not self._is_near_bound(best, budget_bytes, _FAR):
+        if not (self._is_long or self._is_near_bound(best, budget_bytes, _FAR)):
             starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
         found = (self._improver.improved(start, budget_bytes) for start in starts if start is not None)
         return [candidate for candidate in found if candidate is not None]
 
     def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
-        if len(self._baseline.schedule.steps) > _MOST_RUNS_PUT_OFF:
+        if self._is_long:
             return best
         for rung_beside in (self._ladder_put_off.above, self._ladder_put_off.below):
             if self._is_near_bound(best, budget_bytes, _CLOSE):
@@ -329,7 +341,7 @@ class ImprovingSearch:
     def _thoroughly_improved(self, best: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of what `best` and what is brought down become with runs put off, given more room and less again.
 
-        Far from the bound that is tried with both, nearer with the faster of the two.
+        Far from the bound that is tried with both, nearer and of a long step with the faster of the two.
         """
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
@@ -339,27 +351,27 @@ class ImprovingSearch:
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
         found = better(found, self._up_and_down(faster, budget_bytes))
-        if self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
+        if self._is_long or self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
             return found
         return better(found, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
-        """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing."""
+        """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing; of a long step once."""
         best = self._improver.with_runs_put_off(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             found = min(self._from_tops(best, budget_bytes), key=by_time, default=best)
-            if found.time_ms >= best.time_ms:
-                return best
+            if found.time_ms >= best.time_ms or self._is_long:
+                return better(best, found)
             best = found
         return best
 
     def _from_tops(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What comes of `best` when it is raised to each of the tops and lowered again."""
-        budgets = [budget_bytes]
-        for num_steps in range(1, _TOPS[-1] + 1):
+        tops, budgets = _TOPS_OF_LONG if self._is_long else _TOPS, [budget_bytes]
+        for num_steps in range(1, tops[-1] + 1):
             budgets.append(int(budgets[-1] * _STEP_UP))
             best = self._improver.with_room_spent(best, budgets[-1])
-            for top in self._tops(best, budgets[-1]) if num_steps in _TOPS else ():
+            for top in self._tops(best, budgets[-1]) if num_steps in tops else ():
                 lowered = self._lowered(top, budgets[-2::-1])
                 if lowered is not None:
                     yield self._improver.with_runs_put_off(lowered, budget_bytes)

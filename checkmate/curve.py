@@ -77,6 +77,14 @@ class Curve:
             return ms_of_ticks(self._problem, [int(total.ticks[-1])])[0]
         return float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))
 
+    def hull_plan_ms(self, max_saved_bytes: int) -> float:
+        """The time of the fastest plan of the convex hull within the limit, in milliseconds; infinite if there is no plan.
+
+        Read off at once; `bound_ms` is never above it.
+        """
+        within = int(np.searchsorted(self._hull_bytes, max_saved_bytes, side="right"))
+        return float(self._hull_ms[within - 1]) if within else inf
+
     def plan(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> Solution | None:
         """The fastest plan within the limit, or the fastest of the convex hull where that cannot be told; None if there is no plan.
 

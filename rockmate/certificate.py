@@ -17,10 +17,10 @@ Relaxed away: everything that happens between b and the reads, and any other mom
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import isinf
+from math import inf, isinf
 
 import numpy as np
 
@@ -79,15 +79,14 @@ class Certificate:
         self._costs = costs
         self._least_ms = least_ms
         self._solver_time = solver_time
-        self._known_ms: dict[int, float] = {}
+        self._known_deciding: dict[int, tuple[int, float]] = {}
         self._known_closer_ms: dict[int, float] = {}
         self._is_looseness_told = False
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
-        if budget_bytes not in self._known_ms:
-            self._known_ms[budget_bytes] = self._least_ms + max(self._again_ms(budget_bytes), default=0.0)
-        return self._known_ms[budget_bytes]
+        deciding = self._deciding(budget_bytes)
+        return self._least_ms if deciding is None else self._least_ms + deciding[1]
 
     def closer_bound_ms(self, budget_bytes: int) -> float:
         """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
@@ -173,7 +172,7 @@ class Certificate:
         deciding = self._deciding(self._tight_bytes)
         if deciding is None:
             return None
-        first = deciding[0]
+        first = self._curves[deciding[0]][0]
         ops, num_bytes, num_later = self._in_use
         later = set(first.later)
         sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
@@ -202,7 +201,7 @@ class Certificate:
         deciding = self._deciding(budget_bytes)
         if deciding is None:
             return None
-        moment, curve, values = deciding
+        moment, curve, values = self._curves[deciding[0]]
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
             plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
         if plan is None:
@@ -210,16 +209,31 @@ class Certificate:
         kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
         return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
 
-    def _deciding(self, budget_bytes: int) -> tuple[Moment, Curve, list[Storage]] | None:
-        """The moment that gives the bound of `budget_bytes`, with its curve and the values of that; None if there is no moment."""
-        again_ms = list(self._again_ms(budget_bytes))
-        return self._curves[int(np.argmax(again_ms))] if again_ms else None
+    def _deciding(self, budget_bytes: int) -> tuple[int, float] | None:
+        """Which moment gives the bound, the first of equal ones, and what has to run again there; None if there are no moments."""
+        if not self._curves:
+            return None
+        if budget_bytes not in self._known_deciding:
+            self._known_deciding[budget_bytes] = self._newly_deciding(budget_bytes)
+        return self._known_deciding[budget_bytes]
 
-    def _again_ms(self, budget_bytes: int) -> Iterator[float]:
+    def _newly_deciding(self, budget_bytes: int) -> tuple[int, float]:
+        """Asks moments in order of what they could say at most, until no other could say more."""
         solver_time = SolverTime(self._solver_time.limit_s)
-        for moment, curve, _ in self._curves:
+        most_ms = [curve.hull_plan_ms(budget_bytes - moment.num_bytes) for moment, curve, _ in self._curves]
+        decided, decided_ms = 0, -inf
+        for index in sorted(range(len(most_ms)), key=most_ms.__getitem__, reverse=True):
+            if most_ms[index] < decided_ms:
+                break
+            moment, curve, _ = self._curves[index]
             with solver_time.for_one_solve() as time_limit_s:
-                yield curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+                again_ms = curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+            if (again_ms, -index) > (decided_ms, -decided):
+                decided, decided_ms = index, again_ms
+        self._tell_looseness()
+        return decided, decided_ms
+
+    def _tell_looseness(self) -> None:
         num_cut_short = self.num_cut_short
         if num_cut_short and not self._is_looseness_told:
             self._is_looseness_told = True

@@ -234,7 +234,9 @@ class ImprovingSearch:
 
     def _smallest_raised(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """What comes of the schedule for the smallest budget when it is given more room and less again, where it is far from the bound."""
-        return candidate if self._is_near_bound(candidate, budget_bytes, _FAR) else self._up_and_down(candidate, budget_bytes)
+        if self._is_near_bound(candidate, budget_bytes, _FAR):
+            return candidate
+        return self._once_up_and_down(self._improver.with_runs_put_off(candidate, budget_bytes), budget_bytes)
 
     def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int) -> Candidate:
         """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
@@ -359,11 +361,14 @@ class ImprovingSearch:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing; of a long step once."""
         best = self._improver.with_runs_put_off(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
-            found = min(self._from_tops(best, budget_bytes), key=by_time, default=best)
-            if found.time_ms >= best.time_ms or self._is_long:
-                return better(best, found)
+            found = self._once_up_and_down(best, budget_bytes)
+            if found is best or self._is_long:
+                return found
             best = found
         return best
+
+    def _once_up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
+        return better(best, min(self._from_tops(best, budget_bytes), key=by_time, default=None))
 
     def _from_tops(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What comes of `best` when it is raised to each of the tops and lowered again."""

@@ -44,9 +44,10 @@ def check_bound(problem: Knapsack, curve: Curve) -> list[float]:
     gaps, last = [], inf
     for limit in limits_of(front):
         bound_ms, best_ms = curve.bound_ms(limit), least_ms(front, limit)
-        assert (bound_ms == inf) == (best_ms == inf), f"at {limit}"
+        assert (bound_ms == inf) == (best_ms == inf) == (curve.hull_plan_ms(limit) == inf), f"at {limit}"
         if best_ms < inf:
             assert 0 <= bound_ms <= best_ms + rounding(problem), f"{bound_ms} at {limit}, where {best_ms} is reached"
+            assert max(best_ms - rounding(problem), bound_ms) <= curve.hull_plan_ms(limit) < inf
             gaps.append(best_ms - bound_ms)
         assert bound_ms <= last
         last = bound_ms

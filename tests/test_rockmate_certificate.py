@@ -22,10 +22,12 @@ from torch import Tensor, nn
 import rockmate.certificate
 import rockmate.planner
 from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
+from checkmate import Curve
 from rockmate import Planner
 from rockmate.certificate import Certificate
 from rockmate.costs import Cost, Costs
 from rockmate.graph import Graph, Op, Phase, Storage
+from rockmate.knapsack import knapsack_of
 from rockmate.one_level import OneLevel
 from rockmate.partition import partition
 from rockmate.schedule import Schedule, finish, no_recomputation
@@ -274,6 +276,18 @@ def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
     for peak_bytes, time_ms in reached(name):
         assert time_ms >= bounds.bound_ms(peak_bytes) * ROUNDING, f"{time_ms} ms within {peak_bytes:,} bytes"
         assert bounds.bound_ms(peak_bytes) <= bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_bound_is_the_largest_that_any_moment_alone_gives(name: str) -> None:
+    graph, costs = small(name)
+    bounds, ops = certificate(name), [op for op in graph.ops if op.phase is not Phase.BACKWARD]
+    problems = [knapsack_of(ops, moment.later, costs, at_hand=moment.in_use, with_states=True)[0] for moment in bounds.moments]
+    curves = [(moment.num_bytes, Curve(problem)) for moment, problem in zip(bounds.moments, problems, strict=True)]
+    least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
+    for budget_bytes in budgets_between(0, reached(name)[-1][0], 40):
+        again_ms = max(curve.bound_ms(budget_bytes - num_bytes) for num_bytes, curve in curves)
+        assert bounds.bound_ms(budget_bytes) == least_ms + again_ms
 
 
 def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:

@@ -43,7 +43,7 @@ _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
-_BACK = (3, 9)  # places among many budgets, from which far from the bound schedules are brought down as well
+_BACK = 9  # places among many budgets, from which far from the bound a schedule is brought down as well
 _LONG_STEP = 2_000  # ops, of which the rest of this takes too long: ...
 _STEPS_DOWN_OF_LONG = (1.6, 2.0)
 _TOPS_OF_LONG = (3,)
@@ -248,7 +248,7 @@ class ImprovingSearch:
         best = self._improved_starts(best, ((_RATHER_NEAR, [start]) for start in (*starts, *larger[-1:])), budget_bytes)
         if not self._is_near_bound(best, budget_bytes, _SOMEWHAT_NEAR):
             best = self._improver.with_runs_put_off(best, budget_bytes)
-        far_above = [self._baseline, *(larger[-back] for back in _BACK if back <= len(larger))]
+        far_above = [self._baseline] if len(larger) < _BACK else [self._baseline, larger[-_BACK]]
         for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():
             lowered = self._improver.improved(start, budget_bytes) if start.time_ms < best.time_ms else None
             if lowered is not None and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms:

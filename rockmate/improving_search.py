@@ -49,7 +49,7 @@ _STEPS_DOWN_OF_LONG = (1.6, 2.0)
 _TOPS_OF_LONG = (3,)
 _LEAST_OF_MINIMUM = 0.9  # what is fastest at the minimum may need less, but seldom less than that
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
-_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.03  # of the peak, in one step towards the smallest
+_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.01  # of the peak, in one step towards the smallest
 
 
 class Proposals(Protocol):

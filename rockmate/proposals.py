@@ -19,6 +19,7 @@ from rockmate.solver_time import SolverTime
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
 _FEW_SLOTS = 50  # of such a table: only its tight end matters
+_SHORT_SPANS = (1, 2)  # in blocks, of such a table: longer ones take as long as all others, and evictions then reach as low without
 _ONE_SLOT = 1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
 
 
@@ -78,7 +79,7 @@ class SolverProposals:
     def smallest(self) -> Sequence[ScheduleMaker]:
         """The tightest of a table that counts ops, and of one where blocks are all or nothing, so that nothing fits Rotor alone."""
         counted = unit_times(self._costs)
-        tightest = self._table(counted, max_slots=_FEW_SLOTS).makers()[:_SMALLEST]
+        tightest = self._table(counted, max_slots=_FEW_SLOTS, spans=_SHORT_SPANS).makers()[:_SMALLEST]
         return [*tightest, *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1]]
 
     @cached_property

@@ -37,6 +37,7 @@ class SeveralLevels:
         solver_time: SolverTime,
         max_slots: int = 500,
         solved: SolvedBlocks | None = None,
+        spans: Sequence[int] = SPANS,
         is_all_or_nothing: bool = False,
     ) -> None:
         """Solves the blocks and the table.
@@ -49,12 +50,13 @@ class SeveralLevels:
             solver_time: what the solves of its blocks share.
             max_slots: bounds the table's resolution; its smallest peak is exact at any.
             solved: blocks that need not be solved again.
+            spans: lengths, in blocks, of what is given options.
             is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
         """
         self.graph = graph
         self.chain = chain
         self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved)
-        self._spans = (1,) if is_all_or_nothing else SPANS
+        self._spans = (1,) if is_all_or_nothing else tuple(spans)
         self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
         self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}
         self.rotor_chain = self._rotor_chain()

@@ -182,12 +182,15 @@ class ImprovingSearch:
     def _proposed_smallest(self) -> list[Candidate]:
         return [self._improver.evaluated(maker()) for maker in self._proposals.smallest()]
 
+    @cached_property
+    def _counted(self) -> Costs:
+        return unit_times(self._costs)
+
     def _shrunk(self, candidate: Candidate) -> list[Candidate]:
         """What the schedule becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
-        counted = unit_times(self._costs)
         found, share = list[Candidate](), _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._improver.made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), counted)
+            smaller = self._improver.made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), self._counted)
             if smaller is None:
                 share /= 2
             else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rockmate import explanation
 from rockmate.bounds import Bounds, KnownBound
 from rockmate.budget import size_text
+from rockmate.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
 from rockmate.costs import Costs
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.explanation import BlockRow, Explanation, LiveBytes
@@ -20,19 +21,6 @@ from rockmate.outline import Outline, OutlineChain, OutlineOp, StorageKind
 from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 from rockmate.stays import Stays
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingNote:
-    """How a block runs that might run in chunks.
-
-    Attributes:
-        module: path of the submodule with which the block begins, empty if unknown.
-        text: in how many chunks and in which form, or why in none.
-    """
-
-    module: str = ""
-    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -61,8 +49,7 @@ class Plan:
         bounds: what it is held against; see `lower_bound_ms`.
         num_unproved_blocks: solves whose answer may not be the best: stopped at their time limit, or made for a smaller budget.
         machine: for which the times were estimated; None where they were measured.
-        loss_block: whether that runs in chunks, and why.
-        feed_forward: the same of each large block that begins with a matrix product which widens its operand.
+        chunking_notes: how blocks run that might run in chunks; see `loss_block` and `feed_forward`.
         captured: the graph that the outline describes, None for a plan that was loaded.
     """
 
@@ -82,8 +69,7 @@ class Plan:
     bounds: Bounds = field(default_factory=KnownBound)
     num_unproved_blocks: int = 0
     machine: str | None = None
-    loss_block: ChunkingNote = field(default_factory=ChunkingNote)
-    feed_forward: tuple[ChunkingNote, ...] = ()
+    chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
     captured: Graph | None = None
 
     @property
@@ -129,6 +115,16 @@ class Plan:
     def runs_again(self, storage: int) -> bool:
         """Whether the op that makes a storage runs more than once."""
         return any(self.num_again[index] for index, op in enumerate(self.outline.ops) if storage in op.writes)
+
+    @property
+    def loss_block(self) -> ChunkingNote:
+        """Whether the loss block runs in chunks, and why."""
+        return self.chunking_notes.loss_block
+
+    @property
+    def feed_forward(self) -> tuple[ChunkingNote, ...]:
+        """The same of each large block that begins with a matrix product which widens its operand."""
+        return self.chunking_notes.feed_forward
 
     @property
     def predicted_ratio(self) -> float:

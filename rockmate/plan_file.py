@@ -20,10 +20,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rockmate.bounds import KnownBound
+from rockmate.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.costs import Cost, Costs
 from rockmate.errors import PlanFileError
 from rockmate.outline import Outline, OutlineBlock, OutlineChain, OutlineOp, OutlineStorage, StorageKind, digest
-from rockmate.plan import ChunkingNote, Plan
+from rockmate.plan import Plan
 from rockmate.schedule import Schedule
 from rockmate.stays import Stays
 
@@ -164,8 +165,10 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         outline=outline,
         chain=OutlineChain(blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]), carried=tuple(content["carried"])),
         options=content["options"],
-        loss_block=ChunkingNote(module=module, text=text),
-        feed_forward=tuple(ChunkingNote(module=module, text=text) for module, text in content.get("feed_forward", ())),
+        chunking_notes=KnownNotes(
+            loss_block=ChunkingNote(module=module, text=text),
+            feed_forward=tuple(ChunkingNote(module=module, text=text) for module, text in content.get("feed_forward", ())),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ and since smaller chunks take no less time and no more memory, as a rule, one th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, inf
 
@@ -15,13 +16,13 @@ from rockmate.bounds import Bounds, LeastBound
 from rockmate.candidate import Candidate, by_time, evenly, falling
 from rockmate.certificate import Certificate
 from rockmate.chunking import Chunks, SeparableBlocks
+from rockmate.chunking_notes import ChunkingNote, ChunkingNotes
 from rockmate.costs import Costs
 from rockmate.graph import Graph
 from rockmate.improving_search import ImprovingSearch
 from rockmate.options import SolvedBlocks
 from rockmate.outline import Outline, OutlineChain, outline_chain, outline_of
 from rockmate.partition import BlockChain, partition
-from rockmate.plan import ChunkingNote
 from rockmate.region import Refusal, Region
 from rockmate.schedule import no_recomputation
 from rockmate.search import FRONTIER_POINTS, Searcher
@@ -127,14 +128,14 @@ class Variants:
         self.plain = self._planned(step)
 
     @cached_property
-    def _blocks(self) -> SeparableBlocks:
+    def blocks(self) -> SeparableBlocks:
         """Where the step can run in chunks, or why it cannot; feed-forward blocks only if they are large."""
         return self.plain.step.separable_blocks(least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes))
 
     @property
     def loss_block(self) -> Region | Refusal:
         """Where the loss block can run in chunks, or why it cannot."""
-        return self._blocks.loss
+        return self.blocks.loss
 
     @cached_property
     def refusal(self) -> str:
@@ -182,7 +183,7 @@ class Variants:
 
     def _has_large_layers(self) -> bool:
         """Whether there are feed-forward blocks large enough for chunks."""
-        return any(isinstance(block, Region) and _is_long(block) for block in self._blocks.feed_forward)
+        return any(isinstance(block, Region) and _is_long(block) for block in self.blocks.feed_forward)
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
@@ -214,10 +215,10 @@ class Variants:
 
     def _may_be_in_chunks(self, budget_bytes: int) -> bool:
         """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
-        if not self._walks or self._allow_chunking:
-            return bool(self._walks)
         whole = self.plain.improving
-        return whole.minimum().peak_bytes > budget_bytes and whole.best_within(budget_bytes) is None
+        if not self._allow_chunking and (whole.minimum().peak_bytes <= budget_bytes or whole.best_within(budget_bytes) is not None):
+            return False
+        return bool(self._walks)
 
     def _first_within(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
         """Schedules as captured and in chunks, none of them thoroughly improved, less those that cannot become the fastest."""
@@ -294,31 +295,15 @@ class Variants:
 
         return falling(budgets, candidate_within)
 
-    def note(self, variant: Variant) -> ChunkingNote:
-        """How the loss block runs in a variant, and why."""
-        module = self.loss_block.block if isinstance(self.loss_block, Refusal) else self.loss_block.name
-        if "loss_chunks" in variant.step.options:
-            return ChunkingNote(module=module, text=Chunks.parse(variant.step.options["loss_chunks"]).describe())
-        return ChunkingNote(module=module, text=f"not in chunks: {self.refusal or self._could}")
-
-    def feed_forward_notes(self, variant: Variant) -> tuple[ChunkingNote, ...]:
-        """How each large block that widens a value runs in a variant, and why."""
-        chunks = variant.step.options.get("loss_chunks")
-        layers = Chunks.parse(chunks).layers if chunks else 1
-        return tuple(self._feed_forward_note(block, layers) for block in self._blocks.feed_forward)
-
-    def _feed_forward_note(self, block: Region | Refusal, layers: int) -> ChunkingNote:
-        if isinstance(block, Refusal):
-            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
-        if layers > 1:
-            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
-        few = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_LEAST_ROWS}"
-        could = self._could if _is_long(block) else few
-        return ChunkingNote(module=block.name, text=f"not in chunks: {_NOT_ALLOWED if self._allow_chunking is False else could}")
+    def notes(self, variant: Variant) -> ChunkingNotes:
+        """How blocks that might run in chunks run in a variant."""
+        return _NotesOnVariant(self, variant.step.options.get("loss_chunks"))
 
     @property
-    def _could(self) -> str:
+    def could(self) -> str:
         """Why a block that can run in chunks does not."""
+        if self._allow_chunking is False:
+            return _NOT_ALLOWED
         return "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
 
     def of(self, options: Mapping[str, str]) -> CapturedStep:
@@ -329,6 +314,41 @@ class Variants:
             return known or self.plain.step
         step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return self.plain.step if isinstance(step, Refusal) else step
+
+
+@dataclass(frozen=True, slots=True)
+class _NotesOnVariant:
+    """Where the blocks are takes a copy of the graph to find, so it is not asked before somebody reads this.
+
+    Attributes:
+        variants: of the step.
+        chunks: how blocks run in the one that the notes are on; None for all in one piece.
+    """
+
+    variants: Variants
+    chunks: str | None
+
+    @property
+    def loss_block(self) -> ChunkingNote:
+        """Whether that runs in chunks, and why."""
+        block = self.variants.loss_block
+        module = block.block if isinstance(block, Refusal) else block.name
+        if self.chunks:
+            return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
+        return ChunkingNote(module=module, text=f"not in chunks: {self.variants.refusal or self.variants.could}")
+
+    @property
+    def feed_forward(self) -> tuple[ChunkingNote, ...]:
+        """The same of each large block that begins with a matrix product which widens its operand."""
+        return tuple(map(self._feed_forward_note, self.variants.blocks.feed_forward))
+
+    def _feed_forward_note(self, block: Region | Refusal) -> ChunkingNote:
+        if isinstance(block, Refusal):
+            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
+        if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
+            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
+        few = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_LEAST_ROWS}"
+        return ChunkingNote(module=block.name, text=f"not in chunks: {self.variants.could if _is_long(block) else few}")
 
 
 def _promises_more(smaller: Certificate, larger: Certificate, budget_bytes: int) -> bool:

@@ -16,6 +16,8 @@ from test_rockmate_chunking import CLASSES, chunked, distances, eager, gradients
 from torch import Tensor, nn
 from torch.nn import functional
 
+import rockmate.step
+from bench import models
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.allocations import timeline
 from rockmate.bounds import LeastBound
@@ -342,6 +344,25 @@ def test_plans_without_time_to_solve(caplog: pytest.LogCaptureFixture, monkeypat
         assert "a larger time_limit_s may help" in plan.summary()
     with pytest.raises(ValueError, match=r"time_limit_s is 0\.0; it must be above 0"):
         Planner(model, batch, time_limit_s=0.0)
+
+
+def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    right = rockmate.step.separable_blocks
+
+    def separable_blocks(*args: object, **named: object) -> object:
+        asked.append(args)
+        return right(*args, **named)
+
+    monkeypatch.setattr(rockmate.step, "separable_blocks", separable_blocks)
+    workload = models.build("gpt2", tiny=True)
+    planner = Planner(workload.model, workload.sample)
+    plan = planner.plan(0.7)
+    planner.plans("0.6:1.0:20")
+    assert not asked
+    assert plan.loss_block.text.startswith("not in chunks: ")
+    assert planner.plan(0.8).loss_block == plan.loss_block
+    assert len(asked) == 1
 
 
 def test_the_reason_is_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -11,8 +11,9 @@ from math import inf
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
-from test_rockmate_certificate import SMALL, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
+from test_rockmate_certificate import SMALL, budgets_between, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
 
+import rockmate.improver
 from bench import models
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
@@ -196,6 +197,33 @@ def test_a_little_more_than_the_minimum_is_not_slower_than_the_minimum(name: str
         plan = planner.plan(int(factor * planner.minimum_peak_bytes))
         is_near_bound = plan.predicted_ms <= plan.quick_lower_bound_ms + 0.02 * planner.baseline_ms
         assert is_near_bound or plan.predicted_ms <= at_minimum.predicted_ms
+
+
+def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = models.build("unet", tiny=True).with_loss_inside()
+    num_simulated, times = [], []
+    for most_ops in (1_000_000, 10):
+        for module in ("improving_search", "improver"):
+            monkeypatch.setattr(f"rockmate.{module}._LONG_STEP", most_ops)
+        planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+        budgets = budgets_between(planner.minimum_peak_bytes, planner.baseline_peak_bytes // 2, 4)
+        calls = 0
+
+        def counted(*args: object, right: Callable[..., object] = rockmate.improver.evaluate) -> object:
+            nonlocal calls
+            calls += 1
+            return right(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("rockmate.improver.evaluate", counted)
+            plans = [planner.plan(budget_bytes) for budget_bytes in budgets]
+        for plan, budget_bytes in zip(plans, budgets, strict=True):
+            plan.schedule.verify(plan.graph)
+            assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
+        num_simulated.append(calls)
+        times.append([plan.predicted_ms for plan in plans])
+    assert num_simulated[1] < num_simulated[0] / 3
+    assert all(quick < planner.plan(planner.minimum_peak_bytes, strategy="rotor").predicted_ms for quick in times[1])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])

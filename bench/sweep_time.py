@@ -27,17 +27,19 @@ from rockmate.step import capture_step
 MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
 LOWEST_SHARE = 0.2
 LEAST_BUDGETS = 20
+NUM_SWEEPS = 3
 
 TARGET_S = 3.0
 
-HEADER = """\
+HEADER = f"""\
 # Time of a sweep of predicted budgets
 
 Command: `taskset -c 0 python -m bench.sweep_time`. Budgets from a fifth of the peak with nothing recomputed, or the smallest peak, to all
 of it; seconds of processor time on one thread, after capture and measuring. All: solving that budgets share, before the first of them, and
-the budgets, planned together as `rockmate sweep` does. After that the same budgets one by one, as `Planner.plan` does, which profits from
-what is solved by then. Gap: from the predicted time to the bound of one moment, as a share of the step with nothing recomputed, the median.
-Slower together: a plan of the sweep against that of its budget alone, as a share of the same, mean and largest.
+the budgets, planned together as `rockmate sweep` does; of {NUM_SWEEPS} sweeps, each with ops measured anew, that of median time. After that
+the same budgets one by one, as `Planner.plan` does, which profits from what is solved by then. Gap: from the predicted time to the bound of
+one moment, as a share of the step with nothing recomputed, the median. Slower together: a plan of the sweep against that of its budget
+alone, as a share of the same, mean and largest.
 """
 COLUMNS = f"""\
 | model | ops | before the first, s | budgets | all, s | <= {TARGET_S:g} s | gap | one by one, s | gap | slower together, mean | largest |
@@ -70,14 +72,12 @@ class SweepTime:
 
 
 def measure_model(name: str, num_budgets: int) -> SweepTime:
-    """Sweeps one model of `bench.models`."""
+    """Sweeps one model of `bench.models` some times, each with ops measured anew; all figures are of the sweep of median time."""
     workload = models.build(name)
     step = capture_step(workload.model, workload.sample)
     num_ops = len(step.graph.ops)  # the graph is part of the capture, and made when it is first asked for
-    planner = Planner.of(step)
-    lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
-    budgets = evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)
-    together, together_s = _timed(lambda: list(planner.plans(budgets).values()))
+    sweeps = [_swept(Planner.of(step), num_budgets) for _ in range(NUM_SWEEPS)]
+    planner, budgets, together, together_s = sorted(sweeps, key=lambda sweep: sweep[0].timings["solve"] + sweep[3])[NUM_SWEEPS // 2]
     alone, alone_s = _timed(lambda: [planner.plan(budget_bytes) for budget_bytes in reversed(budgets)][::-1])
     return SweepTime(
         name=name,
@@ -89,6 +89,13 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
         alone=tuple(plan.predicted_ratio for plan in alone),
         bounds=tuple(plan.quick_lower_bound_ms / planner.baseline_ms for plan in together),
     )
+
+
+def _swept(planner: Planner, num_budgets: int) -> tuple[Planner, list[int], list[Plan], float]:
+    """The planner, its budgets, the plans of one sweep, and how long these took."""
+    lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
+    budgets = evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)
+    return planner, budgets, *_timed(lambda: list(planner.plans(budgets).values()))
 
 
 def _timed(run: Callable[[], list[Plan]]) -> tuple[list[Plan], float]:

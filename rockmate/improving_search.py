@@ -269,9 +269,7 @@ class ImprovingSearch:
         """From the largest budget down, tries what came of the one before where that may be faster."""
         for place in range(1, len(found)):
             if not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                lowered = self._improver.improved(found[place - 1], budgets[place])
-                if lowered is not None and lowered.time_ms < found[place].time_ms:
-                    found[place] = self._improver.with_runs_put_off(lowered, budgets[place])
+                found[place] = better(found[place], self._improver.improved(found[place - 1], budgets[place]))
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 

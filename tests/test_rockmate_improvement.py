@@ -201,7 +201,7 @@ def test_a_little_more_than_the_minimum_is_not_slower_than_the_minimum(name: str
 
 def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = models.build("unet", tiny=True).with_loss_inside()
-    num_simulated, times = [], []
+    num_simulated = []
     for most_ops in (1_000_000, 10):
         for module in ("improving_search", "improver"):
             monkeypatch.setattr(f"rockmate.{module}._LONG_STEP", most_ops)
@@ -221,9 +221,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
             plan.schedule.verify(plan.graph)
             assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         num_simulated.append(calls)
-        times.append([plan.predicted_ms for plan in plans])
     assert num_simulated[1] < num_simulated[0] / 3
-    assert all(quick < planner.plan(planner.minimum_peak_bytes, strategy="rotor").predicted_ms for quick in times[1])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])

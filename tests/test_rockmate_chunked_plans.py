@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -350,7 +351,7 @@ def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(monkeypat
     asked = []
     right = rockmate.step.separable_blocks
 
-    def separable_blocks(*args: object, **named: object) -> object:
+    def separable_blocks(*args: Any, **named: Any) -> object:
         asked.append(args)
         return right(*args, **named)
 

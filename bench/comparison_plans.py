@@ -32,6 +32,8 @@ Record = dict[str, Any]
 DEFAULT = "rockmate"
 IN_TWICE = "in 2x"  # in place of a share: the smallest budget whose plan is predicted to take at most `_TWICE` times no recomputation
 _TWICE, _HALVINGS = 2.0, 6
+_AT = re.compile(r"at ([0-9.]+) MB")  # likewise: a peak that a peer has reached
+_SHARE = re.compile(rf"minimum|{IN_TWICE}|{_AT.pattern}|0?\.[0-9]+|1(\.0*)?")
 SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0), "rotor": ("minimum", 0.3, 0.5, 0.7)}
 QUICK_SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
 OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}  # the first two have one schedule each
@@ -107,6 +109,12 @@ def _extent(plan: Plan) -> Record:
     }
 
 
+def is_ours(method: str) -> bool:
+    """Whether a method names one of our strategies and what it can be asked for."""
+    strategy, _, share = method.partition(": ")
+    return strategy in STRATEGIES and bool(_SHARE.fullmatch(share))
+
+
 def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
     """(method, strategy, budget in bytes) of all that is planned unless methods are asked for."""
     shares = {**OTHER_SHARES, **(QUICK_SHARES if quick else SHARES)}
@@ -116,16 +124,19 @@ def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
 
 
 def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """Likewise of those methods that name one of our strategies and a share of the peak, "minimum" or "in 2x"."""
+    """Likewise of those methods that name one of our strategies and a share of the peak, "minimum", "in 2x" or "at 12.5 MB"."""
     for method in methods:
         strategy, _, share = method.partition(": ")
-        if strategy in STRATEGIES:
+        if is_ours(method):
             yield method, strategy, _budget_bytes(planner, strategy, share)
 
 
 def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
     if share == IN_TWICE:
         return _least_in(planner, strategy, _TWICE)
+    size = _AT.fullmatch(str(share))
+    if size:
+        return round(float(size[1]) * 1e6)
     return planner.minimum_peak(strategy) if share == "minimum" else int(float(share) * planner.baseline_peak_bytes)
 
 
@@ -145,7 +156,7 @@ def _at_peaks(planner: Planner, points: Iterable[Record]) -> Iterator[tuple[str,
     """Likewise for the peers' peaks."""
     for peak_bytes in peaks_to_meet([point["peak_bytes"] for point in points]):
         if peak_bytes < planner.baseline_peak_bytes:
-            yield f"{DEFAULT}: at {peak_bytes / 1e6:.6g} MB", DEFAULT, peak_bytes
+            yield f"{DEFAULT}: at {peak_bytes / 1e6:.6f} MB", DEFAULT, peak_bytes
 
 
 def peaks_to_meet(peaks: Iterable[int]) -> list[int]:

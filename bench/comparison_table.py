@@ -188,6 +188,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         *_commands(results),
         "",
         "One point: the same with `--model MODEL --method METHOD --output STEM`.",
+        *_few_settings(results),
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
@@ -197,6 +198,15 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "
         f"**wrong** ones are off by more than {GRADIENT_TOLERANCE:g}, and such points are counted all the same. MB are millions of bytes.",
     ]
+
+
+def _few_settings(results: Sequence[ModelResult]) -> list[str]:
+    """Which models had some settings of each peer alone."""
+    few = [result.name for result in results if all(run["options"]["quick"] for run in result.of("run"))]
+    if not few:
+        return []
+    settings = "min-cut at 0.5 alone, as a whole by `dp` and by layer by both solvers, and checkpoints on each and every second layer"
+    return ["", f"With `--quick`, peers ran in some of their settings, {settings}: {', '.join(few)}."]
 
 
 def _commands(results: Sequence[ModelResult]) -> list[str]:

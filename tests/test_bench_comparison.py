@@ -163,6 +163,15 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
     assert all(record["gradients"]["equal"] and record["resident_bytes"] > 0 for record in points.values())
     assert {record["method"] for record in found if record["kind"] == "time"} == points.keys()
 
+    (name,) = (name for name in points if name.startswith("rockmate: at"))
+    alone = tmp_path / "alone"
+    assert compare.main(["--model", "mlp", "--tiny", "--quick", "--method", name, "--output", str(alone)]) == 0
+    again = [json.loads(line) for line in Path(f"{alone}.jsonl").read_text().splitlines()]
+    budgets = {record["budget_bytes"] for record in (*found, *again) if record["kind"] == "plan" and record["method"] == name}
+    assert budgets == {points["checkpoint"]["peak_bytes"]}
+    assert name in {record["method"] for record in again if record["kind"] == "point"}
+    capsys.readouterr()
+
     assert compare.main(command) == 0  # finished: no process starts
     assert len(lines.read_text().splitlines()) == len(found)
     assert compare.main(["--read", "--output", str(stem)]) == 0
@@ -171,7 +180,14 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--model", "gpt3"], "gpt2-deep"), (["--quick"], "--output"), (["--device", "tpu"], "cpu, cuda"), (["--rounds", "0"], "at least 1")],
+    [
+        (["--model", "gpt3"], "gpt2-deep"),
+        (["--quick"], "--output"),
+        (["--device", "tpu"], "cpu, cuda"),
+        (["--rounds", "0"], "at least 1"),
+        (["--method", "rockmate: half", "--output", "x"], "rockmate: at 12.5 MB"),
+        (["--method", "min-cut: 0.2 dp", "--quick", "--output", "x"], "checkpoint: every 2"),
+    ],
 )
 def test_the_command_refuses_what_it_cannot_do(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

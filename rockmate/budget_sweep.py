@@ -41,7 +41,7 @@ class SweepOptions:
 
     Attributes:
         budgets: in any order, or as text (see `rockmate.budget_range`); None takes every tenth of the peak with nothing recomputed down
-            to the smallest feasible one, and that.
+            to the smallest feasible one without chunks, and that.
         strategies: names out of `rockmate.STRATEGIES`.
         measure: train a few steps at each budget.
         num_steps: how many of those are timed and compared with eager's.
@@ -115,7 +115,7 @@ def sweep(
         model: a module in training mode.
         sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every tenth of the peak with nothing
-            recomputed down to the smallest feasible one. Twenty and more are planned together; see `Planner.plans`.
+            recomputed down to the smallest feasible one without chunks. Twenty and more are planned together; see `Planner.plans`.
         strategies: names out of `rockmate.STRATEGIES`, to compare.
         measure: trains a few steps at each budget beside eager: adds measured peak, time, and the difference of the gradients. Takes
             memory for one copy of the weights and gradients on the host. The model is put back to what it was.

@@ -102,7 +102,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--budgets",
         metavar="B",
         help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; a number up to 1 is a fraction of the "
-        "peak with nothing recomputed (default: every tenth of that, down to the smallest feasible)",
+        "peak with nothing recomputed (default: every tenth of that, down to the smallest peak without chunks)",
     )
     sweep.add_argument("--strategies", type=_names, default=("rockmate",), metavar="S,S", help="to compare (default: rockmate)")
     sweep.add_argument("--measure", action="store_true", help="train a few steps at each budget, and hold them against eager")

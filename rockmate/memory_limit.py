@@ -42,6 +42,7 @@ Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
 _BLOCK_8BIT = 256
 _LEAST_NUMEL_8BIT = 4096
+_CPU_RESERVE_BYTES = 16 << 20  # by which a process grows at its first steps: scratch of math libraries, code, the C heap; 8 to 10 MB seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +119,11 @@ class MemoryLimit:
 
 
 def present_bytes(device: torch.device) -> int:
-    """What is allocated on a CUDA device by this process; on the CPU the process's resident memory."""
+    """What is allocated on a CUDA device by this process; on the CPU the process's resident memory, and what that soon may grow by."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return pages * os.sysconf("SC_PAGE_SIZE") + _CPU_RESERVE_BYTES
 
 
 def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> int:

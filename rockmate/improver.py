@@ -14,7 +14,7 @@ from rockmate.schedule import Schedule
 _LEAST_OWN = 0.03  # of the budget, which a run takes beside what it reads: of less it gains little to put a run off ...
 _FULL = 0.8  # ... or where less than that is in use ...
 _MOST_IN_VAIN = 4  # ... or after so many in a row that gained nothing, each with less in use than the one before
-_LONG_STEP = 2_000  # ops, of which runs are not put off
+_LONG_STEP = 2_000  # ops
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 
 
@@ -67,9 +67,14 @@ class Improver:
             candidate, num_in_vain = (candidate, num_in_vain + 1) if found is None else (found, 0)
         return candidate
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the step has so many ops that what takes longest is left out."""
+        return len(self._graph.ops) > _LONG_STEP
+
     @cached_property
     def _can_wait(self) -> frozenset[Op]:
-        return can_wait(self._graph) if len(self._graph.ops) <= _LONG_STEP else frozenset()
+        return frozenset() if self.is_long else can_wait(self._graph)
 
     @cached_property
     def _own_bytes(self) -> list[int]:

@@ -44,9 +44,7 @@ _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
 _BACK = 9  # places among many budgets, from which far from the bound a schedule is brought down as well
-_LONG_STEP = 2_000  # ops, of which the rest of this takes too long: ...
-_STEPS_DOWN_OF_LONG = (1.6, 2.0)
-_TOPS_OF_LONG = (3,)
+_STEPS_DOWN_OF_LONG, _TOPS_OF_LONG = (1.6, 2.0), (3,)  # likewise, of a long step: all of them take too long
 _LEAST_OF_MINIMUM = 0.9  # what is fastest at the minimum may need less, but seldom less than that
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
 _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.01  # of the peak, in one step towards the smallest
@@ -124,7 +122,7 @@ class ImprovingSearch:
     def _best_within(self, budget_bytes: int) -> Candidate:
         """The fastest of what is found for the budget and, far from the bound, of what comes of the best within a little less."""
         best = self._found_within(budget_bytes)
-        if self._is_near_bound(best, budget_bytes, _FAR) or self._is_long:
+        if self._is_near_bound(best, budget_bytes, _FAR) or self._improver.is_long:
             return best
         return better(best, self._improver.improved(self._found_within(self._rung_below(budget_bytes)), budget_bytes))
 
@@ -207,12 +205,8 @@ class ImprovingSearch:
 
     @cached_property
     def _ladders(self) -> list[Ladder]:
-        steps = _STEPS_DOWN_OF_LONG if self._is_long else _STEPS_DOWN
+        steps = _STEPS_DOWN_OF_LONG if self._improver.is_long else _STEPS_DOWN
         return [Ladder(self._baseline, step, self._improver.improved) for step in steps]
-
-    @cached_property
-    def _is_long(self) -> bool:
-        return len(self._baseline.schedule.steps) > _LONG_STEP
 
     # --- many budgets together -----------------------------------------------------------------------------------------------
 
@@ -323,14 +317,14 @@ class ImprovingSearch:
     def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
         starts = [ladder.above(budget_bytes) for ladder in self._ladders]
-        if not (self._is_long or self._is_near_bound(best, budget_bytes, _FAR)):
+        if not (self._improver.is_long or self._is_near_bound(best, budget_bytes, _FAR)):
             starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
         found = (self._improver.improved(start, budget_bytes) for start in starts if start is not None)
         return [candidate for candidate in found if candidate is not None]
 
     def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
-        if self._is_long:
+        if self._improver.is_long:
             return best
         for rung_beside in (self._ladder_put_off.above, self._ladder_put_off.below):
             if self._is_near_bound(best, budget_bytes, _CLOSE):
@@ -354,7 +348,7 @@ class ImprovingSearch:
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
         found = better(found, self._up_and_down(faster, budget_bytes))
-        if self._is_long or self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
+        if self._improver.is_long or self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
             return found
         return better(found, self._up_and_down(slower, budget_bytes))
 
@@ -363,7 +357,7 @@ class ImprovingSearch:
         best = self._improver.with_runs_put_off(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             found = self._once_up_and_down(best, budget_bytes)
-            if found is best or self._is_long:
+            if found is best or self._improver.is_long:
                 return found
             best = found
         return best
@@ -373,7 +367,7 @@ class ImprovingSearch:
 
     def _from_tops(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What comes of `best` when it is raised to each of the tops and lowered again."""
-        tops, budgets = _TOPS_OF_LONG if self._is_long else _TOPS, [budget_bytes]
+        tops, budgets = _TOPS_OF_LONG if self._improver.is_long else _TOPS, [budget_bytes]
         for num_steps in range(1, tops[-1] + 1):
             budgets.append(int(budgets[-1] * _STEP_UP))
             best = self._improver.with_room_spent(best, budgets[-1])

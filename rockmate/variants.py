@@ -133,6 +133,11 @@ class Variants:
         return self.plain.step.separable_blocks(least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes))
 
     @property
+    def is_allowed(self) -> bool:
+        """Whether any block may run in chunks."""
+        return self._allow_chunking is not False
+
+    @property
     def loss_block(self) -> Region | Refusal:
         """Where the loss block can run in chunks, or why it cannot."""
         return self.blocks.loss
@@ -140,7 +145,7 @@ class Variants:
     @cached_property
     def refusal(self) -> str:
         """Why there is none in chunks; empty if there is."""
-        if self._allow_chunking is False:
+        if not self.is_allowed:
             return _NOT_ALLOWED
         found = self.loss_block
         if isinstance(found, Refusal):
@@ -154,7 +159,7 @@ class Variants:
     @cached_property
     def _walks(self) -> tuple[tuple[Chunks, ...], ...]:
         """Ways to run in chunks, form by form, each from the largest chunks to the smallest; those of the smallest peak come first."""
-        if self._allow_chunking is False:
+        if not self.is_allowed:
             return ()
         block = self.loss_block
         num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
@@ -302,7 +307,7 @@ class Variants:
     @property
     def could(self) -> str:
         """Why a block that can run in chunks does not."""
-        if self._allow_chunking is False:
+        if not self.is_allowed:
             return _NOT_ALLOWED
         return "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
 
@@ -348,7 +353,8 @@ class _NotesOnVariant:
         if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
             return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
         few = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_LEAST_ROWS}"
-        return ChunkingNote(module=block.name, text=f"not in chunks: {self.variants.could if _is_long(block) else few}")
+        could = self.variants.could if _is_long(block) or not self.variants.is_allowed else few
+        return ChunkingNote(module=block.name, text=f"not in chunks: {could}")
 
 
 def _promises_more(smaller: Certificate, larger: Certificate, budget_bytes: int) -> bool:

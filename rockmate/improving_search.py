@@ -17,6 +17,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from rockmate.attempts import Attempts
 from rockmate.candidate import MAX_EXCESS, Candidate, above, better, by_peak, by_time, evenly, falling, fitting, spread
 from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
@@ -220,13 +221,14 @@ class ImprovingSearch:
         in_order = [budget for budget in asked if budget >= self.minimum().peak_bytes]
         below = {budget: best for budget in asked[len(in_order) :] if (best := self.best_within(budget)) is not None}
         found: list[Candidate] = []
+        attempts = Attempts(self._improver)
         for budget_bytes in tqdm(in_order, desc="planning", unit="budget", disable=not (progress and in_order)):
-            found.append(self._below_larger(found, budget_bytes))
+            found.append(self._below_larger(found, budget_bytes, attempts))
         if found:
             found[-1] = min((*below.values(), self._smallest_raised(found[-1], in_order[-1])), key=by_time)
-        self._improve_from_smaller(found, in_order)
-        self._improve_from_larger(found, in_order)
-        self._improve_from_smaller(found, in_order)
+        self._improve_from_smaller(found, in_order, attempts)
+        self._improve_from_larger(found, in_order, attempts)
+        self._improve_from_smaller(found, in_order, attempts)
         return dict(zip(in_order, found, strict=True)) | below
 
     def _smallest_raised(self, candidate: Candidate, budget_bytes: int) -> Candidate:
@@ -235,35 +237,37 @@ class ImprovingSearch:
             return candidate
         return self._once_up_and_down(self._improver.with_runs_put_off(candidate, budget_bytes), budget_bytes)
 
-    def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int) -> Candidate:
+    def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int, attempts: Attempts) -> Candidate:
         """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
         best = fitting(self._smallest, budget_bytes)[0]
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
         schedule = self._proposals.at_bound(budget_bytes)
         starts = [] if schedule is None else [self._improver.evaluated(schedule)]
-        best = self._improved_starts(best, ((_RATHER_NEAR, [start]) for start in (*starts, *larger[-1:])), budget_bytes)
+        for start in (*starts, *larger[-1:]):
+            if not self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
+                best = better(best, attempts.improved(start, budget_bytes, best.time_ms))
         if not self._is_near_bound(best, budget_bytes, _SOMEWHAT_NEAR):
             best = self._improver.with_runs_put_off(best, budget_bytes)
         far_above = [self._baseline] if len(larger) < _BACK else [self._baseline, larger[-_BACK]]
         for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():
-            lowered = self._improver.improved(start, budget_bytes) if start.time_ms < best.time_ms else None
+            lowered = attempts.improved(start, budget_bytes, best.time_ms)
             if lowered is not None and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms:
                 best = better(best, self._improver.with_runs_put_off(lowered, budget_bytes))
         return best
 
-    def _improve_from_smaller(self, found: list[Candidate], budgets: Sequence[int]) -> None:
+    def _improve_from_smaller(self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts) -> None:
         """From the smallest budget up, has each schedule be no slower than the one before, and tries that with the room there is."""
         for place in range(len(found) - 2, -1, -1):
             smaller = found[place + 1]
             if smaller.time_ms < found[place].time_ms or not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                found[place] = better(found[place], self._improver.improved(smaller, budgets[place]))
+                found[place] = better(found[place], attempts.improved(smaller, budgets[place], found[place].time_ms))
 
-    def _improve_from_larger(self, found: list[Candidate], budgets: Sequence[int]) -> None:
+    def _improve_from_larger(self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts) -> None:
         """From the largest budget down, tries what came of the one before where that may be faster."""
         for place in range(1, len(found)):
             if not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                found[place] = better(found[place], self._improver.improved(found[place - 1], budgets[place]))
+                found[place] = better(found[place], attempts.improved(found[place - 1], budgets[place], found[place].time_ms))
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 import rockmate
 from bench import models
 from rockmate import InvalidBudgetError, Plan, Planner
-from rockmate.candidate import evenly
+from rockmate.attempts import Attempts
+from rockmate.candidate import Candidate, evenly
+from rockmate.schedule import Schedule
 from rockmate.simulate import simulate
 from rockmate.variants import _MANY
 
@@ -68,6 +71,22 @@ def test_they_are_about_as_fast_as_plans_made_one_by_one(name: str) -> None:
     assert statistics.mean(slower) <= 0.01
     assert statistics.median(slower) <= 0.0025
     assert max(slower) <= 0.15
+
+
+def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = planner_of("resnet50")
+    neighbours = Counter[tuple[Schedule, int]]()
+    improved = Attempts.improved
+
+    def counted(attempts: Attempts, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
+        found = improved(attempts, start, budget_bytes, known_ms)
+        neighbours[start.schedule, budget_bytes] += found is not None
+        return found
+
+    monkeypatch.setattr(Attempts, "improved", counted)
+    planner.plans(budgets_of(planner))
+    assert max(neighbours.values()) == 1
+    assert len(neighbours) > NUM_BUDGETS
 
 
 def test_the_order_of_budgets_does_not_matter_nor_what_was_planned_before() -> None:

@@ -10,16 +10,17 @@ the time of every schedule from below; so does the largest of these bounds over 
 A bound is for the schedules of one graph. Where the loss block may run in chunks, each way to do so is a graph with a bound of its own,
 and plans are held against the least of them (`Variants.bounds_within`).
 
-Relaxed away: everything that happens between b and the reads, and any other moment, or any but one more
-(`rockmate/two_moments.py`). docs/algorithms.md has the proofs.
+Relaxed away: everything that happens between b and the reads, and any other moment, or any but one or two more
+(`rockmate/moment_program.py`). docs/algorithms.md has the proofs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, permutations
 from math import inf, isinf
 
 import numpy as np
@@ -29,10 +30,10 @@ from rockmate.costs import Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.in_place import dying_operand
 from rockmate.knapsack import knapsack_of
+from rockmate.moment_program import Instant, least_again_ms
 from rockmate.schedule import no_recomputation
 from rockmate.simulate import simulate
 from rockmate.solver_time import SolverTime
-from rockmate.two_moments import least_again_ms
 
 logger = logging.getLogger("rockmate")
 
@@ -43,7 +44,7 @@ _MOST_OPS = 256  # of the forward, for which the program of two moments is writt
 _MOST_OPS_RELAXED = 600  # of the forward, for which it is solved without whole numbers
 _FULL_MOMENTS = 4  # second moments that are then tried
 _WORTH_IT = 1e-4  # of the time of no recomputation, by which one has to lift the bound at half of the peak to be tried elsewhere
-_TWO_MOMENTS_S = 10.0  # for the program of two moments: several times what it takes, so that a busy machine seldom changes the answer
+_PROGRAM_S = 10.0  # for a program of several moments: several times what it takes, so that a busy machine seldom changes the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class Certificate:
         """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
 
         It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts. At
-        other budgets, and for larger graphs, linear programs of two moments say more where branches meet.
+        other budgets, and for larger graphs, linear programs of two and three moments say more where branches meet.
         """
         if budget_bytes not in self._known_closer_ms:
             again_ms = max(self._again_at_two_ms(budget_bytes), self._again_beside_branches_ms(budget_bytes))
@@ -102,16 +103,25 @@ class Certificate:
     def _again_at_two_ms(self, budget_bytes: int) -> float:
         if isinf(self.bound_ms(budget_bytes)) or self._two_moments is None or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
             return 0.0
-        return self._solved_at_two(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
+        return self._solved(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
 
     def _again_beside_branches_ms(self, budget_bytes: int) -> float:
-        """What the first moment and each of `_full_moments` say together, without whole numbers."""
+        """What the first moment says with each of `_full_moments`, and with the two of them that say most, without whole numbers."""
         if isinf(self.bound_ms(budget_bytes)):
             return 0.0
-        return max((self._relaxed_ms(second, budget_bytes) for second in self._full_moments), default=0.0)
+        return max((self._relaxed_ms(others, budget_bytes) for others in self._joined), default=0.0)
 
-    def _relaxed_ms(self, second: Moment, budget_bytes: int) -> float:
-        return self._solved_at_two((self.moments[0], second), budget_bytes, is_relaxed=True)[0]
+    def _relaxed_ms(self, others: tuple[Moment, ...], budget_bytes: int) -> float:
+        """The least over all orders in which other moments can follow the first."""
+        orders = [order for order in permutations(others) if not any(one.op in other.later for one, other in combinations(order, 2))]
+        return min(self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0] for order in orders)
+
+    @cached_property
+    def _joined(self) -> list[tuple[Moment, ...]]:
+        """What is looked at together with the first moment, the same for every budget: one or two of `_full_moments`."""
+        pairs = list(combinations(self._full_moments, 2))
+        most = max(pairs, key=lambda pair: self._relaxed_ms(pair, self._half_bytes), default=None)
+        return [*((moment,) for moment in self._full_moments), *([] if most is None else [most])]
 
     @cached_property
     def _full_moments(self) -> list[Moment]:
@@ -130,9 +140,12 @@ class Certificate:
             if op in later and after
         }
         full = (self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS])
-        half_bytes = simulate(self._graph, no_recomputation(self._graph), self._costs).peak_bytes // 2
-        enough_ms = self.bound_ms(half_bytes) - self._least_ms + _WORTH_IT * self._least_ms
-        return [moment for moment in full if self._relaxed_ms(moment, half_bytes) > enough_ms]
+        enough_ms = self.bound_ms(self._half_bytes) - self._least_ms + _WORTH_IT * self._least_ms
+        return [moment for moment in full if self._relaxed_ms((moment,), self._half_bytes) > enough_ms]
+
+    @cached_property
+    def _half_bytes(self) -> int:
+        return simulate(self._graph, no_recomputation(self._graph), self._costs).peak_bytes // 2
 
     def _bytes_to_read(self, op: Op) -> int:
         """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""
@@ -141,23 +154,26 @@ class Certificate:
         values = {storage for other in readers for storage in other.reads if storage not in op.reads}
         return sum(s.num_bytes for s in values if s.producer is not None and s.producer.phase is not Phase.BACKWARD)
 
-    def _solved_at_two(self, moments: tuple[Moment, Moment], budget_bytes: int, *, is_relaxed: bool = False) -> tuple[float, bool]:
-        first, second = moments
-        later, behind, ahead = set(first.later), set(second.later), _ancestors(second.op)
-        between = later & (ahead | {second.op})
+    def _solved(self, moments: Sequence[Moment], budget_bytes: int, *, is_relaxed: bool = False) -> tuple[float, bool]:
+        """What has to run again where moments come in this order, and whether that is the optimum of their program."""
+        instants = [
+            Instant(
+                op=moment.op,
+                in_use=moment.in_use,
+                room_bytes=budget_bytes - moment.num_bytes,
+                before=_ancestors(moment.op),
+                after=moment.later,
+            )
+            for moment in moments
+        ]
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
             return least_again_ms(
                 [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
                 self._costs,
-                in_use=(first.in_use, second.in_use),
-                room_bytes=(budget_bytes - first.num_bytes, budget_bytes - second.num_bytes),
-                ahead=_in_order(ahead),
-                between=_in_order(between),
-                behind=_in_order(behind),
-                either=_in_order(later - between - behind),
+                instants,
                 readers=self._graph.readers,
                 is_relaxed=is_relaxed,
-                time_limit_s=min(time_limit_s, _TWO_MOMENTS_S),
+                time_limit_s=min(time_limit_s, _PROGRAM_S),
             )
 
     @cached_property
@@ -188,9 +204,9 @@ class Certificate:
     def _is_solved_where_tight(self) -> bool:
         """Whether the program of two moments is solved in time near the smallest peak; if not, it is not asked again."""
         assert self._two_moments is not None
-        is_solved = self._solved_at_two(self._two_moments, self._tight_bytes)[1]
+        is_solved = self._solved(self._two_moments, self._tight_bytes)[1]
         if not is_solved:
-            logger.info("the lower bound looks at one moment at a time: the program of two was not solved in %.1f s", _TWO_MOMENTS_S)
+            logger.info("the lower bound looks at one moment at a time: the program of two was not solved in %.1f s", _PROGRAM_S)
         return is_solved
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:

@@ -10,8 +10,9 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from math import inf
+from typing import Any
 
 import models
 import pytest
@@ -28,10 +29,11 @@ from rockmate.certificate import Certificate
 from rockmate.costs import Cost, Costs
 from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.knapsack import knapsack_of
+from rockmate.moment_program import Instant
 from rockmate.one_level import OneLevel
 from rockmate.partition import partition
 from rockmate.schedule import Schedule, finish, no_recomputation
-from rockmate.simulate import simulate
+from rockmate.simulate import Simulation, simulate
 from rockmate.solver_time import SolverTime
 from rockmate.step import capture_step
 
@@ -307,7 +309,8 @@ def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch)
         assert all(bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING for peak_bytes, time_ms in reached(name))
 
 
-def test_two_moments_without_whole_numbers_say_more_where_branches_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, int]:
+    """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
     monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
@@ -315,15 +318,69 @@ def test_two_moments_without_whole_numbers_say_more_where_branches_meet(monkeypa
     by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
     costs = Costs(first=by_bytes, again=by_bytes, num_distinct=len(by_bytes))
     baseline = simulate(graph, no_recomputation(graph), costs)
-    bounds = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0))
-    budget_bytes = baseline.peak_bytes // 2
+    return Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)), baseline, baseline.peak_bytes // 2
+
+
+def test_two_moments_without_whole_numbers_say_more_where_branches_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds, baseline, budget_bytes = branched(monkeypatch)
     assert bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms < bounds.closer_bound_ms(budget_bytes) < inf
 
 
-@pytest.mark.parametrize("changed", [{"room_bytes": (0, 0)}, {"in_use": ((), ())}])
+@functools.cache
+def three_moments(name: str, *, is_relaxed: bool) -> list[tuple[float, float, float, float]]:
+    """Of each schedule and the first moment with two of no order behind it: its time, the bound with one of them, and of either order."""
+    bounds, found = certificate(name), []
+    first = bounds.moments[0]
+    behind = [bounds._moment(op) for op in first.later]  # pyright: ignore[reportPrivateUsage]
+    pairs = [(one, other) for one, other in combinations(behind, 2) if other.op not in one.later and one.op not in other.later]
+    least_ms = bounds.bound_ms(reached(name)[-1][0])
+    for pair in random.Random(0).sample(pairs, 6):
+        for peak_bytes, time_ms in reached(name):
+            orders = [bounds._solved((first, *order), peak_bytes, is_relaxed=is_relaxed) for order in permutations(pair)]  # pyright: ignore[reportPrivateUsage]
+            less, more = sorted(least_ms + again_ms for again_ms, _ in orders)
+            ones = [bounds._solved((first, one), peak_bytes, is_relaxed=is_relaxed) for one in pair]  # pyright: ignore[reportPrivateUsage]
+            found.append((time_ms, least_ms + max(again_ms for again_ms, _ in ones), less, more))
+    return found
+
+
+@pytest.mark.parametrize("is_relaxed", [True, False])
+@pytest.mark.parametrize("name", SMALL)
+def test_three_moments_hold_whichever_comes_first(name: str, is_relaxed: bool) -> None:
+    assert all(less <= time_ms / ROUNDING for time_ms, _, less, _ in three_moments(name, is_relaxed=is_relaxed))
+
+
+def test_three_moments_in_one_order_are_found_out() -> None:
+    for is_relaxed in (True, False):
+        assert any(more > time_ms / ROUNDING for name in SMALL for time_ms, _, _, more in three_moments(name, is_relaxed=is_relaxed))
+
+
+def test_three_moments_say_more_than_two() -> None:
+    assert any(less > two + 1e-3 * time_ms for name in SMALL for time_ms, two, less, _ in three_moments(name, is_relaxed=True))
+
+
+def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    right = rockmate.certificate.least_again_ms
+
+    def noted(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
+        again_ms, is_solved = right(ops, costs, instants, **named)
+        asked.append(len(instants))
+        return again_ms * (2 if len(instants) == 3 else 1), is_solved
+
+    monkeypatch.setattr(rockmate.certificate, "least_again_ms", noted)
+    bounds, baseline, budget_bytes = branched(monkeypatch)
+    assert bounds.closer_bound_ms(budget_bytes) > bounds.bound_ms(budget_bytes) + 0.05 * baseline.time_ms
+    assert {2, 3} <= set(asked)
+
+
+@pytest.mark.parametrize("changed", [{"room_bytes": 0}, {"in_use": ()}])
 def test_two_moments_that_count_too_much_are_found_out(changed: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     right = rockmate.certificate.least_again_ms
-    monkeypatch.setattr(rockmate.certificate, "least_again_ms", lambda *args, **named: right(*args, **{**named, **changed}))
+
+    def wrong(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
+        return right(ops, costs, [replace(instant, **changed) for instant in instants], **named)
+
+    monkeypatch.setattr(rockmate.certificate, "least_again_ms", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)

@@ -134,21 +134,24 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
     first, loads = runs[0], [run["load_average"] for run in runs]
     hardware = told_by_model((run["model"], hardware_text(run)) for run in runs)
     commits = told_by_model((run["model"], run["commit"]) for run in runs)
-    options = first["options"]
+    commands = told_by_model((run["model"], _command(run["options"])) for run in runs)
     return [
         "# Models that are no chain, one CPU thread",
         "",
         f"Machine: {hardware}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
         f"{versions_text(first)}. Commit {commits}.",
         "",
-        f"Command: `python -m bench.branched --rounds {options['rounds']}{' --tiny' * options['tiny']}`. Models and their natural modules: "
-        "`bench/branched_models.py`, `bench/unet.py`.",
+        f"Command: {commands}. Models and their natural modules: `bench/branched_models.py`, `bench/unet.py`.",
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
         "the C heap's slack. " + HOW_TIMED + " Budgets are shares of the predicted peak with nothing recomputed. The gap is from the plan "
         "to the bound that no schedule beats, over the time of nothing recomputed. MB are millions of bytes.",
     ]
+
+
+def _command(options: Record) -> str:
+    return f"`python -m bench.branched --rounds {options['rounds']}{' --tiny' * options['tiny']}`"
 
 
 def _targets(results: Sequence[ModelResult]) -> list[str]:

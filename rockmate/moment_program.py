@@ -10,9 +10,9 @@ again there: both are paid for. With moments b1, b2, ... in this order in the sc
 | state_i[o] | what o keeps of its first run is in memory while b_i runs |
 | late_i[x] | backward op x, which nothing puts before or behind b_i, runs after it |
 | waiting_i[g] | gradient g is in memory while b_i runs, if that depends on where its maker or its readers stand |
-| at_all_i[o] | op o runs again after b_i |
+| again_i_j[o] | op o runs again in the stretch of b_i or of one that follows, to b_j or to the end |
 
-The last follows from others; its rows are what keeps the program without whole numbers from being below that of b_i alone.
+The last follows from others; its rows keep the program without whole numbers from being below that of fewer moments.
 
 docs/algorithms.md has the rows and the proof that no schedule takes less.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import inf
 
 import pulp
@@ -194,46 +194,45 @@ class _MomentProgram:
         for stretch, instant in zip(self._stretches, self.instants, strict=True):
             _bound_bytes(self.program, stretch.bytes_at_moment(), instant.room_bytes)
         for stretch, following in pairwise(self._stretches):
-            for storage, saved in following.saved.items():
-                self._add(stretch.has(storage, stretch.again), saved)
-            for op in following.late:
-                self._add(stretch.is_late(op), following.late[op])
-        for number, stretch in enumerate(self._stretches):
-            for op in self.kept:
-                for later in self._stretches[number:] if stretch.state is not stretch.again else ():
-                    self.program += stretch.state[op] >= later.again[op]
-            self._want(stretch, stretch.again, {op: self._is_in(number, op) for op in self.backward})
-            if number + 1 < len(self._stretches):
-                self._want(stretch, self._at_all(number), {op: self._is_after(number, op) for op in self.backward})
+            for op, is_late in following.late.items():
+                self._add(stretch.is_late(op), is_late)
+        for begin, end in combinations(range(len(self._stretches) + 1), 2):
+            self._want(begin, end)
 
     def _is_after(self, number: int, op: Op) -> Term:
-        """1 where a backward op runs after a moment; all do after the first."""
-        return self._stretches[number].is_late(op) if number else 1
+        """1 where a backward op runs after a moment; all do after the first, and none after the end."""
+        return self._stretches[number].is_late(op) if 0 < number < len(self._stretches) else int(number == 0)
 
-    def _is_in(self, number: int, op: Op) -> Term:
-        """1 where a backward op runs in the stretch of a moment."""
-        is_beyond = self._is_after(number + 1, op) if number + 1 < len(self._stretches) else 0
-        return self._is_after(number, op) - is_beyond
-
-    def _want(self, stretch: _Stretch, again: Mapping[Op, Term], wanted: Mapping[Op, Term]) -> None:
-        """What ops read is at hand where they run: those of `again`, and backward ops where `wanted` is 1."""
-        for op, runs in again.items():
-            for storage in dict.fromkeys(op.reads):
-                self._add(stretch.has(storage, again), runs)
-        rows = {(storage, runs if isinstance(runs, int) else op): runs for op, runs in wanted.items() for storage in op.reads}
+    def _want(self, begin: int, end: int) -> None:
+        """What is read from one moment to another, or to the end, is saved at the first or made again in between."""
+        stretch, again = self._stretches[begin], self._again_in(begin, end)
+        for op in self.kept if stretch.state is not stretch.again else ():
+            self.program += stretch.state[op] >= again[op]
+        rows: dict[tuple[Storage, Op | None], Term] = {(storage, op): runs for op, runs in again.items() for storage in op.reads}
+        for op in self.backward:
+            is_between = self._is_after(begin, op) - self._is_after(end, op)
+            if not isinstance(is_between, int):
+                rows.update({(storage, op): is_between for storage in op.reads})
+            elif is_between:
+                rows.update({(storage, None): 1 for storage in op.reads})
         for (storage, _), runs in rows.items():
             self._add(stretch.has(storage, again), runs)
+        if end < len(self._stretches):
+            for storage, saved in self._stretches[end].saved.items():
+                self._add(stretch.has(storage, again), saved)
 
     def _add(self, at_hand: Term, wanted: Term) -> None:
         """A row `at_hand` >= `wanted`, unless that holds in any case."""
         if not isinstance(at_hand, int) and not (isinstance(wanted, int) and wanted <= 0):
             self.program += at_hand >= wanted
 
-    def _at_all(self, number: int) -> dict[Op, pulp.LpVariable]:
-        """Whether each op runs again in the stretch of a moment or in a later one."""
-        found = {op: self.choose(f"at_all_{number}_{op.index}") for op in self.repeatable}
+    def _again_in(self, begin: int, end: int) -> dict[Op, pulp.LpVariable]:
+        """Whether each op runs again from one moment to another, or to the end."""
+        if end == begin + 1:
+            return self._stretches[begin].again
+        found = {op: self.choose(f"again_{begin}_{end}_{op.index}") for op in self.repeatable}
         for op, runs in found.items():
-            again = [stretch.again[op] for stretch in self._stretches[number:]]
+            again = [stretch.again[op] for stretch in self._stretches[begin:end]]
             for one in again:
                 self.program += runs >= one
             self.program += runs <= pulp.lpSum(again)

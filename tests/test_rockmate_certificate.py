@@ -358,6 +358,10 @@ def test_three_moments_say_more_than_two() -> None:
     assert any(less > two + 1e-3 * time_ms for name in SMALL for time_ms, two, less, _ in three_moments(name, is_relaxed=True))
 
 
+def test_three_moments_without_whole_numbers_say_no_less_than_two() -> None:
+    assert all(less >= two - 1e-5 * time_ms for name in SMALL for time_ms, two, less, _ in three_moments(name, is_relaxed=True))
+
+
 def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     right = rockmate.certificate.least_again_ms

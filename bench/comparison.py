@@ -143,7 +143,8 @@ class Comparison:
             if kind != "plan":
                 continue
             begin = time.perf_counter()
-            module = RockmateModule.of(self.workload.model, step.planned_call(Plan.load(self.options.plans / record["file"])))
+            plan = Plan.load(self.options.plans / record["file"])
+            module = RockmateModule.of(self.workload.model, step.in_form_of(plan).planned_call(plan))
             prepare_s = record["plan_s"] + time.perf_counter() - begin
             peer = partial(_lend, module)
             if self._measure(name, peer, owner="ours", prepare_s=prepare_s):

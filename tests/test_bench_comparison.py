@@ -178,6 +178,15 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
     assert capsys.readouterr().out == page_text * 2
 
 
+@pytest.mark.slow
+def test_a_plan_in_chunks_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    method = "rockmate: at 0.131 MB"  # below the smallest peak of this model without chunks
+    assert compare.main(["--model", "gpt2-12", "--tiny", "--quick", "--method", method, "--output", str(tmp_path / "chunks")]) == 0
+    peaks = {record["method"]: record["peak_bytes"] for record in comparison.read(tmp_path / "chunks.jsonl") if record["kind"] == "point"}
+    assert 0 < peaks[method] <= 131_000 < peaks["eager"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

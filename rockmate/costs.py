@@ -243,8 +243,6 @@ class _Call:
         torch.ones(self.op.written_bytes + self.overhead_bytes, dtype=torch.uint8)
 
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-        if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values
-            return *self.target.on_sample(), {}
         made: dict[fx.Node, torch.Tensor] = {}
 
         def make(node: fx.Node) -> torch.Tensor:
@@ -252,7 +250,10 @@ class _Call:
                 made[node] = _made_up(node.meta["val"])
             return made[node]
 
-        return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
+        args, kwargs = fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
+        if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values
+            return *self.target.on_sample(args), {}
+        return self.target, args, kwargs
 
 
 def _known_of(result: Any, fake: Any) -> Any:

@@ -68,9 +68,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--device is {options.device}; one of {', '.join(models.COMPARED)}")
     if kind == "cuda" and not options.read and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no CUDA device")
+    known = {peers.STAGES, *peers.peers_for(kind, quick=options.quick)}
     for method in options.method:
-        is_peer = method in {"eager", peers.STAGES, *peers.peers_for(kind, quick=options.quick)}
-        if not (is_peer or comparison_plans.is_ours(method)):
+        if method not in known and not comparison_plans.is_ours(method):
             parser.error(f'--method is {method!r}; as "checkpoint: every 2", "min-cut: 0.5 dp", "rockmate: 0.5", "rockmate: at 12.5 MB"')
     is_whole = not (options.model or options.method or options.quick or options.tiny or options.peers_only)
     if options.output is None and not is_whole:

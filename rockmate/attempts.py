@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rockmate.candidate import Candidate
+from rockmate.candidate import Candidate, is_worth_improving
 from rockmate.improver import Improver
 from rockmate.schedule import Schedule
 
@@ -17,8 +17,7 @@ class Attempts:
 
     def improved(self, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
         """What comes of `start`; None if that was tried before, or if it does not fit and cannot be made to or takes `known_ms`."""
-        is_slow = start.peak_bytes > budget_bytes and start.time_ms >= known_ms  # making room takes time
-        if is_slow or (start.schedule, budget_bytes) in self._tried:
+        if not is_worth_improving(start, budget_bytes, known_ms) or (start.schedule, budget_bytes) in self._tried:
             return None
         self._tried.add((start.schedule, budget_bytes))
         return self._improver.improved(start, budget_bytes)

@@ -43,6 +43,11 @@ def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 
+def is_worth_improving(start: Candidate, budget_bytes: int, known_ms: float) -> bool:
+    """Whether a schedule fits, or is faster than what is known: making room takes time."""
+    return start.peak_bytes <= budget_bytes or start.time_ms < known_ms
+
+
 def better(one: Candidate, other: Candidate | None) -> Candidate:
     """The faster of the two, of equal ones that of the smaller peak."""
     return one if other is None else min(one, other, key=by_time)

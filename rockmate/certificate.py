@@ -82,6 +82,7 @@ class Certificate:
         self._solver_time = solver_time
         self._known_deciding: dict[int, tuple[int, float]] = {}
         self._known_closer_ms: dict[int, float] = {}
+        self._known_relaxed_ms: dict[tuple[frozenset[Op], int], float] = {}
         self._is_looseness_told = False
 
     def bound_ms(self, budget_bytes: int) -> float:
@@ -113,8 +114,11 @@ class Certificate:
 
     def _relaxed_ms(self, others: tuple[Moment, ...], budget_bytes: int) -> float:
         """The least over all orders in which other moments can follow the first."""
-        orders = [order for order in permutations(others) if not any(one.op in other.later for one, other in combinations(order, 2))]
-        return min(self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0] for order in orders)
+        key = frozenset(moment.op for moment in others), budget_bytes
+        if key not in self._known_relaxed_ms:
+            orders = [order for order in permutations(others) if not any(one.op in other.later for one, other in combinations(order, 2))]
+            self._known_relaxed_ms[key] = min(self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0] for order in orders)
+        return self._known_relaxed_ms[key]
 
     @cached_property
     def _joined(self) -> list[tuple[Moment, ...]]:

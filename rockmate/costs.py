@@ -250,10 +250,9 @@ class _Call:
                 made[node] = _made_up(node.meta["val"])
             return made[node]
 
-        args, kwargs = fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
         if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values
-            return *self.target.on_sample(args), {}
-        return self.target, args, kwargs
+            return *self.target.on_sample(lambda position: fx.map_arg(self.args[position], make)), {}
+        return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
 
 
 def _known_of(result: Any, fake: Any) -> Any:

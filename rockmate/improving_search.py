@@ -18,7 +18,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from rockmate.attempts import Attempts
-from rockmate.candidate import MAX_EXCESS, Candidate, above, better, by_peak, by_time, evenly, falling, fitting, spread
+from rockmate.candidate import MAX_EXCESS, Candidate, above, better, by_peak, by_time, evenly, falling, fitting, is_worth_improving, spread
 from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
 from rockmate.graph import Graph, Op
@@ -398,7 +398,7 @@ class ImprovingSearch:
         Making room takes time, so a start that does not fit and takes no less than `known_ms` is left out.
         """
         for start in starts:
-            if start.peak_bytes <= budget_bytes or start.time_ms < known_ms:
+            if is_worth_improving(start, budget_bytes, known_ms):
                 improved = self._improver.improved(start, budget_bytes)
                 if improved is not None:
                     return improved

@@ -228,7 +228,7 @@ class UntracedForward:
             given.add(tensor.untyped_storage()._cdata)
         return [*values, handle]
 
-    def on_sample(self, _: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the same on the sample's inputs instead of made-up ones, with copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.call.module.named_buffers()}
         return partial(self._run, buffers=buffers), (list(self.call.inputs),)
@@ -256,16 +256,16 @@ class UntracedBackward:
             raise BackwardError(msg)
         return graph.differentiate(gradients)
 
-    def on_sample(self, made_up: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to measure, and its arguments: made-up gradients, and a run that is made for this.
+    def on_sample(self, made_up: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What to measure, and its arguments: gradients as `made_up` makes that argument, and a run that is made for this.
 
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is. The run is kept, since
         what it releases would count as room.
         """
-        forward, arguments = UntracedForward(self.call).on_sample(())
+        forward, arguments = UntracedForward(self.call).on_sample(made_up)
         handle = forward(*arguments)[-1]
         handle.graph.is_kept = True
-        return self, (made_up[0], handle)
+        return self, (made_up(0), handle)
 
 
 @dataclass(slots=True, eq=False)

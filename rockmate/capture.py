@@ -32,6 +32,7 @@ from torch import fx, nn
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.module_trail import module_trail
 from rockmate.structure import Structure, flatten
 from rockmate.untraced import install, record_calls, traced_as_ops
 
@@ -76,13 +77,14 @@ class Role:
 class Capture:
     """A joint graph and the meaning of its ends.
 
+    Each node's `meta["module"]` is the path of the innermost submodule that ran it, or whose op it differentiates.
+
     Attributes:
         joint: the functional forward and backward in one graph.
         inputs: the role of each placeholder and of each constant tensor, in order.
         output_roles: the role of each value that the graph returns; None for the gradient of an input that needs none.
         constants: tensors that the model's code made from Python numbers, by name.
         output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
-        module_of_sequence: autograd sequence number of a forward op -> path of the innermost module that ran it.
         cut_outputs: indices of the outputs that have a gradient in eager and none here.
     """
 
@@ -91,7 +93,6 @@ class Capture:
     output_roles: tuple[Role | None, ...]
     constants: Mapping[str, torch.Tensor]
     output_structure: Structure
-    module_of_sequence: Mapping[int, str]
     cut_outputs: tuple[int, ...]
 
     @property
@@ -150,7 +151,7 @@ def capture_joint(
         stack.enter_context(_attributes_kept(model))
         stack.enter_context(_tensors_kept(model))
         stack.enter_context(traced_as_ops(calls))
-        modules = stack.enter_context(_module_trail(model))
+        modules = stack.enter_context(module_trail(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
         except (InvalidSampleError, UnsupportedModelError):
@@ -161,7 +162,8 @@ def capture_joint(
         install(captured.graph, calls)
     if forward.notice:
         logger.warning('%s; pass differentiable="all" if they are part of your loss', forward.notice)
-    return _with_roles(captured, forward, modules.spans)
+    modules.name_backward(captured.graph)
+    return _with_roles(captured, forward)
 
 
 class _TensorsIn(nn.Module):
@@ -406,59 +408,6 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
             tensors.update({name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor})
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleTrail:
-    """Where the forward has been.
-
-    Attributes:
-        spans: autograd sequence numbers of each submodule's forward: (first, past the last, module path).
-        entered: for each submodule whose forward has begun and not ended, the outer ones first: (first sequence number, module path).
-    """
-
-    spans: list[tuple[int, int, str]]
-    entered: list[tuple[int, str]]
-
-    @property
-    def innermost(self) -> str:
-        """Path of the submodule that is running."""
-        return self.entered[-1][1] if self.entered else ""
-
-
-@contextlib.contextmanager
-def _module_trail(model: nn.Module) -> Iterator[_ModuleTrail]:
-    """Records the trail of the model's forward."""
-    trail = _ModuleTrail([], [])
-
-    def enter(path: str) -> Callable[..., None]:
-        return lambda module, inputs: trail.entered.append((torch.autograd._get_sequence_nr(), path))
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        first, path = trail.entered.pop()
-        trail.spans.append((first, torch.autograd._get_sequence_nr(), path))
-
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        yield trail
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _module_of_sequence(spans: list[tuple[int, int, str]]) -> dict[int, str]:
-    """The innermost module of each sequence number. Spans end in order of leaving, so an inner one comes before its parent."""
-    last_trace_start = max((first for first, _, path in spans if not path), default=0)
-    result: dict[int, str] = {}
-    for first, past_last, path in spans:
-        if first < last_trace_start:  # an earlier trace of the same module: the tracer runs it more than once
-            continue
-        for number in range(first, past_last):
-            result.setdefault(number, path)
-    return result
-
-
 def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
     """The tracer's error as one that the user can act on, with the submodule and the line of their code that caused it."""
     where = (f" in {path}" if path else "") + _user_line(error)
@@ -491,7 +440,9 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
 
 def _leave(path: str) -> str:
     """What a user can do about a submodule that cannot be captured."""
-    return f' run that submodule as it is: untraced=("{path}",), or one that contains it' if path else " keep that part outside"
+    if not path:
+        return " keep that part outside"
+    return f' run that submodule as it is: untraced=["{path}"] (on the command line: --untraced {path}), or one that contains it'
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -516,7 +467,7 @@ def _user_line(error: BaseException) -> str:
     return f' at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)' if frames else ""
 
 
-def _with_roles(joint: fx.GraphModule, forward: _TensorsIn, spans: list[tuple[int, int, str]]) -> Capture:
+def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
     made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
@@ -541,7 +492,7 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn, spans: list[tuple[in
         )
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None
-    return Capture(joint, inputs, output_roles, constants, forward.output_structure, _module_of_sequence(spans), forward.cut_outputs)
+    return Capture(joint, inputs, output_roles, constants, forward.output_structure, forward.cut_outputs)
 
 
 def _input_role(descriptor: Any) -> Role:

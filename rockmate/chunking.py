@@ -125,7 +125,7 @@ def _in_chunks(capture: Capture, region: Region | Refusal, number: int, form: st
     try:
         return _Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
     except InseparableError as error:
-        module = capture.module_of_sequence.get(error.node.meta.get("seq_nr", -1), "")
+        module = error.node.meta.get("module", "")
         return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
 
 

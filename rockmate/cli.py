@@ -138,6 +138,9 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="run the loss block in chunks wherever that is faster, or never (default: for budgets that nothing else meets)",
     )
+    command.add_argument(
+        "--untraced", type=_names, default=(), metavar="PATH,PATH", help="submodules that run as they are, since they cannot be captured"
+    )
     command.add_argument("--machine", help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml")
     command.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
 
@@ -216,6 +219,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             machine=arguments.machine,
             allow_chunking=arguments.allow_chunking,
+            untraced=arguments.untraced,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -262,6 +266,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet and clears_bars(),
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
+        untraced=arguments.untraced,
     )
     plan = planner.plan(budgets[0], strategy=arguments.strategy)
     details = [str(plan.explain(name)) for name in arguments.explain] or [plan.tree() if arguments.tree else plan.block_table()]

@@ -383,7 +383,7 @@ class _Builder:
             self.storage_of[root] = known
             writes[known] = None
         op = Op(len(self.ops), node, tuple(reads), tuple(writes), Phase.LATE, is_random=is_random(node.target))
-        op.module = self.capture.module_of_sequence.get(node.meta.get("seq_nr", -1), "")
+        op.module = node.meta.get("module", "")
         for storage in writes:
             storage.producer = op
         self.ops.append(op)

@@ -110,9 +110,9 @@ def find_feed_forward(capture: Capture, loss_block: Region | Refusal, *, least_b
     for node in capture.joint.graph.nodes:
         if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
             continue
-        if isinstance(loss_block, Refusal) and loss_block.block and _module(capture, node) == loss_block.block:
+        if isinstance(loss_block, Refusal) and loss_block.block and _module(node) == loss_block.block:
             continue
-        block = region_of(capture, node, halves=halves) if node.target in _PRODUCTS else _refused_product(capture, node)
+        block = region_of(capture, node, halves=halves) if node.target in _PRODUCTS else _refused_product(node)
         if isinstance(block, Region):
             if node in block.forward and block.backward and _is_narrowed(block, _numel(node)):
                 found[node] = block
@@ -135,16 +135,16 @@ def _widens(node: fx.Node) -> bool:
     return is_product and 2 * _numel(node) >= 3 * _numel(tensors[1])
 
 
-def _refused_product(capture: Capture, node: fx.Node) -> Refusal:
+def _refused_product(node: fx.Node) -> Refusal:
     """Why a matrix product that is none of `_PRODUCTS` has no rows."""
-    module = _module(capture, node)
+    module = _module(node)
     groups = [value for value in node.all_input_nodes if _numel(value) and not value.meta["val"].is_floating_point()]
     reason = "multiplies rows group by group, and which rows a group has depends on values" if groups else "has no rule for rows"
     return Refusal(call=InseparableError(node, reason).call, module=module, reason=reason, block=module)
 
 
-def _module(capture: Capture, node: fx.Node) -> str:
-    return capture.module_of_sequence.get(node.meta.get("seq_nr", -1), "")
+def _module(node: fx.Node) -> str:
+    return node.meta.get("module", "")
 
 
 def _is_narrowed(region: Region, num_elements: int) -> bool:
@@ -155,7 +155,7 @@ def _is_narrowed(region: Region, num_elements: int) -> bool:
 
 def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
     """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
-    module = _module(capture, product)
+    module = _module(product)
     halves = halves or Halves(capture)
     operand = product.args[_PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
@@ -164,7 +164,7 @@ def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halv
         try:
             return _region(capture, product, operand, rows, module, halves, at_once=at_once)
         except InseparableError as error:
-            refusals.append(Refusal(call=error.call, module=_module(capture, error.node), reason=error.reason, block=module))
+            refusals.append(Refusal(call=error.call, module=_module(error.node), reason=error.reason, block=module))
     return refusals[0]
 
 

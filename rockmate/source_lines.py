@@ -7,44 +7,32 @@ many times that. Nodes of the backward are made by autograd, with no code of the
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.proxy import TracerBase
 
-from rockmate import stand_ins
+from rockmate import stand_ins, traced_nodes
+from rockmate.traced_nodes import each_node
 
 _TORCH, _THIS_PACKAGE = (str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
-_PASSED_OVER = (_TORCH, stand_ins.__file__, "<")  # functions that stand in for PyTorch's own are called from the user's line
-_LOCK = threading.Lock()  # the tracer's class is shared by all threads
+_PASSED_OVER = (_TORCH, __file__, traced_nodes.__file__, stand_ins.__file__, "<")
+"""Code that does not count: what stands in for PyTorch's own functions is called from the user's line."""
 
 
-@contextlib.contextmanager
-def source_lines() -> Iterator[None]:
+def source_lines() -> AbstractContextManager[None]:
     """Gives each node that is traced meanwhile the user's line that made it."""
-    with _LOCK:
-        create_node = TracerBase.create_node
+    return each_node(_note_line)
 
-        def create_with_line(self: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
-            node = create_node(self, *args, **kwargs)
-            line = _user_line() if node.op == "call_function" else ""
-            if line and not node.meta.get("stack_trace"):
-                node.meta["stack_trace"] = line
-            return node
 
-        TracerBase.create_node = create_with_line
-        try:
-            yield
-        finally:
-            TracerBase.create_node = create_node
+def _note_line(node: fx.Node) -> None:
+    line = _user_line() if node.op == "call_function" else ""
+    if line and not node.meta.get("stack_trace"):
+        node.meta["stack_trace"] = line
 
 
 def _user_line() -> str:

@@ -195,6 +195,9 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)]\n"
         "    return nn.Sequential(*layers), torch.randn(32, 16)\n"
         "def wrong():\n    return Wrong(16, 16), torch.randn(32, 16)\n"
+        "class Halting(nn.Module):\n"
+        "    def forward(self, x):\n        return x.tanh() if x.sum() > 0 else x\n"
+        "def halting():\n    return nn.Sequential(nn.Linear(16, 64), Halting(), nn.Linear(64, 16)), torch.randn(32, 16)\n"
     )
     monkeypatch.chdir(tmp_path)
     return f"{name}:net"
@@ -241,6 +244,15 @@ def test_sweep_of_a_model_whose_plan_is_wrong(network: str, capsys: pytest.Captu
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_a_submodule_that_cannot_be_captured_is_left_as_it_is(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+    halting = network.replace(":net", ":halting")
+    assert main(["plan", halting, "--budget", "1.0", "--quiet"]) == 2
+    (told,) = re.findall(r"--untraced [\w.]+", capsys.readouterr().err)
+    assert main(["plan", halting, "--budget", "1.0", "--quiet", "--explain", "1", *told.split()]) == 0
+    assert "untraced_forward" in capsys.readouterr().out
+    assert main(["sweep", halting, "--budgets", "1.0", "--measure", "--steps", "1", "--quiet", *told.split()]) == 0
+
+
 def test_interrupted_sweep(network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -273,6 +285,7 @@ def test_plan_is_printed_explained_and_saved(network: str, tmp_path: Path, capsy
         (["sweep", "NET", "--tokens", "8"], "--tokens"),
         (["sweep", "nowhere:net"], "no module 'nowhere'"),
         (["sweep", "./nowhere"], "no file or folder"),
+        (["sweep", "NET", "--untraced", "0,7"], "names '7', which is no submodule"),
         (["plan", "NET", "--budget", "0.5,0.6"], "2 budgets"),
         (["plan", "NET", "--budget", "1KiB"], "the smallest peak found"),
         (["plan", "NET", "--budget", "1.0", "--explain", "nothing"], "'nothing' is neither"),

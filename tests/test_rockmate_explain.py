@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from torch import nn
 from helpers import REGIMES, budget_for, planned
 
 from rockmate import Plan, Planner, UnknownNameError
@@ -108,6 +109,18 @@ def test_submodule_stands_for_what_its_forward_makes() -> None:
     assert [storage.name for storage in told.storages] == [storage.name for op in inside for storage in op.writes]
     assert str(told).startswith(f"transformer.h.1.mlp: makes {len(told.storages)} storages")
     assert len(plan.explain("transformer.h").storages) > len(told.storages)
+
+
+def test_a_frozen_submodule_has_its_name_as_a_trained_one_has() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1))
+    sample = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+    def modules() -> list[str]:
+        return [op.module for op in Planner(model, sample).plan(1.0).graph.forward_ops]
+
+    trained = modules()
+    model[0].requires_grad_(False)
+    assert modules() == trained == ["0.0", "0.1", "1", "2", "3"]
 
 
 def test_parameters_inputs_views_and_ops_are_known_by_name() -> None:

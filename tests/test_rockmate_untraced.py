@@ -142,7 +142,7 @@ def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
 
 
 def test_without_a_name_the_error_says_which() -> None:
-    with pytest.raises(UnsupportedModelError, match=r'untraced=\("halting",\)'):
+    with pytest.raises(UnsupportedModelError, match=r'untraced=\["halting"\]'):
         Planner(Tower(), IMAGE)
 
 

@@ -16,26 +16,52 @@ from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.utils import _pytree as pytree
 
+_MARK = "rockmate: measured from here"
+
 
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which the allocator's peak during `function` exceeds what the elements of its result take.
 
     The function's result must be the only thing that it leaves allocated.
     """
+    return peak_beyond_rest(lambda: (function, ()), device)
+
+
+def peak_beyond_rest(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device) -> int:
+    """Bytes by which the allocator's peak during a function exceeds what it leaves allocated, all counted beyond what there was before.
+
+    So what it releases of its arguments counts on top: the peak is as far above what is left. What its result has no numbers in counts too.
+
+    Args:
+        prepare: returns the function and its arguments, which it allocates.
+        device: where the function runs.
+    """
     if device.type == "cuda":
-        return _peak_beyond_result_cuda(function, device)
-    result, threads = _record(function)  # the result is kept until here: its release is no event of the op
+        return _peak_beyond_rest_cuda(prepare, device)
+    (result, _), threads = _record(lambda: _after_mark(prepare))  # kept until here: their release is no event of the function
     live = peak = 0
-    for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
-        live += event.cpu_memory_usage()
-        peak = max(peak, live)
+    for thread in threads:
+        is_after = False
+        for event in thread:
+            if event.kind() == "push" and event.name() == _MARK:
+                is_after = True
+            elif event.kind() == "memory_alloc" and is_after:
+                live += event.cpu_memory_usage()
+                peak = max(peak, live)
     return peak - live + _unused_bytes(result)
 
 
-def _peak_beyond_result_cuda(function: Callable[[], Any], device: torch.device) -> int:
+def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Any, Any]:
+    function, arguments = prepare()
+    with torch.profiler.record_function(_MARK):
+        return function(*arguments), arguments
+
+
+def _peak_beyond_rest_cuda(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device) -> int:
+    function, arguments = prepare()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = function()
+    result = function(*arguments)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) + _unused_bytes(result)
 

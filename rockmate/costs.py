@@ -24,7 +24,7 @@ from torch import fx
 from tqdm import tqdm
 
 from rockmate.accesses import Ints
-from rockmate.allocations import peak_beyond_result
+from rockmate.allocations import peak_beyond_rest
 from rockmate.autocast import autocast_off
 from rockmate.capture import RoleKind
 from rockmate.errors import InvalidSampleError, RockmateError
@@ -44,7 +44,8 @@ class Cost:
 
     Attributes:
         time_ms: at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
-        overhead_bytes: allocated while it runs, beyond its inputs and its results.
+        overhead_bytes: allocated while it runs, beyond its inputs and its results; below 0 where it releases what it reads before it has
+            made all of its results.
     """
 
     time_ms: float
@@ -203,20 +204,26 @@ class _Call:
         return Cost(time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes)
 
     def measure_overhead(self) -> None:
-        target, args, kwargs = self._make_call()
         fake = self.op.node.meta["val"]
+        releases = getattr(self.target, "released_bytes", 0)  # the allocator must have seen them allocated
+        made = None if releases else self._make_call()
         if self.device.type == "cpu":
             self._touch_memory()
-        begin = _seconds()
+
+        def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            begin = _seconds()
+            result = target(*args, **kwargs)
+            self.first_ms = (_seconds() - begin) * 1e3
+            return _known_of(result, fake)
+
         try:
-            self.overhead_bytes = peak_beyond_result(lambda: _known_of(target(*args, **kwargs), fake), self.device)
+            self.overhead_bytes = peak_beyond_rest(lambda: (run, made or self._make_call()), self.device) - releases
         except Exception as error:
             msg = (
                 f"{self.target} in {self.op.module or 'the model'} fails on inputs like the sample's: {type(error).__name__}: {error}. "
                 "Check the sample's shapes and dtypes against what the model takes."
             )
             raise InvalidSampleError(msg) from error
-        self.first_ms = (_seconds() - begin) * 1e3
         if self.device.type == "cuda":
             self.first_ms = 0.0  # the first launch tells nothing
         elif self.first_ms >= _SLOW_MS:

@@ -5,6 +5,10 @@ outputs and a *handle*, a small tensor that holds the autograd graph of this one
 graph saves, so it is kept or made again like any other value: dropping it frees the submodule's memory, and making it again runs the
 submodule once more, from the same random state. The backward op differentiates the graph that the handle holds.
 
+What the graph saves of the op's own inputs and outputs is the plan's to count, and the backward op reads it like any other op's would.
+Outputs need no more than that: they are made with the handle, so they are in memory while it is. An input may be dropped and made again
+in between, so the graph does not hold it: it *borrows* the input, and finds it among the backward's arguments.
+
 What the tracer cannot know is read off one run of the whole model on the sample, without gradients, before the capture: the
 submodule's inputs and outputs, what it saves, whether it draws random numbers and whether it changes its buffers. Time and workspace are
 measured on those inputs, since a submodule whose control flow depends on values may not run on made-up ones.
@@ -14,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,13 +29,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rockmate.autocast import autocast_dtypes
+from rockmate.borrowed import Loan, entering
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
 from rockmate.random_state import keep_state
 from rockmate.structure import Structure, flatten
 from rockmate.unused import marked_unused
 
+_LEAST_BORROWED = 1024  # bytes for each tensor that is saved: to look at one takes some microseconds
 _traced_calls: dict[str, UntracedCall] = {}  # of the capture that is going on, which a lock makes the only one
 
 
@@ -73,7 +81,9 @@ class UntracedCall:
         outputs: layouts of the tensors of the result.
         gradients: layouts of the gradients of those inputs that require one.
         differentiable: of the inputs, which require a gradient.
-        saved_bytes: what its autograd graph holds beside parameters and buffers.
+        saved_bytes: what its autograd graph holds beside parameters, buffers, the outputs and what it borrows.
+        borrowed: positions of the inputs that its autograd graph borrows.
+        saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
         changes_buffers: whether a run changes one of its buffers, so that it must not run again.
         autocast: dtype for each kind of device on which autocast is on in the call.
@@ -90,63 +100,100 @@ class UntracedCall:
     differentiable: tuple[bool, ...]
     autocast: Mapping[str, torch.dtype]
     saved_bytes: int = 0
+    borrowed: tuple[int, ...] = ()
+    saved_outputs: tuple[int, ...] = ()
     draws: bool = False
     changes_buffers: bool = False
 
+    @property
+    def num_arguments(self) -> int:
+        """How many of the inputs are no parameters."""
+        return len(self.inputs) - len(self.parameter_names)
+
     def observe(self) -> None:
         """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
-        own = {tensor.untyped_storage()._cdata for tensor in (*self.module.parameters(), *self.module.buffers())}
-        saved: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage.nbytes()
-            return tensor
-
         device = self.outputs[0].device
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         before = {name: buffer._version for name, buffer in buffers.items()}
+        inputs = self.copied_inputs()
+        arguments = _Memory(inputs[: self.num_arguments])
+        saved = _Saved(frozenset(_keys((*self.module.parameters(), *self.module.buffers(), *buffers.values()))))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             state = keep_state(device)
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                leaves, outputs = self.run(self.inputs, buffers=buffers)  # held, so that no two storages have one address
+            run = self.run(inputs, buffers=buffers, borrowed=range(self.num_arguments), note=saved.note)
             self.draws = not torch.equal(state, keep_state(device))
-        self._refuse_foreign(leaves, outputs)
-        for tensor in self.inputs:  # leaves of the graph, which holds on to them
-            note(tensor)
-        self.saved_bytes = sum(saved.values()) + 1  # of the handle itself
+        self._refuse_foreign(run)
         self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
-        del leaves, outputs
+        values = run.values(inputs, self.outputs)
+        as_they_are = [key for key, own in zip(_keys(run.outputs), _keys(values), strict=True) if key == own]
+        self.saved_outputs = tuple(index for index, key in enumerate(_keys(values)) if key in as_they_are and key in saved.num_bytes)
+        graph = _Graph.of(run)  # held, so that no two storages have one address
+        del run, values, inputs
+        held = arguments.held()  # by what no hook sees
+        shared = (saved.num_bytes.keys() & arguments.num_bytes.keys()) - held.keys()
+        if sum(arguments.num_bytes[key] for key in shared) < _LEAST_BORROWED * saved.count:
+            shared = set()
+        self.borrowed = tuple(index for index, key in enumerate(arguments.keys) if key in shared)
+        elsewhere = {*shared, *as_they_are}
+        self.saved_bytes = sum(size for key, size in (saved.num_bytes | held).items() if key not in elsewhere) + 1  # of the handle itself
+        del graph
 
-    def run(self, inputs: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves that stand for `inputs`, and the outputs that come of them with their autograd graph.
+    def copied_inputs(self) -> list[Tensor]:
+        """The sample's inputs: the parameters themselves and copies of the others, which share memory where those do."""
+        copies: dict[int, torch.UntypedStorage] = {}
+        copied = []
+        for tensor in self.inputs[: self.num_arguments]:
+            memory = tensor.untyped_storage()
+            if memory._cdata not in copies:
+                copies[memory._cdata] = memory.clone()
+            copied.append(tensor.new_empty(0).set_(copies[memory._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
+        return [*copied, *self.inputs[self.num_arguments :]]
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        borrowed: Sequence[int] | None = None,
+        note: Callable[[Tensor], None] | None = None,
+    ) -> _Run:
+        """The outputs for `inputs`, with their autograd graph.
 
         Args:
             inputs: in the order of `UntracedCall.inputs`.
             buffers: in place of the submodule's own.
+            borrowed: positions of the inputs that the graph borrows, if not those of `UntracedCall.borrowed`.
+            note: called with each tensor that the graph saves.
         """
-        leaves = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.differentiable, strict=True)]
-        num_arguments = len(leaves) - len(self.parameter_names)
-        args, kwargs = self.arguments.rebuild(leaves[:num_arguments])
-        state = {**dict(zip(self.parameter_names, leaves[num_arguments:], strict=True)), **(buffers or {})}
+        loan = Loan(inputs, self.borrowed if borrowed is None else borrowed, note=note)
+        pairs = [
+            entering(tensor) if needs else (tensor.detach(), tensor.detach())
+            for tensor, needs in zip(inputs[: self.num_arguments], self.differentiable[: self.num_arguments], strict=True)
+        ]
+        parameters = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(inputs[self.num_arguments :], self.differentiable[self.num_arguments :], strict=True)
+        ]
+        args, kwargs = self.arguments.rebuild([value for _, value in pairs])
+        state = {**dict(zip(self.parameter_names, parameters, strict=True)), **(buffers or {})}
         state = {f"module.{name}": tensor for name, tensor in _in_their_places(self.module, state).items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            before = _versions(inputs[:num_arguments])
+            stack.enter_context(loan.saving())
+            before = _versions(inputs[: self.num_arguments])
             result = functional_call(_Hookless(self.module), state, args, kwargs, tie_weights=False)
-            if _versions(inputs[:num_arguments]) != before:
+            if _versions(inputs[: self.num_arguments]) != before:
                 raise _changes_its_input(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
-        return leaves, outputs
+        return _Run([*(leaf for leaf, _ in pairs), *parameters], outputs, loan)
 
-    def _refuse_foreign(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _refuse_foreign(self, run: _Run) -> None:
         """Raises if the outputs depend on a tensor that needs a gradient and is neither an input nor a parameter of the submodule."""
-        known = {id(leaf) for leaf in leaves}
-        pending, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
+        known = {id(leaf) for leaf in run.leaves}
+        pending, seen = [output.grad_fn for output in run.outputs if output.grad_fn is not None], set()
         while pending:
             node = pending.pop()
             if node in seen:
@@ -217,25 +264,21 @@ class UntracedForward:
         return self._run(tensors)
 
     def _run(self, tensors: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        leaves, outputs = self.call.run(tensors, buffers=buffers)
+        run = self.call.run(tensors, buffers=buffers)
         handle = torch.empty(1, dtype=torch.uint8)
-        handle.graph = _Graph.of(leaves, outputs)  # pyright: ignore[reportAttributeAccessIssue]
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        values = []
-        for tensor, layout in zip(outputs, self.call.outputs, strict=True):
-            shares = tensor.untyped_storage()._cdata in given
-            values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
-            given.add(tensor.untyped_storage()._cdata)
-        return [*values, handle]
+        handle.graph = _Graph.of(run)  # pyright: ignore[reportAttributeAccessIssue]
+        return [*run.values(tensors, self.call.outputs), handle]
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the same on the sample's inputs instead of made-up ones, with copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.call.module.named_buffers()}
-        return partial(self._run, buffers=buffers), (list(self.call.inputs),)
+        return partial(self._run, buffers=buffers), (self.call.copied_inputs(),)
 
 
 class UntracedBackward:
-    """The backward of an untraced submodule as an op: `(gradients of the outputs, handle) -> gradients of the inputs that need one`.
+    """The backward of an untraced submodule: `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
+
+    The values are the inputs that the handle's graph borrows, then the outputs that it holds.
 
     The gradient of an output that the loss does not depend on is None.
     """
@@ -248,50 +291,119 @@ class UntracedBackward:
     def __str__(self) -> str:
         return f"rockmate.untraced_backward[{self.call.name}]"
 
-    def __call__(self, gradients: Sequence[Tensor | None], handle: Tensor) -> list[Tensor]:
+    @property
+    def released_bytes(self) -> int:
+        """What the handle stands for, which a run releases on its way."""
+        return self.call.saved_bytes - 1
+
+    def __call__(self, gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
         """Differentiates the run that made the handle, and frees what it saved."""
         graph: _Graph | None = getattr(handle, "graph", None)
         if graph is None:
             msg = f"retain_graph=True is not possible with the untraced submodule {self.call.name}, which runs its backward once."
             raise BackwardError(msg)
-        return graph.differentiate(gradients)
+        return graph.differentiate(gradients, values[: len(self.call.borrowed)], self.call.gradients)
 
     def on_sample(self, made_up: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: gradients as `made_up` makes that argument, and a run that is made for this.
 
-        Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is. The run is kept, since
-        what it releases would count as room.
+        Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is.
         """
-        forward, arguments = UntracedForward(self.call).on_sample(made_up)
-        handle = forward(*arguments)[-1]
-        handle.graph.is_kept = True
-        return self, (made_up(0), handle)
+        forward, (inputs,) = UntracedForward(self.call).on_sample(made_up)
+        *outputs, handle = forward(inputs)
+        values = [*(inputs[index] for index in self.call.borrowed), *(outputs[index] for index in self.call.saved_outputs)]
+        return self, (made_up(0), handle, values)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a submodule: its inputs as leaves of the autograd graph, its outputs, and what the graph borrows."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    loan: Loan
+
+    def values(self, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """The outputs as the plan has them: outside the graph, each in memory of its own, laid out as on the sample."""
+        given = {*_keys(inputs)}
+        values = []
+        for tensor, layout in zip(self.outputs, layouts, strict=True):
+            shares = tensor.untyped_storage()._cdata in given
+            values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
+            given.add(tensor.untyped_storage()._cdata)
+        return values
 
 
 @dataclass(slots=True, eq=False)
 class _Graph:
-    """The autograd graph of one run, and whether it can be gone through again."""
+    """The autograd graph of one run."""
 
     leaves: list[Tensor]
     ends: list[GradientEdge | None]  # of the outputs, whose memory would be held with the tensors themselves
-    is_kept: bool = False
+    loan: Loan
 
     @classmethod
-    def of(cls, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Graph:
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        return cls(wanted, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+    def of(cls, run: _Run) -> _Graph:
+        wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
+        return cls(wanted, [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs], run.loan)
 
-    def differentiate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def differentiate(self, gradients: Sequence[Tensor | None], borrowed: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         pairs = [(end, gradient) for end, gradient in zip(self.ends, gradients, strict=True) if not (end is None or gradient is None)]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(ends, self.leaves, given, retain_graph=self.is_kept, allow_unused=True)
-        values, seen = [], {gradient.untyped_storage()._cdata for gradient in gradients if gradient is not None}
-        for gradient, leaf in zip(found, self.leaves, strict=True):  # each is memory of its own: the plan counts it so
-            made = torch.zeros_like(leaf) if gradient is None else gradient
-            value = Layout.of(leaf).laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
+        with self.loan.given(borrowed):
+            found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+        values, seen = [], {*_keys(gradient for gradient in gradients if gradient is not None)}
+        for gradient, layout in zip(found, layouts, strict=True):  # each is memory of its own: the plan counts it so
+            made = layout.empty().zero_() if gradient is None else gradient
+            value = layout.laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
             values.append(value if gradient is not None else marked_unused(value))
             seen.add(made.untyped_storage()._cdata)
         return values
+
+
+# --- memory of a run -----------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """The storages of some tensors, which are not kept alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.keys = _keys(tensors)
+        self.num_bytes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        self._references = {tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+    def held(self) -> dict[int, int]:
+        """Bytes by storage of those that something still holds."""
+        if not all(reference.expired() for reference in self._references.values()):
+            gc.collect()  # it may be a cycle of what the run has left behind
+        return {key: size for key, size in self.num_bytes.items() if not self._references[key].expired()}
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What an autograd graph saves.
+
+    Attributes:
+        own: storages that do not count.
+        num_bytes: bytes by storage of the others.
+        count: how many tensors are saved.
+    """
+
+    own: frozenset[int]
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """Adds a tensor that is saved."""
+        self.count += 1
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.own:
+            self.num_bytes[storage._cdata] = storage.nbytes()
+
+
+def _keys(tensors: Iterable[Tensor]) -> list[int]:
+    """What tells the tensors' storages apart while they are alive."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 # --- finding and recording -----------------------------------------------------------------------------------------------------
@@ -438,7 +550,7 @@ def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op("rockmate::untraced_backward", mutates_args=())
-def _backward(gradients: Sequence[Tensor | None], handle: Tensor, name: str) -> list[Tensor]:
+def _backward(gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str) -> list[Tensor]:
     raise NotImplementedError
 
 
@@ -450,7 +562,7 @@ def _(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @_backward.register_fake
-def _(gradients: Sequence[Tensor | None], handle: Tensor, name: str) -> list[Tensor]:
+def _(gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str) -> list[Tensor]:
     call = _traced_calls[name]
     return [layout.empty() for layout in call.gradients]
 
@@ -458,12 +570,15 @@ def _(gradients: Sequence[Tensor | None], handle: Tensor, name: str) -> list[Ten
 def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
     ctx.name = inputs[1]
     ctx.set_materialize_grads(False)  # zeros would give what leads to an unused output alone a gradient
-    ctx.save_for_backward(output[-1])
+    call = _traced_calls[ctx.name]
+    ctx.save_for_backward(
+        output[-1], *(inputs[0][index] for index in call.borrowed), *(output[index] for index in call.saved_outputs)
+    )
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     call = _traced_calls[ctx.name]
-    found = iter(torch.ops.rockmate.untraced_backward(gradients[:-1], ctx.saved_tensors[0], ctx.name))
+    found = iter(torch.ops.rockmate.untraced_backward(gradients[:-1], ctx.saved_tensors[0], ctx.saved_tensors[1:], ctx.name))
     return [next(found) if needs else None for needs in call.differentiable], None
 
 
@@ -506,4 +621,4 @@ def install(graph: fx.Graph, calls: Mapping[str, UntracedCall]) -> None:
         if node.target is torch.ops.rockmate.untraced.default:
             node.target, node.args = UntracedForward(calls[node.args[1]]), node.args[:1]
         elif node.target is torch.ops.rockmate.untraced_backward.default:
-            node.target, node.args = UntracedBackward(calls[node.args[2]]), node.args[:2]
+            node.target, node.args = UntracedBackward(calls[node.args[3]]), node.args[:3]

@@ -51,6 +51,16 @@ def peak_beyond_rest(prepare: Callable[[], tuple[Callable[..., Any], Sequence[An
     return peak - live + _unused_bytes(result)
 
 
+def left_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """Bytes that a function leaves allocated, its result included; and the result."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        result = function()
+        return torch.cuda.memory_allocated(device) - before, result
+    result, threads = _record(function)
+    return sum(event.cpu_memory_usage() for thread in threads for event in thread if event.kind() == "memory_alloc"), result
+
+
 def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Any, Any]:
     function, arguments = prepare()
     with torch.profiler.record_function(_MARK):

@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rockmate.allocations import left_allocated
 from rockmate.autocast import autocast_dtypes
 from rockmate.borrowed import Loan, entering
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
@@ -112,31 +113,52 @@ class UntracedCall:
 
     def observe(self) -> None:
         """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
-        device = self.outputs[0].device
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         before = {name: buffer._version for name, buffer in buffers.items()}
+        with self._random_state_kept() as draws:
+            self._observe_saved(buffers)
+            self.draws = draws()
+        self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
+        with self._random_state_kept():
+            self.saved_bytes = self._measured_bytes(buffers)
+
+    def _observe_saved(self, buffers: Mapping[str, Tensor]) -> None:
+        """Finds which inputs the graph can borrow, and which outputs it holds."""
         inputs = self.copied_inputs()
         arguments = _Memory(inputs[: self.num_arguments])
-        saved = _Saved(frozenset(_keys((*self.module.parameters(), *self.module.buffers(), *buffers.values()))))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            state = keep_state(device)
-            run = self.run(inputs, buffers=buffers, borrowed=range(self.num_arguments), note=saved.note)
-            self.draws = not torch.equal(state, keep_state(device))
+        saved = _Saved()
+        run = self.run(inputs, buffers=buffers, borrowed=range(self.num_arguments), note=saved.note)
         self._refuse_foreign(run)
-        self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
         values = run.values(inputs, self.outputs)
-        as_they_are = [key for key, own in zip(_keys(run.outputs), _keys(values), strict=True) if key == own]
-        self.saved_outputs = tuple(index for index, key in enumerate(_keys(values)) if key in as_they_are and key in saved.num_bytes)
+        self.saved_outputs = tuple(
+            index
+            for index, (value, output) in enumerate(zip(_keys(values), _keys(run.outputs), strict=True))
+            if value == output and value in saved.keys
+        )
         graph = _Graph.of(run)  # held, so that no two storages have one address
         del run, values, inputs
-        held = arguments.held()  # by what no hook sees
-        shared = (saved.num_bytes.keys() & arguments.num_bytes.keys()) - held.keys()
-        if sum(arguments.num_bytes[key] for key in shared) < _LEAST_BORROWED * saved.count:
-            shared = set()
-        self.borrowed = tuple(index for index, key in enumerate(arguments.keys) if key in shared)
-        elsewhere = {*shared, *as_they_are}
-        self.saved_bytes = sum(size for key, size in (saved.num_bytes | held).items() if key not in elsewhere) + 1  # of the handle itself
+        shared = (saved.keys & arguments.num_bytes.keys()) - arguments.held()  # by what no hook sees
+        if sum(arguments.num_bytes[key] for key in shared) >= _LEAST_BORROWED * saved.count:
+            self.borrowed = tuple(index for index, key in enumerate(arguments.keys) if key in shared)
         del graph
+
+    def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
+        """What a run leaves allocated beside its outputs, and the byte of the handle itself."""
+        forward = UntracedForward(self)
+
+        def run() -> list[Tensor]:
+            return forward.with_buffers(self.copied_inputs(), buffers)
+
+        left_bytes, values = left_allocated(run, self.outputs[0].device)
+        return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
+
+    @contextlib.contextmanager
+    def _random_state_kept(self) -> Iterator[Callable[[], bool]]:
+        """Puts the random state back; yields what tells whether it has changed meanwhile."""
+        device = self.outputs[0].device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            state = keep_state(device)
+            yield lambda: not torch.equal(state, keep_state(device))
 
     def copied_inputs(self) -> list[Tensor]:
         """The sample's inputs: the parameters themselves and copies of the others, which share memory where those do."""
@@ -261,9 +283,10 @@ class UntracedForward:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the submodule."""
-        return self._run(tensors)
+        return self.with_buffers(tensors, None)
 
-    def _run(self, tensors: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    def with_buffers(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] | None) -> list[Tensor]:
+        """Runs the submodule with these buffers in place of its own, if any are given."""
         run = self.call.run(tensors, buffers=buffers)
         handle = torch.empty(1, dtype=torch.uint8)
         handle.graph = _Graph.of(run)  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,7 +295,7 @@ class UntracedForward:
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the same on the sample's inputs instead of made-up ones, with copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.call.module.named_buffers()}
-        return partial(self._run, buffers=buffers), (self.call.copied_inputs(),)
+        return self.with_buffers, (self.call.copied_inputs(), buffers)
 
 
 class UntracedBackward:
@@ -302,6 +325,7 @@ class UntracedBackward:
         if graph is None:
             msg = f"retain_graph=True is not possible with the untraced submodule {self.call.name}, which runs its backward once."
             raise BackwardError(msg)
+        del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
         return graph.differentiate(gradients, values[: len(self.call.borrowed)], self.call.gradients)
 
     def on_sample(self, made_up: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -309,8 +333,8 @@ class UntracedBackward:
 
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is.
         """
-        forward, (inputs,) = UntracedForward(self.call).on_sample(made_up)
-        *outputs, handle = forward(inputs)
+        forward, (inputs, buffers) = UntracedForward(self.call).on_sample(made_up)
+        *outputs, handle = forward(inputs, buffers)
         values = [*(inputs[index] for index in self.call.borrowed), *(outputs[index] for index in self.call.saved_outputs)]
         return self, (made_up(0), handle, values)
 
@@ -372,33 +396,24 @@ class _Memory:
         self.num_bytes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         self._references = {tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
 
-    def held(self) -> dict[int, int]:
-        """Bytes by storage of those that something still holds."""
+    def held(self) -> set[int]:
+        """Those that something still holds."""
         if not all(reference.expired() for reference in self._references.values()):
             gc.collect()  # it may be a cycle of what the run has left behind
-        return {key: size for key, size in self.num_bytes.items() if not self._references[key].expired()}
+        return {key for key, reference in self._references.items() if not reference.expired()}
 
 
 @dataclass(slots=True)
 class _Saved:
-    """What an autograd graph saves.
+    """What an autograd graph saves: the storages, and how many tensors."""
 
-    Attributes:
-        own: storages that do not count.
-        num_bytes: bytes by storage of the others.
-        count: how many tensors are saved.
-    """
-
-    own: frozenset[int]
-    num_bytes: dict[int, int] = field(default_factory=dict)
+    keys: set[int] = field(default_factory=set)
     count: int = 0
 
     def note(self, tensor: Tensor) -> None:
         """Adds a tensor that is saved."""
         self.count += 1
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.own:
-            self.num_bytes[storage._cdata] = storage.nbytes()
+        self.keys.add(tensor.untyped_storage()._cdata)
 
 
 def _keys(tensors: Iterable[Tensor]) -> list[int]:

@@ -137,7 +137,7 @@ class WholeGraphSearch:
                     inputs=tuple(number[storage] for storage in op.reads if storage in number),
                     outputs=tuple(number[storage] for storage in op.writes),
                     recomputable=op.phase is not Phase.BACKWARD and op.recompute_target is not None and not op.is_random,
-                    overhead_bytes=self._costs.first[op.index].overhead_bytes,
+                    overhead_bytes=max(0, self._costs.first[op.index].overhead_bytes),  # counting nothing as released is safe
                     needed=bool(op.delivers) or op.is_random or not ends.isdisjoint(op.writes),
                 )
                 for op in self._ops

@@ -11,8 +11,8 @@ from typing import Any
 import models
 import pytest
 import torch
-from torch import nn
 from helpers import REGIMES, budget_for, planned
+from torch import nn
 
 from rockmate import Plan, Planner, UnknownNameError
 from rockmate.graph import Graph, Storage

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,85 @@ def test_what_the_backward_of_a_recurrent_layer_copies_counts(kind: Callable[...
     for budget_bytes in evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 4):
         planned = planner.module(budget_bytes)
         planned(x).backward()
-        assert timeline(partial(_step, planned, x)).peak_bytes <= budget_bytes
+        peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
+        assert peak_bytes <= budget_bytes
+        if kind is nn.LSTM:  # the others save too many tensors for inputs this small to be borrowed
+            assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
+
+
+class Remembering(torch.autograd.Function):
+    """Keeps its input where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.cos(ctx.x)
+
+
+class Part(nn.Module):
+    """Not traced in the test below: saves its input, a view of it, its output, and values of its own."""
+
+    def __init__(self, *, remembers: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.remembers = remembers
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.exp(0.1 * self.layer(x.view(-1, 64))).view_as(x)
+        return torch.sigmoid(own * x) + (Remembering.apply(x) if self.remembers else 0.0)
+
+
+class Parts(nn.Module):
+    """Inputs of the parts that are read elsewhere too, so that a plan may drop them and make them again while a part's run is kept."""
+
+    def __init__(self, *, remembers: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(remembers=remembers) for _ in range(3))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            y = functional.gelu(x * 1.5)
+            x = x + part(y) * torch.tanh(y)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Parts(remembers=remembers), torch.randn(8, 32, 64)
+    planner = Planner(model, x, untraced=[f"parts.{index}" for index in range(3)])
+    for budget_bytes in evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 6):
+        planned = planner.module(budget_bytes)
+        expected, found = (_trained(model, partial(one, x), 1) for one in (model, planned))
+        assert torch.equal(expected[0], found[0])
+        for gradient, other in zip(expected[1:], found[1:], strict=True):  # eager adds a part's shares in the gradient of y one by one
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
+        peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
+        assert peak_bytes <= budget_bytes
+        if not remembers:  # else its input is counted with the part, and again where the plan keeps it, too
+            assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
+
+
+def test_eager_holds_no_less_than_the_plan_counts() -> None:
+    torch.manual_seed(0)
+    model, x = Parts(remembers=False), torch.randn(8, 32, 64)
+    planner = Planner(model, x, untraced=[f"parts.{index}" for index in range(3)])
+    model(x).backward()
+    assert planner.baseline_peak_bytes <= 1.02 * timeline(partial(_step, model, x)).peak_bytes
+
+
+def test_whole_graph_planning_takes_a_backward_that_releases_on_its_way() -> None:
+    torch.manual_seed(0)
+    part = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    model = nn.Sequential(nn.Linear(16, 256), part, nn.Linear(256, 1))
+    planner = Planner(model, torch.randn(64, 16), untraced=["1"])
+    assert any(cost.overhead_bytes < 0 for cost in planner.plan(1.0).costs.first)
+    assert planner.plan(1.0, strategy="checkmate").predicted_peak_bytes <= planner.baseline_peak_bytes
 
 
 def _step(model: nn.Module, x: Tensor) -> None:

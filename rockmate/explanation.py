@@ -174,6 +174,9 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
         for storage in op.writes
     ]
     if not made:
+        parts = [part for _, part in plan.hierarchy.walk() if part.name == name]
+        made = [storage for part in parts for op in part.forward for storage in plan.outline.ops[op].writes]
+    if not made:
         raise UnknownNameError(_unknown(plan, name))
     return tuple(_explain_storage(plan, index) for index in made)
 
@@ -366,6 +369,8 @@ def live_at(plan: Plan, position: int) -> list[LiveBytes]:
 def _occupant_text(plan: Plan, occupant: Occupant) -> str:
     if occupant.storage is None:
         assert occupant.op is not None
+        if occupant.num_bytes < 0:
+            return f"released on its way by {plan.outline.ops[occupant.op].name}"
         return f"{occupant.what} of {plan.outline.ops[occupant.op].name}"
     storage = plan.outline.storages[occupant.storage]
     return f"{storage.name} ({_origin(plan, occupant.storage, storage)})"

@@ -3,8 +3,9 @@
 The planner chooses for every value of the whole graph at once, so the tree decides nothing: it is how blocks and their parts are named and
 counted. It is read off the outline, so a plan that was loaded has it too.
 
-A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is halved,
-where the fewest bytes cross, until no part is larger; what crosses there may be several storages.
+A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is one that no
+single storage divides, as where streams run side by side: it is divided between submodules, else halved where the fewest bytes cross, until
+no part is larger. What crosses there may be several storages.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST_BLOCK = 40  # forward ops
 _WHOLE = "the whole model"
+_LEAST_OPS = 4  # forward ops in a piece, on average, for submodules to be what divides a block
 _NUM_PASSING = 12  # storages that are named
 
 
@@ -146,21 +148,38 @@ def _divided(outline: Outline, piece: Part) -> Part:
     """The part with pieces of at most `LARGEST_BLOCK` forward ops."""
     if len(piece.forward) <= LARGEST_BLOCK:
         return piece
-    cut = _best_cut(outline, piece.forward)
-    is_early = dict.fromkeys(piece.forward[:cut], True) | dict.fromkeys(piece.forward[cut:], False)
+    runs = _runs_by_module(outline, piece.forward)
+    if len(runs) < 2 or len(piece.forward) < _LEAST_OPS * len(runs):
+        cut = _best_cut(outline, piece.forward)
+        runs = [piece.forward[:cut], piece.forward[cut:]]
+    number = {op: index for index, run in enumerate(runs) for op in run}
+    modules = [{outline.ops[op].module for op in run} for run in runs]
     maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
-    modules = [{outline.ops[op].module for op in half} for half in (piece.forward[:cut], piece.forward[cut:])]
     for op in piece.ops[len(piece.forward) :]:
-        module = outline.ops[op].module
-        if (module in modules[0]) != (module in modules[1]):  # autograd gives a backward op the module of the op that it differentiates
-            is_early[op] = module in modules[0]
+        own = [index for index, names in enumerate(modules) if outline.ops[op].module in names]
+        if len(own) == 1:  # autograd gives a backward op the module of the op that it differentiates
+            number[op] = own[0]
             continue
         makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
-        ahead = [is_early[other] for other in makers if outline.ops[other].phase == "forward"]
-        gradients = [is_early[other] for other in makers if other in is_early]
-        is_early[op] = all(ahead) if ahead else any(gradients)  # by the latest value that it reads, else by the gradient
-    halves = [[op for op in piece.ops if is_early[op] is wanted] for wanted in (True, False)]
-    return _joined(piece.name, [_divided(outline, _piece(outline, piece, half)) for half in halves])
+        ahead = [number[other] for other in makers if outline.ops[other].phase == "forward"]
+        gradients = [number[other] for other in makers if other in number]
+        number[op] = max(ahead) if ahead else min(gradients, default=len(runs) - 1)  # by the latest value that it reads, else the gradient
+    pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
+    return _joined(piece.name, [_divided(outline, _piece(outline, piece, ops)) for ops in pieces])
+
+
+def _runs_by_module(outline: Outline, forward: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of ops from one submodule, of those directly below the innermost that all come from; others go with what is ahead of them."""
+    length = len(_path(outline, forward)) + 1
+    runs: list[tuple[tuple[str, ...], list[int]]] = []
+    for op in forward:
+        name = tuple(outline.ops[op].module.split("."))[:length] if outline.ops[op].module else ()
+        if runs and (len(name) < length or name == runs[-1][0] or not runs[-1][0]):
+            runs[-1][1].append(op)
+            runs[-1] = (runs[-1][0] or (name if len(name) == length else ()), runs[-1][1])
+        else:
+            runs.append((name if len(name) == length else (), [op]))
+    return [ops for _, ops in runs]
 
 
 def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:

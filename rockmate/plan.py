@@ -223,7 +223,8 @@ class Plan:
         """What the plan does with one value, or with each value that a submodule's forward makes; `print` it.
 
         Args:
-            name: a node of the captured graph ("gelu_1"), a parameter, buffer or input by its name, or the path of a submodule.
+            name: a node of the captured graph ("gelu_1"), a parameter, buffer or input by its name, the path of a submodule, or a part as
+                `tree` names it ("encoder.0 to encoder.3").
 
         Raises:
             UnknownNameError: the name is none of these; the text suggests ones like it, in whatever case it is written.

@@ -27,10 +27,21 @@ class Streams(nn.Module):
         return one + other
 
 
+class Woven(nn.Module):
+    """Two streams that read each other, all of one module's own code."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        for _ in range(16):
+            one, other = torch.tanh(one) * other.exp(), torch.tanh(other) * one.exp()
+        return one + other
+
+
 @functools.cache
 def planner_of(name: str) -> Planner:
     if name == "streams":
         return Planner(Streams(12, 16).train(), tuple(torch.ones(8, 16).split(4)), machine="cpu-avx2")
+    if name == "woven":
+        return Planner(Woven(), tuple(torch.ones(8, 16, requires_grad=True).split(4)), machine="cpu-avx2")
     workload = models.build(name, tiny=True).with_loss_inside()
     return Planner(workload.model, workload.sample, machine="cpu-avx2")
 
@@ -39,7 +50,7 @@ def parts(plan: Plan) -> list[Part]:
     return [part for _, part in plan.hierarchy.walk()]
 
 
-@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams"])
+@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
 def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name: str) -> None:
     plan = planner_of(name).plan(1.0)
     in_leaves = Counter(op for leaf in plan.hierarchy.leaves() for op in leaf.ops)
@@ -54,22 +65,41 @@ def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name
     assert [plan.outline.ops[op].name for leaf in plan.hierarchy.leaves() for op in leaf.forward] == order
 
 
-@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams"])
+@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
 def test_no_leaf_is_larger_than_a_solver_takes(name: str) -> None:
     plan = planner_of(name).plan(1.0)
     assert max(len(leaf.forward) for leaf in plan.hierarchy.leaves()) <= LARGEST_BLOCK
 
 
-def test_a_block_without_a_cut_is_halved_and_its_backward_goes_along() -> None:
-    plan = planner_of("streams").plan(1.0)
+def largest_block(plan: Plan) -> Part:
     sizes = [sum(plan.outline.ops[op].phase == "forward" for op in block.ops) for block in plan.chain.blocks]
     assert max(sizes) > LARGEST_BLOCK, "the case is gone: every block is small"
-    largest = plan.hierarchy.block(sizes.index(max(sizes)))
+    return plan.hierarchy.block(sizes.index(max(sizes)))
+
+
+def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_goes_along() -> None:
+    plan = planner_of("streams").plan(1.0)
+    largest = largest_block(plan)
+    layers = [f"layers.{index}" for index in range(12)]
+    assert [part.name for part in largest.parts] in (layers, ["layers.0.1", *layers[1:]])  # what is ahead of the first cut is another block
+    for layer, part in zip(layers, largest.parts, strict=True):
+        assert {plan.outline.ops[op].module.rpartition(".")[0] for op in part.ops} - {""} == {layer}
+        backward = [op for op in part.ops if plan.outline.ops[op].phase == "backward" and plan.outline.ops[op].module]
+        assert backward  # autograd gives each backward op its forward op's module
+
+
+def test_a_large_block_of_one_submodule_is_halved() -> None:
+    plan = planner_of("woven").plan(1.0)
+    largest = largest_block(plan)
     assert len(largest.parts) == 2
-    for leaf in plan.hierarchy.leaves():
-        layers = {plan.outline.ops[op].module.split(".")[1] for op in leaf.ops if plan.outline.ops[op].module.startswith("layers.")}
-        ahead = {plan.outline.ops[op].module.split(".")[1] for op in leaf.forward if plan.outline.ops[op].module.startswith("layers.")}
-        assert layers == ahead  # autograd gives each backward op its forward op's module
+    assert all(4 * len(part.forward) >= len(largest.forward) for part in largest.parts)
+
+
+def test_a_part_is_explained_by_the_name_that_the_tree_gives_it() -> None:
+    plan = planner_of("unet").plan(1.0)
+    part = next(part for part in parts(plan) if " to " in part.name)
+    made = [plan.outline.storages[storage].name for op in part.forward for storage in plan.outline.ops[op].writes]
+    assert [storage.name for storage in plan.explain(part.name).storages] == made
 
 
 def test_modules_of_the_model_are_parts_by_their_paths() -> None:

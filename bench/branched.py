@@ -1,4 +1,4 @@
-"""Models that are no chain, planned and run: one page, one picture.
+"""Models that are no chain, planned and run, and some chains beside them: one page, one picture.
 
     taskset -c 1 python -m bench.branched                 # everything; writes bench/results/branched_cpu_<yyyymm>.*
     python -m bench.branched --model bart --output /tmp/branched
@@ -28,6 +28,7 @@ Record = dict[str, Any]
 
 SHARES = ("1.0", "0.7", "0.5", "0.35", "minimum")
 PEERS = ("checkpoint", peers.STAGES)
+CHAINS = ("gpt2-12", "llama", "resnet50")
 HALF, GAP_DOWN_TO = "0.5", ("1.0", "0.7", "0.5", "0.35")
 TIME_AT_HALF, UNET_TIME_AT_HALF = 1.10, 1.05
 PREDICTION_TOLERANCE = 0.02
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.branched", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=models.BRANCHED, help="repeatable; all if left out")
+    parser.add_argument("--model", action="append", choices=(*models.BRANCHED, *CHAINS), help="repeatable; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not counted")
     parser.add_argument("--tiny", action="store_true", help="models of milliseconds, to see that it runs")
     parser.add_argument("--output", type=Path, metavar="STEM", help="where STEM.jsonl, STEM.md and STEM.png go")
@@ -74,7 +75,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.output is None and (options.model or options.tiny):
         parser.error("--output STEM is needed for some of the models, or tiny ones")
     options.output = options.output or Path(__file__).parent / "results" / f"branched_cpu_{time.strftime('%Y%m')}"
-    options.model = options.model or models.BRANCHED
+    options.model = options.model or (*models.BRANCHED, *CHAINS)
     options.method = [*PEERS, *(f"{OURS}: {share}" for share in SHARES)]
     options.device, options.quick, options.peers_only = "cpu", False, False
     return options
@@ -136,12 +137,13 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
     commits = told_by_model((run["model"], run["commit"]) for run in runs)
     commands = told_by_model((run["model"], _command(run["options"])) for run in runs)
     return [
-        "# Models that are no chain, one CPU thread",
+        "# Models that are no chain, and chains beside them, one CPU thread",
         "",
         f"Machine: {hardware}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
         f"{versions_text(first)}. Commit {commits}.",
         "",
-        f"Command: {commands}. Models and their natural modules: `bench/branched_models.py`, `bench/unet.py`.",
+        f"Command: {commands}. Models and their natural modules: `bench/branched_models.py`, `bench/unet.py`; "
+        f"the chains ({', '.join(CHAINS)}): `bench/models.py`.",
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "

@@ -46,6 +46,7 @@ _KERNELS = (
     "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
 )  # fmt: skip
 """Differentiable ATen ops with a kernel of their own that PyTorch would trace as a formula of smaller ops."""
+_MOST_NAMED = 4  # submodules in an error
 _CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
 
 
@@ -417,13 +418,13 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose shape depends on values{where}, in "
             f"forward or backward ({text}). Such shapes have no single schedule; replace it by a tensor operation of fixed shape "
-            f"(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(path)}."
+            f"(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(model, path)}."
         )
         return UnsupportedModelError(msg)
     if any(_reads_values(cause) for cause in causes):
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value of a tensor{where}. Control flow or "
-            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or{_leave(path)}. ({text})"
+            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or{_leave(model, path)}. ({text})"
         )
         return UnsupportedModelError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
@@ -438,11 +439,31 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}")
 
 
-def _leave(path: str) -> str:
-    """What a user can do about a submodule that cannot be captured."""
+def _leave(model: nn.Module, path: str) -> str:
+    """What a user can do about a submodule that cannot be captured, and about others of its class."""
     if not path:
         return " keep that part outside"
-    return f' run that submodule as it is: untraced=["{path}"] (on the command line: --untraced {path}), or one that contains it'
+    kind = type(model.get_submodule(path))
+    alike = [other for other, module in model.named_modules() if type(module) is kind]
+    around = _around(model, alike)
+    several = len(alike) > 1
+    what = f"that submodule and the others of its class {kind.__name__} as they are" if several else "that submodule as it is"
+    names = alike if len(alike) <= _MOST_NAMED or not around else [around]
+    listed = ", ".join(f'"{name}"' for name in names)
+    larger = f', or what contains {"them" if several else "it"} ("{around}")' if around and names is alike else ""
+    return f" run {what}: untraced=[{listed}] (on the command line: --untraced {','.join(names)}){larger}"
+
+
+def _around(model: nn.Module, paths: Sequence[str]) -> str:
+    """Path of the innermost submodule that contains them all and has a forward of its own; empty if that is the whole model."""
+    shared = paths[0].split(".")[:-1]
+    while shared:
+        around = ".".join(shared)
+        is_called = type(model.get_submodule(around)).forward is not nn.Module.forward
+        if is_called and all(path.startswith(f"{around}.") for path in paths):
+            return around
+        shared.pop()
+    return ""
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -220,9 +221,31 @@ def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
     assert (most, least) == (1, 2)
 
 
-def test_without_a_name_the_error_says_which() -> None:
-    with pytest.raises(UnsupportedModelError, match=r'untraced=\["halting"\]'):
-        Planner(Tower(), IMAGE)
+class Halts(nn.Module):
+    """Several halting parts in a list within one submodule."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(16, 16), nn.Sequential(*(Halting() for _ in range(num_parts))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Tower(), r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. '),
+        (Halts(1), r'untraced=\["inside.1.0"\] \(.*\), or what contains it \("inside.1"\)'),
+        (Halts(2), r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \('),
+        (Halts(5), r'as they are: untraced=\["inside.1"\] \(on the command line: --untraced inside.1\)\. '),
+    ],
+)
+def test_without_a_name_the_error_says_which(model: nn.Module, told: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=told) as raised:
+        Planner(model, IMAGE)
+    (names,) = re.findall(r"--untraced ([\w.,]+)\)", str(raised.value))
+    assert Planner(model, IMAGE, differentiable="all", untraced=names.split(",")).plan(1.0)
 
 
 @pytest.mark.parametrize("normalizes", [False, True])

@@ -18,8 +18,8 @@ MACHINE = {
     "transformers": "5", "commit": "abc", "gpu": None,
 }  # fmt: skip
 PLANNER = {
-    "kind": "planner", "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0}, "minimum_peak_bytes": 290, "num_ops": 9,
-    "num_forward_ops": 4, "num_blocks": 2, "largest_block_ops": 50, "largest_part_ops": 50, "largest_program_ops": 41,
+    "kind": "planner", "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0}, "baseline_peak_bytes": 1000, "minimum_peak_bytes": 290,
+    "num_ops": 9, "num_forward_ops": 4, "num_blocks": 2, "largest_block_ops": 50, "largest_part_ops": 50, "largest_program_ops": 41,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_page_tells_hits_from_misses() -> None:
     assert "| half of the peak is feasible | all | 1 of 1 | | hit |" in text
     assert "| predicted time there: largest | <= 1.10 | 1.060 | unet | hit |" in text
     assert "| predicted time there: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |" in text
-    assert "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet | **miss** |" in text  # the minimum's is not among them
+    assert "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss** |" in text  # the minimum is below
     assert f"natural modules: largest | <= 0.80 | {290 / 380:.3f} | unet | hit |" in text
     assert "| ops that a 0/1 program gets at once: most | <= 40.00 | 41.000 | unet | **miss** |" in text
     assert "| planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit |" in text

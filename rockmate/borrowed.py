@@ -26,12 +26,13 @@ class Loan:
         Args:
             inputs: of the graph.
             positions: of those that it borrows.
-            note: called with each tensor that is saved, borrowed or not.
+            note: called with each tensor that is saved, borrowed or not, if its memory tells all of it.
         """
         self._positions = tuple(positions)
         self._starts = {  # by memory: position, type, first element
             inputs[position].untyped_storage()._cdata: (position, inputs[position].dtype, inputs[position].storage_offset())
             for position in reversed(self._positions)
+            if _is_plain(inputs[position])
         }
         self._note = note
         self._given: dict[int, Tensor] = {}
@@ -56,6 +57,8 @@ class Loan:
             self._given.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Place:
+        if not _is_plain(tensor):
+            return tensor.detach()
         if self._note is not None:
             self._note(tensor)
         start = self._starts.get(tensor.untyped_storage()._cdata)
@@ -69,6 +72,11 @@ class Loan:
         position, shape, stride, offset = saved
         value = self._given[position]
         return value.as_strided(shape, stride, value.storage_offset() + offset)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is numbers in memory as they stand there: not sparse, nor conjugated or negated when they are read."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def entering(value: Tensor) -> tuple[Tensor, Tensor]:

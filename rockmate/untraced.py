@@ -113,14 +113,14 @@ class UntracedCall:
 
     def observe(self) -> None:
         """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        buffers = self.copied_buffers()
         before = {name: buffer._version for name, buffer in buffers.items()}
         with self._random_state_kept() as draws:
             self._observe_saved(buffers)
             self.draws = draws()
         self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
         with self._random_state_kept():
-            self.saved_bytes = self._measured_bytes(buffers)
+            self.saved_bytes = self._measured_bytes(self.copied_buffers())
 
     def _observe_saved(self, buffers: Mapping[str, Tensor]) -> None:
         """Finds which inputs the graph can borrow, and which outputs it holds."""
@@ -170,6 +170,10 @@ class UntracedCall:
                 copies[memory._cdata] = memory.clone()
             copied.append(tensor.new_empty(0).set_(copies[memory._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
         return [*copied, *self.inputs[self.num_arguments :]]
+
+    def copied_buffers(self) -> dict[str, Tensor]:
+        """Copies of the submodule's buffers, by name."""
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def run(
         self,
@@ -294,8 +298,7 @@ class UntracedForward:
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the same on the sample's inputs instead of made-up ones, with copies of the buffers."""
-        buffers = {name: buffer.clone() for name, buffer in self.call.module.named_buffers()}
-        return self.with_buffers, (self.call.copied_inputs(), buffers)
+        return self.with_buffers, (self.call.copied_inputs(), self.call.copied_buffers())
 
 
 class UntracedBackward:

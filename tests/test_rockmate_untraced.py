@@ -189,6 +189,31 @@ def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool
             assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
 
 
+class Spectral(nn.Module):
+    """Complex numbers within real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.complex, self.leave = nn.Linear(16, 32), Complex(), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.complex(torch.view_as_complex(self.enter(x).unflatten(-1, (-1, 2))))
+        return self.leave(torch.view_as_real(z).flatten(-2)).square().mean()
+
+
+class Complex(nn.Module):
+    """Saves its input as it is and conjugated, which is the same memory."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * z.conj() * z.sin()
+
+
+def test_an_input_that_is_saved_conjugated_as_well_is_not_mistaken() -> None:
+    torch.manual_seed(0)
+    model = Spectral()
+    _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["complex"]), IMAGE)
+
+
 def test_eager_holds_no_less_than_the_plan_counts() -> None:
     torch.manual_seed(0)
     model, x = Parts(remembers=False), torch.randn(8, 32, 64)

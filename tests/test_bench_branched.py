@@ -50,8 +50,10 @@ def test_page_tells_hits_from_misses() -> None:
     assert "| measured peak within the budget | all | 1 of 2 | | **miss** |" in text
     assert "| predicted peak within 2 % of the measured one | all | 1 of 2 | | **miss** |" in text
     assert "| half of the peak is feasible | all | 1 of 1 | | hit |" in text
-    assert "| predicted time there: largest | <= 1.10 | 1.060 | unet | hit |" in text
-    assert "| predicted time there: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |" in text
+    assert "| measured time there, of eager's: largest | <= 1.10 | 1.100 | unet | hit |" in text
+    assert "| measured time there, of eager's: U-Net | <= 1.05 | 1.100 | unet | **miss** |" in text
+    assert "| predicted time there, of nothing recomputed: largest | <= 1.10 | 1.060 | unet | hit |" in text
+    assert "nothing recomputed: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |" in text
     assert "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss** |" in text  # the minimum is below
     assert f"natural modules: largest | <= 0.80 | {290 / 380:.3f} | unet | hit |" in text
     assert "| ops that a 0/1 program gets at once: most | <= 40.00 | 41.000 | unet | **miss** |" in text

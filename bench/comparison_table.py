@@ -186,6 +186,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "Commands, a later one adding to what an earlier one measured:",
         "",
         *_commands(results),
+        *_further_rounds(results),
         "",
         "One point: the same with `--model MODEL --method METHOD --output STEM`.",
         *_few_settings(results),
@@ -197,6 +198,17 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "fusion that `torch.compile` can do beside it. "
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "
         f"**wrong** ones are off by more than {GRADIENT_TOLERANCE:g}, and such points are counted all the same. MB are millions of bytes.",
+    ]
+
+
+def _further_rounds(results: Sequence[ModelResult]) -> list[str]:
+    """What commands for single methods are for, where a model has some beside one for all."""
+    if all(len({bool(run["options"]["method"]) for run in result.of("run")}) == 1 for result in results):
+        return []
+    return [
+        "",
+        "Commands for single methods take further rounds of these and of every `rockmate: at`, as is due where a point is missed by less "
+        "than its noise; medians are over the rounds of all commands.",
     ]
 
 
@@ -287,19 +299,19 @@ def _overview_row(result: ModelResult) -> str:
 
 
 def _undominated(results: Iterable[ModelResult]) -> list[str]:
-    lines = [
-        "## Peer points that we do not dominate",
+    rows = [_undominated_row(result.name, match) for result in results for match in result.matches if not match.is_dominated]
+    title = "## Peer points that we do not dominate"
+    if not rows:
+        return [title, "", "None."]
+    return [
+        title,
         "",
         "Beyond is our time over theirs at no greater peak, less 1; it is within noise where it is less than the two spreads together.",
         "",
         "| model | peer | peak MB | its time | ours | our peak MB | our time | beyond | within noise | its gradients |",
         "|---|---|---|---|---|---|---|---|---|---|",
+        *rows,
     ]
-    for result in results:
-        for match in result.matches:
-            if not match.is_dominated:
-                lines.append(_undominated_row(result.name, match))
-    return lines
 
 
 def _undominated_row(model: str, match: Match) -> str:

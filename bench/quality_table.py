@@ -360,7 +360,7 @@ def _notes(lines: _Lines) -> list[str]:
     unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]
     return [
         f"## Where the gap is above {LARGEST_GAP:.0%}", "",
-        "Close to the smallest peak the plan is short of room at many moments, and the bound sees one or two of them.", "", *loose, "",
+        "Close to the smallest peak the plan is short of room at many moments, and the bound sees a few of them.", "", *loose, "",
         "## Where a schedule that was tried is faster than the plan", "",
         "The search is content near the bound, so that a further budget takes a fraction of a second: within 0.1 % of the step before it "
         "solves several levels, 0.25 % once it has improved what fits best of those. Farther away it is greedy, and what it comes to "

@@ -445,8 +445,8 @@ def _image_workload(
     )
 
 
-def _vit(name: str, tiny: bool, device: torch.device) -> Workload:
-    num_layers, width, heads, inner, batch, pixels, patch, classes = 12, 768, 12, 3072, 4, 224, 16, 1000
+def _vit(name: str, tiny: bool, device: torch.device, *, width: int, heads: int) -> Workload:
+    num_layers, inner, batch, pixels, patch, classes = 12, 4 * width, 4, 224, 16, 1000
     if tiny:
         num_layers, width, heads, inner, batch, pixels, patch, classes = 2, 32, 2, 64, 2, 32, 8, 10
     config = transformers.ViTConfig(
@@ -672,6 +672,7 @@ _large_llama = partial(
 
 REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(2, 256)),
+    "gpt2-vocabulary": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(1, 256)),
     "gpt2-deep": partial(_small_gpt2, num_layers=24, shape=(2, 192)),
     "gpt2-2layer": partial(_small_gpt2, num_layers=2, vocabulary=512, shape=(2, 192)),
     "gpt2-12": partial(_small_gpt2, num_layers=12, shape=(2, 96)),
@@ -697,7 +698,8 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
         _rotary, kind="Qwen3Moe", num_layers=6, width=256, heads=8, key_value_heads=4, inner=384, experts=8
     ),
     "t5-small": partial(_t5, num_layers=6, width=512, heads=8, inner=2048, shape=(2, 256), labels_shape=(2, 128)),
-    "vit-base": _vit,
+    "vit-base": partial(_vit, width=768, heads=12),
+    "vit-small": partial(_vit, width=384, heads=6),
     "resnet50": partial(_resnet, depths=(3, 4, 6, 3), batch=5, pixels=160),
     "resnet101": partial(_resnet, depths=(3, 4, 23, 3), batch=3, pixels=128),
     "unet": partial(_unet, base_width=32, batch=2, pixels=128),
@@ -743,8 +745,8 @@ BRANCHED = (
 
 COMPARED = {
     "cpu": (
-        "gpt2-deep", "bert-narrow", "llama", "t5-small", "llama-lora", "encoder-deep", "encoder-wide", "resnet50", "resnet101",
-        "regnet", "unet",
+        "gpt2-deep", "gpt2-vocabulary", "bert-narrow", "llama", "t5-small", "llama-lora", "encoder-deep", "encoder-wide", "vit-small",
+        "resnet50", "resnet101", "regnet", "unet",
     ),
     "cuda": (
         "gpt2-gpu", "bert-gpu", "llama-gpu", "t5-gpu", "llama-lora-gpu", "encoder-deep-gpu", "encoder-wide-gpu", "resnet50-gpu",

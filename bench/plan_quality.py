@@ -76,7 +76,7 @@ class Extent:
     whole_graph_budgets: tuple[float, ...] = (0.9, 0.7, 0.5, 0.4)
     saved_shares: tuple[float, ...] = SAVED_SHARES
     num_frontier_points: int = 6
-    whole_graph_limit_s: float = 60.0
+    whole_graph_limit_s: float = 600.0
     is_tiny: bool = False
 
 

@@ -249,12 +249,12 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
             return "it serves many blocks, and stays from its making to its last read"
         boundary = next((i for i, block in enumerate(plan.chain.blocks) if block.output == index), None)
         edge = f"it is the boundary from block {boundary} to block {boundary + 1}; " if boundary is not None else ""
-        return f"{edge}the option of its block keeps it"
+        return f"{edge}this plan keeps it"
     if num_again:
         passage = _passage(plan, index)
         if passage:
             return f"{passage}, and is made again for the backward: at this budget that costs less than its room"
-        return "the option of its block does not keep it, and the backward needs it or what is made of it"
+        return "this plan does not keep it, and the backward needs it or what is made of it"
     return "the backward does not need it"
 
 

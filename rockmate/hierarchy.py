@@ -30,7 +30,7 @@ _NUM_PASSING = 12  # storages that are named
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A run of ops that is planned as a unit: several blocks, one block, or a piece of one.
+    """A run of ops that belong together: several blocks, one block, or a piece of one.
 
     Attributes:
         name: path of the submodule that its ops come from, or of the first and the last one.

@@ -154,6 +154,24 @@ def test_gap_rows_take_the_largest_and_the_median() -> None:
     assert (median.figure, median.is_hit) == ("1.50 %", False)
     assert row("gap to the lower bound", *lines[:3]).is_hit
     assert row("the same: median", *lines[:3]).is_hit
+    below = plan_line(0.25, 0.0, is_feasible=False)
+    assert "(1 below the smallest peak left out)" in row("gap to the lower bound", *lines[:3], below).what
+
+
+@pytest.mark.parametrize(("budget", "ratio", "is_hit"), [(0.25, 1.06, True), (0.25, 1.08, False), (0.24, 1.08, None)])
+def test_gap_of_the_series_counts_budgets_with_a_target(budget: float, ratio: float, is_hit: bool | None) -> None:
+    chunked = {"kind": "chunked", "model": "llama", "budget": budget, "budget_bytes": 250, "peak_bytes": 250, "ratio": ratio}
+    lines = [model_line(), chunked | {"lower_bound_ratio": 1.05, "chunks": ""}]
+    assert row("the same of the series", *lines).is_hit is is_hit
+
+
+def test_notes_say_what_is_out_of_reach_and_what_planning_is_spent_on() -> None:
+    peaks = {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 160}
+    unknown, out_of_reach = model_line(minimum_peak_bytes=peaks), model_line(minimum_peak_bytes=peaks, proved_minimum_bytes=150)
+    assert "whether one reaches 0.7 is not known: ours has 0.800" in "\n".join(quality_table.page([unknown]))
+    assert "below 0.750 of Rotor's: 0.7 is out of reach." in "\n".join(quality_table.page([out_of_reach]))
+    assert not any(line.startswith("- gpt2-12: measuring") for line in quality_table.page([model_line("gpt2-12")]))
+    assert any(line.startswith("- gpt2-12: measuring") for line in quality_table.page([model_line("gpt2-12", tightest_plan_s=0.5)]))
 
 
 def test_two_layer_models_stand_apart() -> None:
@@ -201,6 +219,7 @@ def test_soundness_rows_name_what_fails() -> None:
     assert row("plans at all budgets", *lines).where == "llama"
     assert row("plans at all budgets", *lines[:2]).is_hit
     assert row("plans at all budgets", *lines[:2], lines[2] | {"chunks": "4 recompute"}).is_hit
+    assert row("the same, those in chunks", *lines[:2], lines[2] | {"chunks": "4 recompute"}).where == "llama"
     assert row("no schedule", *lines).is_hit
     beaten = row("no schedule", *lines, plan_line(0.7, 101.0, lower_bound_ms=100.0))
     assert (beaten.where, beaten.is_hit) == ("llama chen at 0.700", False)
@@ -213,9 +232,11 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
     assert row("smallest feasible peak", model_line(minimum_peak_bytes={"rotor": 100, "rockmate": 71})).is_hit is False
     assert row("the same where the loss", model_line()).figure == "0.300"
     assert row("the same where the loss", model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71})).is_hit is False
-    assert row("planning, capture not counted, 12", model_line("gpt2-12")).figure == "2.8 s"
+    assert row("planning, capture not counted, 12", model_line("gpt2-12")).figure == "2.75 s"
     assert row("planning, capture not counted, 12", model_line("gpt2-12", first_plan_s=0.6)).is_hit is False
-    assert row("the same and a second plan, at the smallest peak, 12", model_line("gpt2-12", tightest_plan_s=0.5)).figure == "3.2 s"
+    twelve = row("planning, capture not counted, 12", model_line("gpt2-12"), model_line("bert-base", first_plan_s=0.6))
+    assert (twelve.where, twelve.is_hit) == ("bert-base; 1 of 2 within", False)
+    assert row("the same and a second plan, at the smallest peak, 12", model_line("gpt2-12", tightest_plan_s=0.5)).figure == "3.25 s"
     pair = [plan_line(0.5, 110.0, strategy="chen"), plan_line(0.5, 109.0)]
     assert row("time beyond another", model_line(), *pair).is_hit
     assert row("time beyond another", model_line(), pair[0], pair[1] | {"ms": 110.1}).is_hit is False

@@ -237,9 +237,12 @@ def test_every_strategy_trains_as_eager_does_bit_for_bit(name: str) -> None:
             assert_same(ours, theirs)
 
 
-def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("depth", "dropout"), [(1, 0.0), (1, 0.1), (2, 0.0)])
+def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(
+    depth: int, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rockmate.planner, "measure_costs", no_clock)
-    planner = Planner(models.Stack(1, 8, 0.0), torch.randn(128, 8))
+    planner = Planner(models.Stack(depth, 8, dropout), torch.randn(128, 8))
     graph, costs = graph_and_costs(planner)
     for budget_bytes in budgets_between(planner.minimum_peak("checkmate"), planner.baseline_peak_bytes, 5):
         plan = planner.plan(budget_bytes, strategy="checkmate")
@@ -255,3 +258,4 @@ def test_what_ops_keep_of_their_first_run_counts_against_checkmates_budget() -> 
         plan = planner.plan(share, strategy="checkmate")
         plan.schedule.verify(plan.graph)
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
+        assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)

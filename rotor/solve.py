@@ -42,7 +42,8 @@ lower option, the earlier boundary.
 
 Cost: n^2 / 2 * num_slots entries, of 16 bytes each, and 18 more while the table is filled; time n^2 / 2 *
 options * num_slots for the keeps. For the redos n^3 / 6 * num_slots at most: a block of slots is passed over
-where a redo is slower at its end than the best is before it, since times never rise from slot to slot.
+where a redo is slower at its end than the best is before it, since times never rise from slot to slot. Passed
+over are also the blocks in which nothing fits, and those after which nothing gets faster.
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ class Table:
         self._buffers = np.empty(size, np.int64), np.empty(size, np.int64)
         self._smallest_time: Floats = np.zeros(num_rows, np.float64)
         self._smallest_peak: Ints = np.zeros(num_rows, np.int64)
-        self._fill()
         self._fill_smallest()
+        self._fill()
         self._frontier: list[_Plan] = self._find_frontier()
 
     @property
@@ -310,16 +311,18 @@ class Table:
         before = _Parts(self._num_blocks, n * (n + 1) // 2)
         beside = _Parts(self._num_blocks, n * (n + 1) // 2)
         unlimited: Floats = np.zeros(len(self._time), np.float64)  # the least time without a budget
+        ends: Ints = np.zeros(len(self._time), np.int64)  # the slots after which nothing gets faster
         for more in range(n):  # stages after the first
             for s in _chunks(n - more, self._terms.cost.shape[1] * self._width):
-                self._keep(s, s + more, self._rows(s, more), unlimited)
+                self._keep(s, s + more, self._rows(s, more), unlimited, ends)
             for s in _chunks(n - more, self._width + more * self._num_blocks):
                 rows = self._rows(s, more)
+                slots = self._slots_of(rows, ends)
                 if more:
-                    self._redo(s, s + more, rows, unlimited, before, beside)
-                self._carry_on(rows)
-                charge = self._terms.input[s]
-                charged = self._charged(self._row(s, s + more), charge, charge // self.unit_bytes)
+                    self._redo(s, s + more, rows, unlimited, before, beside, slots)
+                self._carry_on(rows, slots)
+                charge, all_slots = self._terms.input[s], slice(0, self._width)
+                charged = self._charged(self._row(s, s + more), charge, charge // self.unit_bytes, all_slots)
                 beside.enter(_place_beside(s, s + more), charged)
                 rerun = self._terms.rerun[s, s + more]
                 before.enter(self._place_before(s, s + more), self._time[rows] + rerun[:, None])
@@ -332,22 +335,37 @@ class Table:
         """Return the places where those of one ``s`` lie side by side."""
         return s * self._terms.num_stages - s * (s + 1) // 2 + t
 
-    def _keep(self, s: Ints, t: Ints, rows: slice, unlimited: Floats) -> None:
-        """Enter the best plans of subchains ``s``..``t`` whose first step keeps a span for good."""
+    def _slots_of(self, rows: slice, ends: Ints) -> slice:
+        """Return whole blocks of slots; before them no plan of the rows fits, after them none is faster."""
+        last = min(int(ends[rows].max()), self._width - 1)
+        first = min(int(self._slot_of(self._smallest_peak[rows]).min()), last)
+        return slice(first // _BLOCK * _BLOCK, (last // _BLOCK + 1) * _BLOCK)
+
+    def _keep(self, s: Ints, t: Ints, rows: slice, unlimited: Floats, ends: Ints) -> None:
+        """Enter the best plans of subchains ``s``..``t`` whose first step keeps a span for good.
+
+        Entered too are the subchains' least times without a budget, and the first slots with a plan as fast.
+        """
         terms = self._terms
         cost = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf)
         rest = self._row(np.minimum(terms.last[s], t[:, None]) + 1, t[:, None])
         saved = terms.saved[s]
         least = np.maximum(terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s])
-        unlimited[rows] = (cost + unlimited[rest]).min(axis=1)
+        fastest = cost + unlimited[rest]
+        unlimited[rows] = fastest.min(axis=1)
+        enough = np.maximum(saved + self._peak[rest, -1], least)
+        enough[(fastest > unlimited[rows][:, None]) | (self._time[rest, -1] > unlimited[rest])] = _MUCH
+        ends[rows] = self._slot_of(enough.min(axis=1))
+        slots = self._slots_of(rows, ends)
         first = np.maximum(self._slot_of(least), saved // self.unit_bytes)
-        time = self._charged(rest.ravel(), saved.ravel(), first.ravel())
+        time = self._charged(rest.ravel(), saved.ravel(), first.ravel(), slots)
         time += cost.reshape(-1, 1)
-        time = time.reshape(*cost.shape, self._width)
-        best = np.min(time, axis=1, out=self._time[rows])
-        option, slot = _divided(
-            np.flatnonzero(time == np.where(best < np.inf, best, -1.0)[:, None]), self._width
-        )
+        width = slots.stop - slots.start
+        time = time.reshape(*cost.shape, width)
+        best = np.min(time, axis=1, out=self._time[rows, slots])
+        self._time[rows, : slots.start], self._time[rows, slots.stop :] = np.inf, best[:, -1:]
+        option, slot = _divided(np.flatnonzero(time == np.where(best < np.inf, best, -1.0)[:, None]), width)
+        slot += slots.start
         peak = self._charged_peak(rest.ravel()[option], saved.ravel()[option], slot)
         np.maximum(peak, least.ravel()[option], out=peak)
         self._peak[rows] = _MUCH
@@ -361,9 +379,12 @@ class Table:
         unlimited: Floats,
         before: _Parts,
         beside: _Parts,
+        slots: slice,
     ) -> None:
         """Enter the plans of subchains ``s``..``t`` that keep a boundary ``j`` for a redo, where they are better."""
-        terms, num_blocks = self._terms, self._num_blocks
+        terms = self._terms
+        blocks = slice(slots.start // _BLOCK, slots.stop // _BLOCK)
+        num_blocks, last_slots = blocks.stop - blocks.start, self._slots[_BLOCK - 1 :: _BLOCK][blocks]
         j = s[:, None] + np.arange(1, t[0] - s[0] + 1)
         left, right = self._row(s[:, None], j - 1), self._row(j, t[:, None])
         place_before, place_beside = self._place_before(s[:, None], j - 1), _place_beside(j, t[:, None])
@@ -371,10 +392,10 @@ class Table:
         first = self._slot_of(forward_peak)
         # A redo is at its fastest at a block's end: it wins nowhere in the block unless it is there as fast as
         # the best is at the end of the block before.
-        ends = before.ends[place_before]
-        ends += beside.ends[place_beside]
-        ends[self._slots[_BLOCK - 1 :: _BLOCK] < first[..., None]] = np.inf
-        best_ends = np.minimum(ends.min(axis=1), self._time[rows, _BLOCK - 1 :: _BLOCK])
+        ends = before.ends[place_before, blocks]
+        ends += beside.ends[place_beside, blocks]
+        ends[last_slots < first[..., None]] = np.inf
+        best_ends = np.minimum(ends.min(axis=1), self._time[rows, last_slots])
         beaten = np.full_like(best_ends, _SLOW)
         np.minimum(best_ends[:, :-1], _SLOW, out=beaten[:, 1:])
         # Of each subchain and block, the redos that may win there.
@@ -383,6 +404,7 @@ class Table:
         if not place.size:
             return
         subchain, block = _divided(place, num_blocks)
+        block += blocks.start
         pair = subchain * j.shape[1] + column
         begin = block * _BLOCK
         left, right, j, first = left.ravel()[pair], right.ravel()[pair], j.ravel()[pair], first.ravel()[pair]
@@ -393,6 +415,7 @@ class Table:
         changes = np.flatnonzero(np.diff(place, prepend=-1))
         best = np.minimum.reduceat(redo, changes, axis=0)
         # Only where a redo is as fast as the keeps do peaks matter: the least of the tied redos.
+        place = subchain * self._num_blocks + block
         place_of = place[changes]
         time = self._time[rows].reshape(-1, _BLOCK)
         peak = self._peak[rows].reshape(-1, _BLOCK)
@@ -410,34 +433,36 @@ class Table:
         time[place_of] = np.where(wins, best, kept)
         np.minimum.at(peak.reshape(-1), place[row] * _BLOCK + column, tied_peak)
 
-    def _carry_on(self, rows: slice) -> None:
+    def _carry_on(self, rows: slice, slots: slice) -> None:
         """Replace each peak by that of the first slot as fast, whose plan has the smaller peak."""
-        time, peak = self._time[rows], self._peak[rows]
-        peak[:, 0] = 0  # of what is not feasible
+        time, peak = self._time[rows, slots], self._peak[rows, slots]
+        self._peak[rows, : slots.start] = 0  # of what is not feasible
+        peak[:, 0][time[:, 0] == np.inf] = 0
         drops = np.zeros(time.shape, np.int64)
-        np.multiply(time[:, 1:] < time[:, :-1], self._slots[1:], out=drops[:, 1:])
+        np.multiply(time[:, 1:] < time[:, :-1], self._slots[1 : time.shape[1]], out=drops[:, 1:])
         np.maximum.accumulate(drops, axis=1, out=drops)
         peak[:] = np.take_along_axis(peak, drops, axis=1)
+        self._peak[rows, slots.stop :] = peak[:, -1:]
 
-    def _charged(self, rows: Ints, charge: Ints, first: Ints) -> Floats:
+    def _charged(self, rows: Ints, charge: Ints, first: Ints, slots: slice) -> Floats:
         """Return the times of rows with a charge of bytes held beside each; infinite before its first slot.
 
         The entry of a slot becomes the last one whose peak and charge fit in the slot's budget: the one that is
         as many units earlier as the charge has whole ones, or the one before that.
         """
         start = rows * self._width - np.minimum(charge // self.unit_bytes, self._width - 1)
-        shape = (len(rows), self._width)
-        spare, chosen = (buffer[: len(rows) * self._width].reshape(shape) for buffer in self._buffers)
-        np.subtract(self._budgets, charge[:, None], out=spare)
-        spare -= self._peak_windows[start]
+        shape = (len(rows), slots.stop - slots.start)
+        spare, chosen = (buffer[: math.prod(shape)].reshape(shape) for buffer in self._buffers)
+        np.subtract(self._budgets[slots], charge[:, None], out=spare)
+        spare -= self._peak_windows[start, slots]
         spare >>= 63  # -1 for the entry before
-        times = self._time_windows[start - 1].view(np.int64)
+        times = self._time_windows[start - 1, slots.start : slots.stop + 1].view(np.int64)
         # Chosen by bits: a branch for each would mostly be mispredicted.
         np.bitwise_xor(times[:, 1:], times[:, :-1], out=chosen)
         chosen &= spare
         chosen ^= times[:, 1:]
         charged = chosen.view(np.float64)
-        np.copyto(charged, np.inf, where=self._slots < first[:, None])
+        np.copyto(charged, np.inf, where=self._slots[slots] < first[:, None])
         return charged
 
     def _charged_peak(self, rows: Ints, charge: Ints, slot: Ints) -> Ints:
@@ -448,8 +473,8 @@ class Table:
 
     def _slot_of(self, size_bytes: Ints) -> Ints:
         """Return the first slots whose budget holds the sizes; the table's width where there is none."""
-        slot = self._width - 1 - (self.max_budget_bytes - size_bytes) // self.unit_bytes
-        return np.minimum(slot, self._width)
+        size_bytes = np.minimum(size_bytes, self.max_budget_bytes + 1)
+        return self._width - 1 - (self.max_budget_bytes - size_bytes) // self.unit_bytes
 
     def _fill_smallest(self) -> None:
         """Find the smallest peak of every subchain, exactly in bytes, and the time of a plan that has it."""

@@ -159,7 +159,7 @@ def _gap_rows(lines: _Lines) -> list[Row]:
     largest = [(f"{model} at {budget:g}", gap) for model, own in gaps.items() for budget, gap in own.items()]
     medians = [(model, statistics.median(own.values())) for model, own in gaps.items()]
     in_range = [record for record in lines.chunked if record["budget"] >= LEAST_BUDGET]
-    chunked = [(f"{r['model']} at {r['budget']:g}", r["ratio"] - r["lower_bound_ratio"]) for r in in_range]
+    chunked = [(f"{r['model']} at {r['budget']:g}", _chunked_gap(r)) for r in in_range]
     num_infeasible = sum(len(lines.infeasible(model)) for model in gaps)
     left_out = f" ({num_infeasible} below the smallest peak left out)" if num_infeasible else ""
     return [
@@ -217,8 +217,7 @@ def _chunked_row(what: str, target: float, record: Record | None) -> Row:
     reach = f"<= {target:g}"
     if record is None:
         return Row(what=what, reach=reach)
-    runs = f"in {record['chunks']} chunks" if record["chunks"] else "in one piece"
-    where = f"{runs}; none of the graphs considered has a schedule below {record['lower_bound_ratio']:.3f}"
+    where = f"{_form(record)}; none of the graphs considered has a schedule below {record['lower_bound_ratio']:.3f}"
     is_hit = record["ratio"] <= target and record["peak_bytes"] <= record["budget_bytes"]
     return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", where=where, is_hit=is_hit)
 
@@ -372,15 +371,17 @@ def _notes(lines: _Lines) -> list[str]:
     own = {model: record for model, record in lines.models.items() if not _has_two_layers(model)}
     minima = [_minimum_note(model, record) for model, record in own.items() if "minimum_places" in record]
     loose = [_loose_note(lines, r) for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP]
+    chunked = [_chunked_note(r) for r in lines.chunked if r["budget"] >= LEAST_BUDGET and _chunked_gap(r) > LARGEST_GAP]
     skipped = [f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}" for r in lines.skipped]
     unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]
     return [
         f"## Where the gap is above {LARGEST_GAP:.0%}", "",
-        "Close to the smallest peak the plan is short of room at many moments, and the bound sees a few of them.", "", *loose, "",
+        "Close to the smallest peak the plan is short of room at many moments, and the bound sees a few of them.", "", *loose, *chunked, "",
         "## Where a schedule that was tried is faster than the plan", "",
         "The search is content near the bound, so that a further budget takes a fraction of a second: within 0.1 % of the step before it "
         "solves several levels, 0.25 % once it has improved what fits best of those. Farther away it is greedy, and what it comes to "
-        "differs from budget to budget; a frontier leaves out what is slower.", "", *_beaten_notes(lines), *_rising_notes(lines), "",
+        "differs from budget to budget; a frontier leaves out what is slower. A plan in chunks may be faster than one without them for "
+        "more memory: by default the step is whole wherever that fits.", "", *_beaten_notes(lines), *_rising_notes(lines), "",
         "## Where planning takes long", "", *_planning_notes(lines), "",
         "## Where the smallest peaks are, and what solvers have no answer for", "",
         "Those of the loss alone in chunks are peaks that were simulated with estimated workspaces, since measuring every chunk would take "
@@ -458,6 +459,22 @@ def _loose_note(lines: _Lines, record: Record) -> str:
     return (
         f"- {record['model']} at {record['budget']:g}: {_percent(record['gap'])}; the budget is {record['budget_bytes'] / known:.2f} times "
         f"the smallest peak known, {record['budget_bytes'] / proved:.2f} times what is proved to be needed."
+    )
+
+
+def _form(record: Record) -> str:
+    return f"in {record['chunks']} chunks" if record["chunks"] else "in one piece"
+
+
+def _chunked_gap(record: Record) -> float:
+    return record["ratio"] - record["lower_bound_ratio"]
+
+
+def _chunked_note(record: Record) -> str:
+    """Where a plan of the series, the loss alone returned, has a large gap."""
+    return (
+        f"- {record['model']} at {record['budget']:g}, the loss alone returned: {_percent(_chunked_gap(record))}, "
+        f"{_form(record)}; the bound is the least of those of all ways of chunking that were considered."
     )
 
 

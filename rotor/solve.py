@@ -311,13 +311,13 @@ class Table:
         before = _Parts(self._num_blocks, n * (n + 1) // 2)
         beside = _Parts(self._num_blocks, n * (n + 1) // 2)
         unlimited: Floats = np.zeros(len(self._time), np.float64)  # the least time without a budget
-        ends: Ints = np.zeros(len(self._time), np.int64)  # the slots after which nothing gets faster
+        fastest_from: Ints = np.zeros(len(self._time), np.int64)  # the first slot with a plan that takes that
         for more in range(n):  # stages after the first
             for s in _chunks(n - more, self._terms.cost.shape[1] * self._width):
-                self._keep(s, s + more, self._rows(s, more), unlimited, ends)
+                self._keep(s, s + more, self._rows(s, more), unlimited, fastest_from)
             for s in _chunks(n - more, self._width + more * self._num_blocks):
                 rows = self._rows(s, more)
-                slots = self._slots_of(rows, ends)
+                slots = self._useful_slots(rows, fastest_from)
                 if more:
                     self._redo(s, s + more, rows, unlimited, before, beside, slots)
                 self._carry_on(rows, slots)
@@ -335,16 +335,17 @@ class Table:
         """Return the places where those of one ``s`` lie side by side."""
         return s * self._terms.num_stages - s * (s + 1) // 2 + t
 
-    def _slots_of(self, rows: slice, ends: Ints) -> slice:
+    def _useful_slots(self, rows: slice, fastest_from: Ints) -> slice:
         """Return whole blocks of slots; before them no plan of the rows fits, after them none is faster."""
-        last = min(int(ends[rows].max()), self._width - 1)
+        last = min(int(fastest_from[rows].max()), self._width - 1)
         first = min(int(self._slot_of(self._smallest_peak[rows]).min()), last)
         return slice(first // _BLOCK * _BLOCK, (last // _BLOCK + 1) * _BLOCK)
 
-    def _keep(self, s: Ints, t: Ints, rows: slice, unlimited: Floats, ends: Ints) -> None:
+    def _keep(self, s: Ints, t: Ints, rows: slice, unlimited: Floats, fastest_from: Ints) -> None:
         """Enter the best plans of subchains ``s``..``t`` whose first step keeps a span for good.
 
-        Entered too are the subchains' least times without a budget, and the first slots with a plan as fast.
+        Entered too are the subchains' least times without a budget, and the first slots with a plan that takes
+        no more.
         """
         terms = self._terms
         cost = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf)
@@ -355,8 +356,8 @@ class Table:
         unlimited[rows] = fastest.min(axis=1)
         enough = np.maximum(saved + self._peak[rest, -1], least)
         enough[(fastest > unlimited[rows][:, None]) | (self._time[rest, -1] > unlimited[rest])] = _MUCH
-        ends[rows] = self._slot_of(enough.min(axis=1))
-        slots = self._slots_of(rows, ends)
+        fastest_from[rows] = self._slot_of(enough.min(axis=1))
+        slots = self._useful_slots(rows, fastest_from)
         first = np.maximum(self._slot_of(least), saved // self.unit_bytes)
         time = self._charged(rest.ravel(), saved.ravel(), first.ravel(), slots)
         time += cost.reshape(-1, 1)
@@ -400,10 +401,10 @@ class Table:
         np.minimum(best_ends[:, :-1], _SLOW, out=beaten[:, 1:])
         # Of each subchain and block, the redos that may win there.
         may_win = np.ascontiguousarray((ends <= beaten[:, None]).swapaxes(1, 2))
-        place, column = _divided(np.flatnonzero(may_win), j.shape[1])
-        if not place.size:
+        group, column = _divided(np.flatnonzero(may_win), j.shape[1])
+        if not group.size:
             return
-        subchain, block = _divided(place, num_blocks)
+        subchain, block = _divided(group, num_blocks)
         block += blocks.start
         pair = subchain * j.shape[1] + column
         begin = block * _BLOCK
@@ -412,7 +413,7 @@ class Table:
         redo += beside.of_block(block, place_beside.ravel()[pair])
         late = np.flatnonzero(first > begin)
         redo[late] = np.where(self._slots[:_BLOCK] < (first - begin)[late, None], np.inf, redo[late])
-        changes = np.flatnonzero(np.diff(place, prepend=-1))
+        changes = np.flatnonzero(np.diff(group, prepend=-1))
         best = np.minimum.reduceat(redo, changes, axis=0)
         # Only where a redo is as fast as the keeps do peaks matter: the least of the tied redos.
         place = subchain * self._num_blocks + block
@@ -421,7 +422,7 @@ class Table:
         peak = self._peak[rows].reshape(-1, _BLOCK)
         kept = time[place_of]
         wins = (best <= kept) & (best < np.inf) & (kept > unlimited[rows][subchain[changes], None])
-        counts = np.diff(changes, append=place.size)
+        counts = np.diff(changes, append=group.size)
         row, column = _divided(
             np.flatnonzero(redo == np.repeat(np.where(wins, best, -1.0), counts, axis=0)), _BLOCK
         )
@@ -445,10 +446,11 @@ class Table:
         self._peak[rows, slots.stop :] = peak[:, -1:]
 
     def _charged(self, rows: Ints, charge: Ints, first: Ints, slots: slice) -> Floats:
-        """Return the times of rows with a charge of bytes held beside each; infinite before its first slot.
+        """Return the times of rows at some slots with a charge of bytes held beside each.
 
-        The entry of a slot becomes the last one whose peak and charge fit in the slot's budget: the one that is
-        as many units earlier as the charge has whole ones, or the one before that.
+        They are infinite before the first slot that is given for each. From there on the entry of a slot is the
+        last one whose peak and charge fit in the slot's budget: the one that is as many units earlier as the
+        charge has whole ones, or the one before that.
         """
         start = rows * self._width - np.minimum(charge // self.unit_bytes, self._width - 1)
         shape = (len(rows), slots.stop - slots.start)

@@ -161,8 +161,10 @@ def test_gap_rows_take_the_largest_and_the_median() -> None:
 @pytest.mark.parametrize(("budget", "ratio", "is_hit"), [(0.25, 1.06, True), (0.25, 1.08, False), (0.24, 1.08, None)])
 def test_gap_of_the_series_counts_budgets_with_a_target(budget: float, ratio: float, is_hit: bool | None) -> None:
     chunked = {"kind": "chunked", "model": "llama", "budget": budget, "budget_bytes": 250, "peak_bytes": 250, "ratio": ratio}
-    lines = [model_line(), chunked | {"lower_bound_ratio": 1.05, "chunks": ""}]
+    lines = [model_line(), HEAD | chunked | {"lower_bound_ratio": 1.05, "chunks": ""}]
     assert row("the same of the series", *lines).is_hit is is_hit
+    noted = any(line.startswith("- llama at 0.25, the loss alone returned: 3.00 %, in one piece") for line in quality_table.page(lines))
+    assert noted is (is_hit is False)
 
 
 def test_notes_say_what_is_out_of_reach_and_what_planning_is_spent_on() -> None:

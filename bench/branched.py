@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare, comparison, models, peers
-from bench.comparison_table import HOW_TIMED, OURS, ModelResult, Point, all_row, gradients_text, megabytes, ratio_text, table_row, worst_row
+from bench.comparison_table import (
+    HOW_TIMED,
+    OURS,
+    ModelResult,
+    Point,
+    all_row,
+    gradients_text,
+    megabytes,
+    ratio_text,
+    table_row,
+    worst_row,
+)
 from bench.machine import hardware_text, told_by_model, versions_text
 from bench.panels import figure_of
 
@@ -46,9 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         unfinished = [] if options.read else compare.measure_all(options, lines)
     except KeyboardInterrupt:
-        comparison.say(f"interrupted; what was measured is in {lines}, and the same command goes on from there")
+        comparison.say(
+            f"interrupted; what was measured is in {lines}, and the same command goes on from there"
+        )
         return 130
-    results = [ModelResult(name, own) for name, own in comparison.by_model(comparison.read(lines)).items()]
+    results = [
+        ModelResult(name, own) for name, own in comparison.by_model(comparison.read(lines)).items()
+    ]
     results = [result for result in results if result.eager and result.of("planner")]
     if not results:
         comparison.say(f"no model has been measured in {lines}")
@@ -58,23 +73,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _save(results, Path(f"{options.output}.png"))
     sys.stdout.write(text)
     for name, status in unfinished:
-        comparison.say(f"{name}: its process ended with status {status}; start the same command again to go on")
+        comparison.say(
+            f"{name}: its process ended with status {status}; start the same command again to go on"
+        )
     return 1 if unfinished else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.branched", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=(*models.BRANCHED, *CHAINS), help="repeatable; all if left out")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not counted")
-    parser.add_argument("--tiny", action="store_true", help="models of milliseconds, to see that it runs")
-    parser.add_argument("--output", type=Path, metavar="STEM", help="where STEM.jsonl, STEM.md and STEM.png go")
-    parser.add_argument("--read", action="store_true", help="measure nothing: write page and picture again")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.branched", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=(*models.BRANCHED, *CHAINS),
+        help="repeatable; all if left out",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed rounds, after one that is not counted"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="models of milliseconds, to see that it runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="where STEM.jsonl, STEM.md and STEM.png go"
+    )
+    parser.add_argument(
+        "--read", action="store_true", help="measure nothing: write page and picture again"
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; at least 1")
     if options.output is None and (options.model or options.tiny):
         parser.error("--output STEM is needed for some of the models, or tiny ones")
-    options.output = options.output or Path(__file__).parent / "results" / f"branched_cpu_{time.strftime('%Y%m')}"
+    options.output = (
+        options.output
+        or Path(__file__).parent / "results" / f"branched_cpu_{time.strftime('%Y%m')}"
+    )
     options.model = options.model or (*models.BRANCHED, *CHAINS)
     options.method = [*PEERS, *(f"{OURS}: {share}" for share in SHARES)]
     options.device, options.quick, options.peers_only = "cpu", False, False
@@ -103,7 +138,11 @@ def _is_feasible(result: ModelResult, share: str) -> bool:
 def _planning_s(result: ModelResult) -> float:
     """Seconds without the capture: op costs, solvers, and the budget that took longest."""
     timings = _planner(result)["timings_s"]
-    return timings["costs"] + timings["solve"] + max((plan["plan_s"] for plan in result.of("plan")), default=0.0)
+    return (
+        timings["costs"]
+        + timings["solve"]
+        + max((plan["plan_s"] for plan in result.of("plan")), default=0.0)
+    )
 
 
 def _counts(result: ModelResult, plan: Record) -> bool:
@@ -132,7 +171,17 @@ def _share_of_checkpoint(result: ModelResult) -> float:
 
 def page(results: Sequence[ModelResult]) -> list[str]:
     """The page's lines, for models that have eager's point and a planner's record."""
-    return [*_head(results), "", *_targets(results), "", *_structure(results), "", *_budgets(results), "", *_notes(results)]
+    return [
+        *_head(results),
+        "",
+        *_targets(results),
+        "",
+        *_structure(results),
+        "",
+        *_budgets(results),
+        "",
+        *_notes(results),
+    ]
 
 
 def _head(results: Sequence[ModelResult]) -> list[str]:
@@ -152,7 +201,9 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
-        "the C heap's slack. " + HOW_TIMED + " Budgets are shares of the predicted peak with nothing recomputed. The gap is from the plan "
+        "the C heap's slack. "
+        + HOW_TIMED
+        + " Budgets are shares of the predicted peak with nothing recomputed. The gap is from the plan "
         "to the bound that no schedule beats, over the time of nothing recomputed. MB are millions of bytes.",
     ]
 
@@ -166,15 +217,35 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
     points = [(_point(result, plan["method"]), plan) for result, plan in planned]
     measured = [(point, plan) for point, plan in points if point]
     within = sum(point.peak_bytes <= plan["budget_bytes"] for point, plan in measured)
-    close = sum(abs(plan["predicted_peak_bytes"] / point.peak_bytes - 1) <= PREDICTION_TOLERANCE for point, plan in measured)
+    close = sum(
+        abs(plan["predicted_peak_bytes"] / point.peak_bytes - 1) <= PREDICTION_TOLERANCE
+        for point, plan in measured
+    )
     equal = sum(point.gradient_difference <= GRADIENT_TOLERANCE for point, _ in measured)
     halves = [(result.name, _plan(result, HALF)) for result in results]
     ratios = [(name, plan["predicted_ratio"]) for name, plan in halves if plan]
-    run = [(result.name, point.ratio) for result in results if (point := _point(result, f"{OURS}: {HALF}"))]
+    run = [
+        (result.name, point.ratio)
+        for result in results
+        if (point := _point(result, f"{OURS}: {HALF}"))
+    ]
     timed = [(name, ratio) for name, ratio in run if not math.isnan(ratio)]
-    unet = [(f"unet, {_least_known(plan)}", plan["predicted_ratio"]) for name, plan in halves if plan and name == "unet"]
-    placed = [(result, share, plan) for result in results for share in SHARES if (plan := _plan(result, share))]
-    gaps = [(f"{result.name}, {share}", plan["optimality_gap"]) for result, share, plan in placed if _counts(result, plan)]
+    unet = [
+        (f"unet, {_least_known(plan)}", plan["predicted_ratio"])
+        for name, plan in halves
+        if plan and name == "unet"
+    ]
+    placed = [
+        (result, share, plan)
+        for result in results
+        for share in SHARES
+        if (plan := _plan(result, share))
+    ]
+    gaps = [
+        (f"{result.name}, {share}", plan["optimality_gap"])
+        for result, share, plan in placed
+        if _counts(result, plan)
+    ]
     shares = [(r.name, share) for r in results if not math.isnan(share := _share_of_checkpoint(r))]
     programs = [(r.name, _planner(r)["largest_program_ops"]) for r in results]
     rows = [
@@ -183,15 +254,31 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
         all_row(f"gradients equal eager's (relative {GRADIENT_TOLERANCE:g})", equal, len(measured)),
         all_row("half of the peak is feasible", len(ratios), len(halves)),
         worst_row("measured time there, of eager's: largest", TIME_AT_HALF, timed),
-        worst_row("measured time there, of eager's: U-Net", UNET_TIME_AT_HALF, [(name, ratio) for name, ratio in timed if name == "unet"]),
+        worst_row(
+            "measured time there, of eager's: U-Net",
+            UNET_TIME_AT_HALF,
+            [(name, ratio) for name, ratio in timed if name == "unet"],
+        ),
         worst_row("predicted time there, of nothing recomputed: largest", TIME_AT_HALF, ratios),
         worst_row("predicted time there, of nothing recomputed: U-Net", UNET_TIME_AT_HALF, unet),
         worst_row(f"gap to the bound down to {GAP_DOWN_TO}: largest", LARGEST_GAP, gaps),
-        worst_row("least peak, of that of checkpoints around natural modules: largest", LEAST_PEAK, shares),
+        worst_row(
+            "least peak, of that of checkpoints around natural modules: largest", LEAST_PEAK, shares
+        ),
         worst_row("ops that a 0/1 program gets at once: most", LARGEST_PROGRAM, programs),
-        worst_row("planning without capture, in s: largest", PLANNING_S, [(r.name, _planning_s(r)) for r in results]),
+        worst_row(
+            "planning without capture, in s: largest",
+            PLANNING_S,
+            [(r.name, _planning_s(r)) for r in results],
+        ),
     ]
-    return ["## Numbers to reach", "", "| what | reach | figure | where | |", "|---|---|---|---|---|", *rows]
+    return [
+        "## Numbers to reach",
+        "",
+        "| what | reach | figure | where | |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def _structure(results: Sequence[ModelResult]) -> list[str]:
@@ -211,7 +298,14 @@ def _structure(results: Sequence[ModelResult]) -> list[str]:
         eager, planner = result.eager, _planner(result)
         assert eager is not None
         cells = [result.name, megabytes(eager.peak_bytes), f"{eager.ms:.0f}"]
-        sizes = ("num_ops", "num_forward_ops", "num_blocks", "largest_block_ops", "largest_part_ops", "largest_program_ops")
+        sizes = (
+            "num_ops",
+            "num_forward_ops",
+            "num_blocks",
+            "largest_block_ops",
+            "largest_part_ops",
+            "largest_program_ops",
+        )
         cells += [str(planner[key]) for key in sizes]
         cells += [f"{planner['timings_s']['capture']:.1f}", f"{_planning_s(result):.1f}"]
         for method in (*PEERS, f"{OURS}: minimum"):
@@ -235,18 +329,39 @@ def _budgets(results: Sequence[ModelResult]) -> list[str]:
             plan, point = _plan(result, share), _point(result, f"{OURS}: {share}")
             if plan is None:
                 least = megabytes(_planner(result)["minimum_peak_bytes"])
-                lines.append(table_row([result.name, share, f"infeasible: the least peak is {least} MB", *[""] * 8]))
+                lines.append(
+                    table_row(
+                        [result.name, share, f"infeasible: the least peak is {least} MB", *[""] * 8]
+                    )
+                )
                 continue
-            cells = [result.name, share, megabytes(plan["budget_bytes"]), megabytes(plan["predicted_peak_bytes"])]
-            cells += [megabytes(point.peak_bytes), megabytes(point.resident_bytes)] if point else ["failed", ""]
+            cells = [
+                result.name,
+                share,
+                megabytes(plan["budget_bytes"]),
+                megabytes(plan["predicted_peak_bytes"]),
+            ]
+            cells += (
+                [megabytes(point.peak_bytes), megabytes(point.resident_bytes)]
+                if point
+                else ["failed", ""]
+            )
             cells += [f"{plan['predicted_ratio']:.3f}", ratio_text(point) if point else ""]
-            cells += [f"{plan['optimality_gap']:.2%}" if math.isfinite(plan["optimality_gap"]) else ""]
-            lines.append(table_row([*cells, gradients_text(point) if point else "", f"{plan['plan_s']:.1f}"]))
+            cells += [
+                f"{plan['optimality_gap']:.2%}" if math.isfinite(plan["optimality_gap"]) else ""
+            ]
+            lines.append(
+                table_row([*cells, gradients_text(point) if point else "", f"{plan['plan_s']:.1f}"])
+            )
     return lines
 
 
 def _notes(results: Sequence[ModelResult]) -> list[str]:
-    return [f"- {r.name}: {failed['method']} **failed**: {failed['error']}" for r in results for failed in r.of("failed")]
+    return [
+        f"- {r.name}: {failed['method']} **failed**: {failed['error']}"
+        for r in results
+        for failed in r.of("failed")
+    ]
 
 
 # --- the picture ----------------------------------------------------------------------------------------
@@ -267,22 +382,46 @@ def _draw(result: ModelResult, panel: Any) -> None:
     eager = result.eager
     assert eager is not None
     pairs = [(_plan(result, share), _point(result, f"{OURS}: {share}")) for share in SHARES]
-    found = [(point.peak_bytes / eager.peak_bytes, plan, point) for plan, point in pairs if plan and point]
+    found = [
+        (point.peak_bytes / eager.peak_bytes, plan, point)
+        for plan, point in pairs
+        if plan and point
+    ]
     found.sort(key=lambda item: item[0])
     xs = [x for x, _, _ in found]
     predicted = [plan["predicted_ratio"] for _, plan, _ in found]
-    panel.plot(xs, [point.ratio for _, _, point in found], ".-", color="#1f6fb4", linewidth=1.6, label="ours, measured")
+    panel.plot(
+        xs,
+        [point.ratio for _, _, point in found],
+        ".-",
+        color="#1f6fb4",
+        linewidth=1.6,
+        label="ours, measured",
+    )
     panel.plot(xs, predicted, "--", color="#1f6fb4", linewidth=1.0, label="ours, predicted")
-    bounds = [ratio - plan["optimality_gap"] for ratio, (_, plan, _) in zip(predicted, found, strict=True)]
-    panel.plot(xs, bounds, ":", color="#6b7280", linewidth=1.0, label="no schedule below, predicted")
+    bounds = [
+        ratio - plan["optimality_gap"] for ratio, (_, plan, _) in zip(predicted, found, strict=True)
+    ]
+    panel.plot(
+        xs, bounds, ":", color="#6b7280", linewidth=1.0, label="no schedule below, predicted"
+    )
     for method, marker in zip(PEERS, "os", strict=True):
         point = _point(result, method)
         if point:
-            panel.plot([point.peak_bytes / eager.peak_bytes], [point.ratio], marker, color="#c8322b", markerfacecolor="none", label=method)
+            panel.plot(
+                [point.peak_bytes / eager.peak_bytes],
+                [point.ratio],
+                marker,
+                color="#c8322b",
+                markerfacecolor="none",
+                label=method,
+            )
     ratios = [point.ratio for _, _, point in found if not math.isnan(point.ratio)]
     panel.set_xlim(0, 1.08)
     panel.set_ylim(0.9, max([1.4, *ratios]) * 1.05)
-    panel.set_title(f"{result.name}: {eager.peak_bytes / 1e6:.3g} MB, {eager.ms:.3g} ms", fontsize=9)
+    panel.set_title(
+        f"{result.name}: {eager.peak_bytes / 1e6:.3g} MB, {eager.ms:.3g} ms", fontsize=9
+    )
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color="#e4e6ea", linewidth=0.8)
 

@@ -48,10 +48,15 @@ def modules_at(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     Raises:
         ValueError: a pattern matches none.
     """
-    found = [[module for path, module in model.named_modules() if _matches(path, pattern)] for pattern in patterns]
+    found = [
+        [module for path, module in model.named_modules() if _matches(path, pattern)]
+        for pattern in patterns
+    ]
     for pattern, modules in zip(patterns, found, strict=True):
         if not modules:
-            raise ValueError(f"no submodule of {type(model).__name__} has a path like {pattern!r}; the library may have moved it")
+            raise ValueError(
+                f"no submodule of {type(model).__name__} has a path like {pattern!r}; the library may have moved it"
+            )
     wanted = {module for modules in found for module in modules}
     return [module for module in model.modules() if module in wanted]
 
@@ -70,7 +75,9 @@ def _tokens(generator: torch.Generator, vocabulary: int, *shape: int) -> Tensor:
 
 def _t5(tiny: bool) -> BranchedModel:
     """T5 of 12 + 12 layers, narrow."""
-    layers, width, vocabulary, source, target = (2, 32, 97, (2, 16), (2, 8)) if tiny else (12, 256, 8192, (2, 160), (2, 80))
+    layers, width, vocabulary, source, target = (
+        (2, 32, 97, (2, 16), (2, 8)) if tiny else (12, 256, 8192, (2, 160), (2, 80))
+    )
     config = transformers.T5Config(
         vocab_size=vocabulary,
         d_model=width,
@@ -91,7 +98,9 @@ def _t5(tiny: bool) -> BranchedModel:
 
 def _bart(tiny: bool) -> BranchedModel:
     """BART-base, half as wide."""
-    layers, width, vocabulary, source, target = (2, 36, 97, (2, 16), (2, 8)) if tiny else (6, 384, 8192, (2, 256), (2, 128))
+    layers, width, vocabulary, source, target = (
+        (2, 36, 97, (2, 16), (2, 8)) if tiny else (6, 384, 8192, (2, 256), (2, 128))
+    )
     config = transformers.BartConfig(
         vocab_size=vocabulary,
         max_position_embeddings=source[1],
@@ -111,7 +120,9 @@ def _bart(tiny: bool) -> BranchedModel:
 
 def _whisper(tiny: bool) -> BranchedModel:
     """Whisper-tiny on 8 seconds of sound."""
-    layers, width, vocabulary, positions, target = (2, 36, 97, 16, (2, 8)) if tiny else (4, 384, 8192, 400, (2, 64))
+    layers, width, vocabulary, positions, target = (
+        (2, 36, 97, 16, (2, 8)) if tiny else (4, 384, 8192, 400, (2, 64))
+    )
     config = transformers.WhisperConfig(
         vocab_size=vocabulary,
         max_source_positions=positions,
@@ -147,7 +158,10 @@ def _encoder_decoder(layers: int, width: int) -> dict[str, Any]:
 def _translation(
     generator: torch.Generator, *, vocabulary: int, source: tuple[int, int], target: tuple[int, int]
 ) -> dict[str, Tensor]:
-    return {"input_ids": _tokens(generator, vocabulary, *source), "labels": _tokens(generator, vocabulary, *target)}
+    return {
+        "input_ids": _tokens(generator, vocabulary, *source),
+        "labels": _tokens(generator, vocabulary, *target),
+    }
 
 
 class _Transformer(nn.Module):
@@ -164,7 +178,9 @@ class _Transformer(nn.Module):
 
 
 def _transformer(tiny: bool) -> BranchedModel:
-    layers, width, source, target = (2, 32, (2, 12), (2, 8)) if tiny else (6, 256, (4, 128), (4, 96))
+    layers, width, source, target = (
+        (2, 32, (2, 12), (2, 8)) if tiny else (6, 256, (4, 128), (4, 96))
+    )
 
     def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
         return {
@@ -173,7 +189,9 @@ def _transformer(tiny: bool) -> BranchedModel:
         }
 
     return BranchedModel(
-        model=_Transformer(layers, width), make_batch=make_batch, blocks=("model.encoder.layers.*", "model.decoder.layers.*")
+        model=_Transformer(layers, width),
+        make_batch=make_batch,
+        blocks=("model.encoder.layers.*", "model.decoder.layers.*"),
     )
 
 
@@ -193,7 +211,9 @@ class _Contrastive(nn.Module):
 
 def _clip(tiny: bool) -> BranchedModel:
     """CLIP: text of width 256, images of width 384."""
-    layers, text, image, pixels, length, batch = (2, 32, 36, 32, 8, 2) if tiny else (6, 256, 384, 112, 48, 8)
+    layers, text, image, pixels, length, batch = (
+        (2, 32, 36, 32, 8, 2) if tiny else (6, 256, 384, 112, 48, 8)
+    )
     vocabulary, special = 4096, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     towers: dict[str, Any] = {
         "text_config": {
@@ -241,7 +261,11 @@ def _llava(tiny: bool) -> BranchedModel:
         use_cache=False,
     )
     config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=image_token, image_seq_length=num_patches, vision_feature_layer=-1
+        vision_config=vision,
+        text_config=text,
+        image_token_index=image_token,
+        image_seq_length=num_patches,
+        vision_feature_layer=-1,
     )
 
     def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
@@ -251,7 +275,9 @@ def _llava(tiny: bool) -> BranchedModel:
         return {"input_ids": tokens, "pixel_values": images, "labels": tokens.clone()}
 
     model = transformers.LlavaForConditionalGeneration(config)
-    model.model.vision_tower.post_layernorm.requires_grad_(False)  # of the class token, which nothing reads here
+    model.model.vision_tower.post_layernorm.requires_grad_(
+        False
+    )  # of the class token, which nothing reads here
     return BranchedModel(
         model=model,
         make_batch=make_batch,
@@ -285,7 +311,9 @@ def _diffusers(name: str) -> Any:
 
 def _conditional_unet(tiny: bool) -> BranchedModel:
     """The U-Net of latent diffusion, with attention to a text on two of its three levels."""
-    widths, depth, size, text, length = ((16, 32), 1, 8, 16, 4) if tiny else ((48, 96, 192), 2, 32, 128, 32)
+    widths, depth, size, text, length = (
+        ((16, 32), 1, 8, 16, 4) if tiny else ((48, 96, 192), 2, 32, 128, 32)
+    )
     model = _diffusers("UNet2DConditionModel")(
         sample_size=size,
         block_out_channels=widths,
@@ -309,7 +337,11 @@ def _conditional_unet(tiny: bool) -> BranchedModel:
         model=_Denoiser(model),
         make_batch=make_batch,
         blocks=(
-            *(f"model.{side}_blocks.*.{kind}.*" for side in ("down", "up") for kind in ("resnets", "attentions")),
+            *(
+                f"model.{side}_blocks.*.{kind}.*"
+                for side in ("down", "up")
+                for kind in ("resnets", "attentions")
+            ),
             "model.mid_block.resnets.*",
             "model.mid_block.attentions.*",
         ),
@@ -319,7 +351,9 @@ def _conditional_unet(tiny: bool) -> BranchedModel:
 
 def _two_streams(tiny: bool) -> BranchedModel:
     """The diffusion transformer of Stable Diffusion 3: image and text in two streams that attend to each other."""
-    layers, heads, head_width, size, text, length = (2, 2, 16, 8, 16, 4) if tiny else (8, 8, 32, 32, 128, 48)
+    layers, heads, head_width, size, text, length = (
+        (2, 2, 16, 8, 16, 4) if tiny else (8, 8, 32, 32, 128, 48)
+    )
     model = _diffusers("SD3Transformer2DModel")(
         sample_size=size,
         patch_size=2,
@@ -343,7 +377,9 @@ def _two_streams(tiny: bool) -> BranchedModel:
             "pooled_projections": torch.randn(2, text // 2, generator=generator),
         }
 
-    return BranchedModel(model=_TwoStreams(model), make_batch=make_batch, blocks=("model.transformer_blocks.*",))
+    return BranchedModel(
+        model=_TwoStreams(model), make_batch=make_batch, blocks=("model.transformer_blocks.*",)
+    )
 
 
 class _TwoStreams(_Denoiser):
@@ -357,7 +393,9 @@ class _TwoStreams(_Denoiser):
 # --- images -------------------------------------------------------------------------------------------
 
 
-def _classification(generator: torch.Generator, *, batch: int, pixels: int, classes: int) -> dict[str, Tensor]:
+def _classification(
+    generator: torch.Generator, *, batch: int, pixels: int, classes: int
+) -> dict[str, Tensor]:
     images = torch.randn(batch, 3, pixels, pixels, generator=generator)
     return {"images": images, "labels": torch.randint(0, classes, (batch,), generator=generator)}
 
@@ -380,7 +418,9 @@ class _DenseLayer(nn.Module):
 class _DenseBlock(nn.Module):
     def __init__(self, in_width: int, growth: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_DenseLayer(in_width + index * growth, growth) for index in range(depth))
+        self.layers = nn.ModuleList(
+            _DenseLayer(in_width + index * growth, growth) for index in range(depth)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
@@ -395,14 +435,22 @@ class _DenseNet(nn.Module):
     def __init__(self, depths: tuple[int, ...], growth: int, width: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
         )
         stages: list[nn.Module] = []
         for index, depth in enumerate(depths):
             stages.append(_DenseBlock(width, growth, depth))
             width += depth * growth
             if index < len(depths) - 1:
-                between = (nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2))
+                between = (
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(width, width // 2, 1, bias=False),
+                    nn.AvgPool2d(2),
+                )
                 stages.append(nn.Sequential(*between))
                 width //= 2
         self.stages = nn.Sequential(*stages)
@@ -416,7 +464,9 @@ class _DenseNet(nn.Module):
 
 def _densenet(tiny: bool) -> BranchedModel:
     """DenseNet-121."""
-    depths, growth, width, pixels, batch = ((2, 3), 4, 8, 32, 2) if tiny else ((6, 12, 24, 16), 32, 64, 128, 4)
+    depths, growth, width, pixels, batch = (
+        ((2, 3), 4, 8, 32, 2) if tiny else ((6, 12, 24, 16), 32, 64, 128, 4)
+    )
     return BranchedModel(
         model=_DenseNet(depths, growth, width, classes=100),
         make_batch=partial(_classification, batch=batch, pixels=pixels, classes=100),
@@ -436,7 +486,9 @@ class _Residual(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(x + self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x))))))
+        return functional.relu(
+            x + self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x)))))
+        )
 
 
 class _Exchange(nn.Module):
@@ -444,9 +496,12 @@ class _Exchange(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], depth: int) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Sequential(*[_Residual(width) for _ in range(depth)]) for width in widths)
+        self.branches = nn.ModuleList(
+            nn.Sequential(*[_Residual(width) for _ in range(depth)]) for width in widths
+        )
         self.paths = nn.ModuleList(
-            nn.ModuleList(_path(widths, source, target) for source in range(len(widths))) for target in range(len(widths))
+            nn.ModuleList(_path(widths, source, target) for source in range(len(widths)))
+            for target in range(len(widths))
         )
 
     def forward(self, *images: Tensor) -> tuple[Tensor, ...]:
@@ -474,17 +529,26 @@ def _path(widths: tuple[int, ...], source: int, target: int) -> nn.Module:
     steps: list[nn.Module] = []
     for step in range(source + 1, target + 1):
         out_width = widths[target] if step == target else widths[source]
-        steps += [nn.Conv2d(widths[source], out_width, 3, 2, 1, bias=False), nn.BatchNorm2d(out_width)]
+        steps += [
+            nn.Conv2d(widths[source], out_width, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(out_width),
+        ]
     return nn.Sequential(*steps)
 
 
 class _HRNet(nn.Module):
     """High-resolution network (Wang et al., 2019) of three branches throughout, with a classifier of all of them."""
 
-    def __init__(self, widths: tuple[int, ...], num_exchanges: int, depth: int, classes: int) -> None:
+    def __init__(
+        self, widths: tuple[int, ...], num_exchanges: int, depth: int, classes: int
+    ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True))
-        self.begin = nn.ModuleList(nn.Conv2d(32, width, 3, 2**index, 1) for index, width in enumerate(widths))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+        )
+        self.begin = nn.ModuleList(
+            nn.Conv2d(32, width, 3, 2**index, 1) for index, width in enumerate(widths)
+        )
         self.exchanges = nn.ModuleList(_Exchange(widths, depth) for _ in range(num_exchanges))
         self.head = nn.Linear(sum(widths), classes)
 
@@ -498,7 +562,9 @@ class _HRNet(nn.Module):
 
 
 def _hrnet(tiny: bool) -> BranchedModel:
-    widths, num_exchanges, depth, pixels, batch = ((4, 8), 2, 1, 32, 2) if tiny else ((24, 48, 96), 4, 2, 128, 4)
+    widths, num_exchanges, depth, pixels, batch = (
+        ((4, 8), 2, 1, 32, 2) if tiny else ((24, 48, 96), 4, 2, 128, 4)
+    )
     return BranchedModel(
         model=_HRNet(widths, num_exchanges, depth, classes=100),
         make_batch=partial(_classification, batch=batch, pixels=pixels, classes=100),
@@ -509,7 +575,11 @@ def _hrnet(tiny: bool) -> BranchedModel:
 
 def _segformer(tiny: bool) -> BranchedModel:
     """SegFormer-B0 with its decoder over all four levels."""
-    depths, widths, pixels, decoder = ([1, 1, 1, 1], [8, 16, 40, 64], 32, 16) if tiny else ([2, 2, 2, 2], [32, 64, 160, 256], 192, 256)
+    depths, widths, pixels, decoder = (
+        ([1, 1, 1, 1], [8, 16, 40, 64], 32, 16)
+        if tiny
+        else ([2, 2, 2, 2], [32, 64, 160, 256], 192, 256)
+    )
     classes, batch = 16, 2
     config = transformers.SegformerConfig(
         num_labels=classes,  # pyright: ignore[reportCallIssue]
@@ -520,10 +590,15 @@ def _segformer(tiny: bool) -> BranchedModel:
 
     def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
         images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-        return {"pixel_values": images, "labels": torch.randint(0, classes, (batch, pixels, pixels), generator=generator)}
+        return {
+            "pixel_values": images,
+            "labels": torch.randint(0, classes, (batch, pixels, pixels), generator=generator),
+        }
 
     return BranchedModel(
-        model=transformers.SegformerForSemanticSegmentation(config), make_batch=make_batch, blocks=("segformer.stages.*.blocks.*",)
+        model=transformers.SegformerForSemanticSegmentation(config),
+        make_batch=make_batch,
+        blocks=("segformer.stages.*.blocks.*",),
     )
 
 

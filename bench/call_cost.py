@@ -56,9 +56,18 @@ class CallCost:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page to stdout."""
-    parser = argparse.ArgumentParser(prog="bench.call_cost", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help=f"repeatable; {', '.join(MODELS)}")
-    parser.add_argument("--budget", action="append", type=float, help=f"fraction of the peak, repeatable; {BUDGETS}")
+    parser = argparse.ArgumentParser(
+        prog="bench.call_cost", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=sorted(models.REGISTRY),
+        help=f"repeatable; {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--budget", action="append", type=float, help=f"fraction of the peak, repeatable; {BUDGETS}"
+    )
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args(arguments)
     record = machine_record("bench.call_cost")
@@ -71,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def call_costs(steps: Mapping[str, Callable[[], object]], num_rounds: int, before: Callable[[], object]) -> dict[str, CallCost]:
+def call_costs(
+    steps: Mapping[str, Callable[[], object]], num_rounds: int, before: Callable[[], object]
+) -> dict[str, CallCost]:
     """Times steps in turn, the first being the reference; `before` runs ahead of each, outside its time.
 
     The order alternates (A B C, C B A), so that none always follows the same one.
@@ -104,14 +115,19 @@ def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[str]:
     """The table's rows for one model; a budget that cannot be met has one without times."""
     workload = models.build(name, tiny=True)
     planner = Planner(workload.model, workload.sample)
-    steps = {"eager": _step(workload, workload.model), "eager once more": _step(workload, workload.model)}
+    steps = {
+        "eager": _step(workload, workload.model),
+        "eager once more": _step(workload, workload.model),
+    }
     predicted_ratios, rows = {}, []
     for budget in budgets:
         key = f"budget {budget}"
         try:
             steps[key] = _step(workload, planner.module(budget))
         except InfeasibleBudgetError as error:
-            rows.append(f"| {name} | {key} | infeasible: smallest is {error.minimum_bytes / planner.baseline_peak_bytes:.2f} | | | | |")
+            rows.append(
+                f"| {name} | {key} | infeasible: smallest is {error.minimum_bytes / planner.baseline_peak_bytes:.2f} | | | | |"
+            )
             continue
         predicted_ratios[key] = planner.plan(budget).predicted_ratio
     num_parameters = sum(parameter.requires_grad for parameter in workload.model.parameters())

@@ -93,9 +93,15 @@ _MODELS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans, and writes page and picture."""
-    parser = argparse.ArgumentParser(prog="python -m bench.chunk_curves", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=list(_MODELS), help="repeatable; all if left out")
-    parser.add_argument("--output", type=Path, required=True, metavar="STEM", help="where STEM.md and STEM.png go")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.chunk_curves", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model", action="append", choices=list(_MODELS), help="repeatable; all if left out"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="STEM", help="where STEM.md and STEM.png go"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     curves = [curve_of(name) for name in options.model or _MODELS]
@@ -110,13 +116,23 @@ def curve_of(name: str) -> Curve:
     torch.manual_seed(0)
     model = _MODELS[name]().train()
     batch = {"labels": _tokens(1)}
-    batch |= {"input_features": torch.randn(_TOKENS[0], 80, 2 * _WHISPER_POSITIONS)} if name == "Whisper" else {"input_ids": _tokens(1)}
+    batch |= (
+        {"input_features": torch.randn(_TOKENS[0], 80, 2 * _WHISPER_POSITIONS)}
+        if name == "Whisper"
+        else {"input_ids": _tokens(1)}
+    )
     if name == "T5":
         batch["labels"] = _tokens(2)
     sys.stderr.write(f"bench: {name}\n")
-    planners = [Planner(model, batch, outputs="loss", machine=_MACHINE, allow_chunking=may_chunk) for may_chunk in (False, True)]
+    planners = [
+        Planner(model, batch, outputs="loss", machine=_MACHINE, allow_chunking=may_chunk)
+        for may_chunk in (False, True)
+    ]
     whole = planners[0]
-    without, chunked = ([(p.predicted_peak_bytes, p.predicted_ms) for p in planner.frontier()] for planner in planners)
+    without, chunked = (
+        [(p.predicted_peak_bytes, p.predicted_ms) for p in planner.frontier()]
+        for planner in planners
+    )
     return Curve(
         name=name,
         peak_bytes=whole.baseline_peak_bytes,
@@ -130,7 +146,10 @@ def _ratios(planner: Planner, whole: Planner) -> list[float | None]:
     found: list[float | None] = []
     for share in _SHARES:
         try:
-            found.append(planner.plan(int(share * whole.baseline_peak_bytes)).predicted_ms / whole.baseline_ms)
+            found.append(
+                planner.plan(int(share * whole.baseline_peak_bytes)).predicted_ms
+                / whole.baseline_ms
+            )
         except InfeasibleBudgetError:
             found.append(None)
     return found
@@ -154,8 +173,17 @@ def _page(curves: Sequence[Curve]) -> str:
     for curve in curves:
         for may_chunk in (False, True):
             least = curve.points[may_chunk][0][0] / curve.peak_bytes
-            cells = [f"{ratio:.3f}" if ratio is not None else "infeasible" for ratio in curve.ratios[may_chunk]]
-            words = [curve.name, f"{curve.peak_bytes / 1e6:.1f}", "yes" if may_chunk else "no", f"{least:.3f}", *cells]
+            cells = [
+                f"{ratio:.3f}" if ratio is not None else "infeasible"
+                for ratio in curve.ratios[may_chunk]
+            ]
+            words = [
+                curve.name,
+                f"{curve.peak_bytes / 1e6:.1f}",
+                "yes" if may_chunk else "no",
+                f"{least:.3f}",
+                *cells,
+            ]
             lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines) + "\n"
 
@@ -164,9 +192,21 @@ def _save(curves: Sequence[Curve], path: Path) -> None:
     """One panel a model; needs matplotlib."""
     figure, panels = figure_of(len(curves), columns=3, width=4, height=3)
     for curve, panel in zip(curves, panels, strict=True):
-        for points, color, label in zip(curve.points, ("#2b2e33", "#1f6fb4"), ("without chunks", "with chunks"), strict=True):
-            shares, ratios = [b / curve.peak_bytes for b, _ in points], [ms / curve.time_ms for _, ms in points]
-            panel.step([*shares, 1.05], [*ratios, ratios[-1]], where="post", color=color, linewidth=1.4, label=label)
+        for points, color, label in zip(
+            curve.points, ("#2b2e33", "#1f6fb4"), ("without chunks", "with chunks"), strict=True
+        ):
+            shares, ratios = (
+                [b / curve.peak_bytes for b, _ in points],
+                [ms / curve.time_ms for _, ms in points],
+            )
+            panel.step(
+                [*shares, 1.05],
+                [*ratios, ratios[-1]],
+                where="post",
+                color=color,
+                linewidth=1.4,
+                label=label,
+            )
             panel.plot(shares, ratios, ".", color=color, markersize=4)
         panel.set_title(f"{curve.name}: {curve.peak_bytes / 1e6:.3g} MB")
         panel.set_xlim(0, 1.05)

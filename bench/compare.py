@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         unfinished = [] if options.read else measure_all(options, lines)
     except KeyboardInterrupt:
-        comparison.say(f"interrupted; what was measured is in {lines}, and the same command goes on from there")
+        comparison.say(
+            f"interrupted; what was measured is in {lines}, and the same command goes on from there"
+        )
         return 130
     records = comparison.read(lines)
     if not any(record["kind"] == "point" for record in records):
@@ -45,21 +47,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     _write(records, options.output)
     for name, status in unfinished:
-        comparison.say(f"{name}: its process ended with status {status}; start the same command again to go on")
+        comparison.say(
+            f"{name}: its process ended with status {status}; start the same command again to go on"
+        )
     return 1 if unfinished else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.compare", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help="repeatable; all of the comparison if left out")
-    parser.add_argument("--method", action="append", default=[], help='as "checkpoint: every 2"; repeatable; all if left out')
-    parser.add_argument("--device", default="cpu", help="cpu or cuda; each has models of its own size")
-    parser.add_argument("--rounds", type=int, help="timed rounds, after one that is not counted (default: 3, quick 1)")
-    parser.add_argument("--quick", action="store_true", help="fewer settings of peers, fewer budgets, one round")
-    parser.add_argument("--tiny", action="store_true", help="models of milliseconds, to see that it runs")
+    parser = argparse.ArgumentParser(
+        prog="bench.compare", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=sorted(models.REGISTRY),
+        help="repeatable; all of the comparison if left out",
+    )
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        help='as "checkpoint: every 2"; repeatable; all if left out',
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="cpu or cuda; each has models of its own size"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="timed rounds, after one that is not counted (default: 3, quick 1)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer settings of peers, fewer budgets, one round"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="models of milliseconds, to see that it runs"
+    )
     parser.add_argument("--peers-only", action="store_true", help="plan nothing")
-    parser.add_argument("--output", type=Path, metavar="STEM", help="where STEM.jsonl, STEM.md and STEM/<model>.png go")
-    parser.add_argument("--read", action="store_true", help="measure nothing: write page and pictures again")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="STEM",
+        help="where STEM.jsonl, STEM.md and STEM/<model>.png go",
+    )
+    parser.add_argument(
+        "--read", action="store_true", help="measure nothing: write page and pictures again"
+    )
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; at least 1")
@@ -71,19 +104,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = {peers.STAGES, *peers.peers_for(kind, quick=options.quick)}
     for method in options.method:
         if method not in known and not comparison_plans.is_ours(method):
-            parser.error(f'--method is {method!r}; as "checkpoint: every 2", "min-cut: 0.5 dp", "rockmate: 0.5", "rockmate: at 12.5 MB"')
-    is_whole = not (options.model or options.method or options.quick or options.tiny or options.peers_only)
+            parser.error(
+                f'--method is {method!r}; as "checkpoint: every 2", "min-cut: 0.5 dp", "rockmate: 0.5", "rockmate: at 12.5 MB"'
+            )
+    is_whole = not (
+        options.model or options.method or options.quick or options.tiny or options.peers_only
+    )
     if options.output is None and not is_whole:
         parser.error("--output STEM is needed for part of the comparison")
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.output = options.output or Path(__file__).parent / "results" / f"peers_{_hardware(kind)}_{time.strftime('%Y%m')}"
+    options.output = (
+        options.output
+        or Path(__file__).parent / "results" / f"peers_{_hardware(kind)}_{time.strftime('%Y%m')}"
+    )
     options.model = options.model or models.COMPARED[kind]
     return options
 
 
 def _hardware(kind: str) -> str:
     is_named = kind == "cuda" and torch.cuda.is_available()
-    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_") if is_named else kind
+    return (
+        re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
+        if is_named
+        else kind
+    )
 
 
 def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int]]:
@@ -111,7 +155,9 @@ def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int
         if name in finished and finished[name]["options"] == comparison.plain(own):
             comparison.say(f"{name} is finished ({index} of {len(options.model)})")
             continue
-        if all(record["model"] != name for record in begun):  # plans that wait are of other results by the same name
+        if all(
+            record["model"] != name for record in begun
+        ):  # plans that wait are of other results by the same name
             shutil.rmtree(own.plans, ignore_errors=True)
         begin = time.perf_counter()
         comparison.say(f"{name} ({index} of {len(options.model)})")
@@ -126,7 +172,11 @@ def measure_all(options: argparse.Namespace, lines: Path) -> list[tuple[str, int
 
 def _plan_directory(options: argparse.Namespace, model: str) -> Path:
     """Outside of the results: plans are needed again only if the measurement is interrupted."""
-    return Path(tempfile.gettempdir()) / f"{options.output.name}_plans" / f"{model}{'_tiny' * options.tiny}"
+    return (
+        Path(tempfile.gettempdir())
+        / f"{options.output.name}_plans"
+        / f"{model}{'_tiny' * options.tiny}"
+    )
 
 
 def _write(records: Sequence[Record], stem: Path) -> None:

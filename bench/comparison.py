@@ -96,7 +96,9 @@ class Comparison:
         """Builds the model and takes eager's gradients."""
         self.options = options
         self.lines = Lines(options.lines, options.model)
-        self.workload = models.build(options.model, tiny=options.tiny, device=options.device).with_loss_inside()
+        self.workload = models.build(
+            options.model, tiny=options.tiny, device=options.device
+        ).with_loss_inside()
         self._batch = self.workload.make_batch(1)
         self._step(self.workload.model)  # makes library buffers and `.grad`
         self._zero()
@@ -139,12 +141,22 @@ class Comparison:
         lent: dict[str, peers.Peer] = {}
         for record in plans:
             name, kind = record["method"], record["kind"]
-            self._once(kind, name, **{key: value for key, value in record.items() if key not in ("kind", "method", "model")})
+            self._once(
+                kind,
+                name,
+                **{
+                    key: value
+                    for key, value in record.items()
+                    if key not in ("kind", "method", "model")
+                },
+            )
             if kind != "plan":
                 continue
             begin = time.perf_counter()
             plan = Plan.load(self.options.plans / record["file"])
-            module = RockmateModule.of(self.workload.model, step.in_form_of(plan).planned_call(plan))
+            module = RockmateModule.of(
+                self.workload.model, step.in_form_of(plan).planned_call(plan)
+            )
             prepare_s = record["plan_s"] + time.perf_counter() - begin
             peer = partial(_lend, module)
             if self._measure(name, peer, owner="ours", prepare_s=prepare_s):
@@ -155,7 +167,10 @@ class Comparison:
         """Whether an earlier run, which was interrupted, planned for the very points that there are and what is asked for."""
         listing = read(self.options.plans / "plans.jsonl")
         asked = {name for name in self.options.method if name.partition(": ")[0] in STRATEGIES}
-        is_for_points = any(record["kind"] == "planner" and record["num_peer_points"] == self._num_peer_points() for record in listing)
+        is_for_points = any(
+            record["kind"] == "planner" and record["num_peer_points"] == self._num_peer_points()
+            for record in listing
+        )
         return is_for_points and asked <= {record.get("method") for record in listing}
 
     def _num_peer_points(self) -> int:
@@ -164,16 +179,27 @@ class Comparison:
     def _plan(self) -> None:
         say(f"{self.options.model}: planning")
         command = [sys.executable, "-m", "bench.comparison_plans", *_arguments(self.options)]
-        surroundings = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        subprocess.run(command, env=surroundings, cwd=Path(__file__).resolve().parent.parent, check=True)
+        surroundings = {
+            name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+        }
+        subprocess.run(
+            command, env=surroundings, cwd=Path(__file__).resolve().parent.parent, check=True
+        )
 
     def _plans(self) -> list[Record]:
         """What the second process planned and was asked for."""
         records = read(self.options.plans / "plans.jsonl")
         if not self.lines.of("planner"):
             planner = next(record for record in records if record["kind"] == "planner")
-            self.lines.add("planner", **{key: value for key, value in planner.items() if key not in ("kind", "model")})
-        return [record for record in records if record["kind"] != "planner" and self._is_wanted(record["method"])]
+            self.lines.add(
+                "planner",
+                **{key: value for key, value in planner.items() if key not in ("kind", "model")},
+            )
+        return [
+            record
+            for record in records
+            if record["kind"] != "planner" and self._is_wanted(record["method"])
+        ]
 
     def _measure(self, name: str, peer: peers.Peer, *, owner: str, prepare_s: float = 0.0) -> bool:
         """Whether the method has a point that is to be timed; measures it if there is none."""
@@ -181,7 +207,14 @@ class Comparison:
         if not known:
             say(f"{self.options.model}: peak of {name}")
             try:
-                known = [self.lines.add("point", method=name, owner=owner, **self._point(name, peer, owner, prepare_s))]
+                known = [
+                    self.lines.add(
+                        "point",
+                        method=name,
+                        owner=owner,
+                        **self._point(name, peer, owner, prepare_s),
+                    )
+                ]
             except Exception as error:  # noqa: BLE001 (a peer that fails is shown with its error, whatever that is)
                 known = [self.lines.add("failed", method=name, owner=owner, error=_text_of(error))]
         return known[0]["kind"] == "point" and known[0]["same_as"] is None
@@ -190,12 +223,18 @@ class Comparison:
         self._zero()
         with peer(self.workload) as model:
             first_ms = measure.time_once(partial(self._step, model), self.options.device)
-            difference = measure.tensor_difference(measure.gradients_of(self.workload.model), self._gradients)
+            difference = measure.tensor_difference(
+                measure.gradients_of(self.workload.model), self._gradients
+            )
             second_ms = measure.time_once(partial(self._step, model), self.options.device)
-            peak_bytes = measure.allocator_peak(partial(self._step, model), device=self.options.device)
+            peak_bytes = measure.allocator_peak(
+                partial(self._step, model), device=self.options.device
+            )
             same_as = self._same_as(name, owner, peak_bytes, difference.largest_relative)
             has_resident = torch.device(self.options.device).type == "cpu" and same_as is None
-            resident_bytes = measure.resident_peak(partial(self._step, model)) if has_resident else None
+            resident_bytes = (
+                measure.resident_peak(partial(self._step, model)) if has_resident else None
+            )
         return {
             "family": peers.family(name),
             "peak_bytes": peak_bytes,
@@ -208,8 +247,15 @@ class Comparison:
     def _same_as(self, name: str, owner: str, peak_bytes: int, difference: float) -> str | None:
         """A peer of the same family with the same peak to the byte and the same gradients: the partitioner chose the same again."""
         for other in self.lines.of("point"):
-            is_alike = other["owner"] == owner == "peer" and other["family"] == peers.family(name) and other["same_as"] is None
-            if is_alike and (other["peak_bytes"], other["gradients"]["largest_relative"]) == (peak_bytes, difference):
+            is_alike = (
+                other["owner"] == owner == "peer"
+                and other["family"] == peers.family(name)
+                and other["same_as"] is None
+            )
+            if is_alike and (other["peak_bytes"], other["gradients"]["largest_relative"]) == (
+                peak_bytes,
+                difference,
+            ):
                 return other["method"]
         return None
 
@@ -221,13 +267,19 @@ class Comparison:
         A time is held against the mean of eager's before and after it, since a machine drifts while a round takes its minute.
         """
         wanted = self.options.rounds
-        counts = {name: sum(record["method"] == name for record in self.lines.of("time")) for name in lent}
-        left = {name: peer for name, peer in lent.items() if name != "eager" and counts[name] < wanted}
+        counts = {
+            name: sum(record["method"] == name for record in self.lines.of("time")) for name in lent
+        }
+        left = {
+            name: peer for name, peer in lent.items() if name != "eager" and counts[name] < wanted
+        }
         if not left and counts.get("eager", 0) >= wanted:
             return
         start = max((record["round"] + 1 for record in self.lines.of("time")), default=0)
         num_rounds = max([wanted - counts[name] for name in left], default=wanted)
-        say(f"{self.options.model}: timing {len(left)} methods and eager in turn, {num_rounds} rounds")
+        say(
+            f"{self.options.model}: timing {len(left)} methods and eager in turn, {num_rounds} rounds"
+        )
         with measure.quiet():
             for number in range(start - 1, start + num_rounds):
                 self._time_round(left, number if number >= start else None)
@@ -237,14 +289,18 @@ class Comparison:
         eager_ms = [self._time_once(peers.eager)]
         names = list(lent)
         for first in range(0, len(names), _BETWEEN_EAGER):
-            own_ms = {name: self._time_once(lent[name]) for name in names[first : first + _BETWEEN_EAGER]}
+            own_ms = {
+                name: self._time_once(lent[name]) for name in names[first : first + _BETWEEN_EAGER]
+            }
             eager_ms.append(self._time_once(peers.eager))
             for name, elapsed_ms in own_ms.items():
                 self._record_time(name, number, elapsed_ms, statistics.mean(eager_ms[-2:]))
         median_ms = statistics.median(eager_ms)
         self._record_time("eager", number, median_ms, median_ms)
 
-    def _record_time(self, name: str, number: int | None, elapsed_ms: float, eager_ms: float) -> None:
+    def _record_time(
+        self, name: str, number: int | None, elapsed_ms: float, eager_ms: float
+    ) -> None:
         if number is not None:
             self.lines.add("time", method=name, round=number, ms=elapsed_ms, eager_ms=eager_ms)
 
@@ -283,7 +339,11 @@ def _text_of(error: BaseException) -> str:
 
 def plain(options: argparse.Namespace) -> Record:
     """The options that decide what is measured, as JSON has them."""
-    return {key: value for key, value in vars(options).items() if not isinstance(value, Path) and key != "model"}
+    return {
+        key: value
+        for key, value in vars(options).items()
+        if not isinstance(value, Path) and key != "model"
+    }
 
 
 # --- command line ---------------------------------------------------------------------------------------
@@ -293,10 +353,16 @@ def parser(program: str) -> argparse.ArgumentParser:
     """Options of one model's processes."""
     made = argparse.ArgumentParser(prog=program)
     made.add_argument("--model", required=True, choices=sorted(models.REGISTRY))
-    made.add_argument("--lines", required=True, type=Path, metavar="JSONL", help="where lines are added")
-    made.add_argument("--plans", required=True, type=Path, metavar="DIRECTORY", help="where plans wait")
+    made.add_argument(
+        "--lines", required=True, type=Path, metavar="JSONL", help="where lines are added"
+    )
+    made.add_argument(
+        "--plans", required=True, type=Path, metavar="DIRECTORY", help="where plans wait"
+    )
     made.add_argument("--device", default="cpu")
-    made.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not counted")
+    made.add_argument(
+        "--rounds", type=int, default=3, help="timed rounds, after one that is not counted"
+    )
     made.add_argument("--method", action="append", default=[], help="repeatable; all if left out")
     made.add_argument("--quick", action="store_true", help="fewer settings")
     made.add_argument("--tiny", action="store_true", help="the variant that takes milliseconds")
@@ -306,16 +372,36 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def _arguments(options: argparse.Namespace) -> list[str]:
     """The command line of these options."""
-    words = ["--model", options.model, "--lines", str(options.lines), "--plans", str(options.plans), "--device", options.device]
-    words += ["--rounds", str(options.rounds), *(word for name in options.method for word in ("--method", name))]
-    return [*words, *["--quick"] * options.quick, *["--tiny"] * options.tiny, *["--peers-only"] * options.peers_only]
+    words = [
+        "--model",
+        options.model,
+        "--lines",
+        str(options.lines),
+        "--plans",
+        str(options.plans),
+        "--device",
+        options.device,
+    ]
+    words += [
+        "--rounds",
+        str(options.rounds),
+        *(word for name in options.method for word in ("--method", name)),
+    ]
+    return [
+        *words,
+        *["--quick"] * options.quick,
+        *["--tiny"] * options.tiny,
+        *["--peers-only"] * options.peers_only,
+    ]
 
 
 def start(options: argparse.Namespace) -> int:
     """Measures one model in a process of its own; its exit status."""
     command = [sys.executable, "-m", "bench.comparison", *_arguments(options)]
     root = Path(__file__).resolve().parent.parent
-    return subprocess.run(command, env=os.environ | measure.RESIDENT_ENVIRONMENT, cwd=root, check=False).returncode
+    return subprocess.run(
+        command, env=os.environ | measure.RESIDENT_ENVIRONMENT, cwd=root, check=False
+    ).returncode
 
 
 def say(message: str) -> None:

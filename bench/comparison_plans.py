@@ -34,9 +34,16 @@ IN_TWICE = "in 2x"  # in place of a share: the smallest budget whose plan is pre
 _TWICE, _HALVINGS = 2.0, 6
 _AT = re.compile(r"at ([0-9.]+) MB")  # likewise: a peak that a peer has reached
 _SHARE = re.compile(rf"minimum|{IN_TWICE}|{_AT.pattern}|0?\.[0-9]+|1(\.0*)?")
-SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0), "rotor": ("minimum", 0.3, 0.5, 0.7)}
+SHARES = {
+    DEFAULT: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
+    "rotor": ("minimum", 0.3, 0.5, 0.7),
+}
 QUICK_SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
-OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}  # the first two have one schedule each
+OTHER_SHARES = {
+    "none": (1.0,),
+    "chen": ("minimum",),
+    "checkmate": (0.5,),
+}  # the first two have one schedule each
 LARGEST_WHOLE_GRAPH = 150  # ops that whole-graph Checkmate takes on in reasonable time
 PEAK_STEP = 0.01  # peers whose peaks differ by less share a plan, made for the smallest of them
 
@@ -46,19 +53,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = comparison.parser("bench.comparison_plans").parse_args(arguments)
     torch.set_num_threads(1)
     options.plans.mkdir(parents=True, exist_ok=True)
-    workload = models.build(options.model, tiny=options.tiny, device=options.device).with_loss_inside()
-    points = [record for record in comparison.Lines(options.lines, options.model).of("point") if record["owner"] == "peer"]
-    earlier = [record for record in comparison.read(options.plans / "plans.jsonl") if record["kind"] != "planner"]
+    workload = models.build(
+        options.model, tiny=options.tiny, device=options.device
+    ).with_loss_inside()
+    points = [
+        record
+        for record in comparison.Lines(options.lines, options.model).of("point")
+        if record["owner"] == "peer"
+    ]
+    earlier = [
+        record
+        for record in comparison.read(options.plans / "plans.jsonl")
+        if record["kind"] != "planner"
+    ]
     known = {record["method"] for record in earlier}
     with recorded_programs() as programs:
         planner = Planner(workload.model, workload.sample)
-        sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
-        wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
+        sweep = (
+            _asked(planner, options.method) if options.method else _swept(planner, options.quick)
+        )
+        wanted = [
+            method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known
+        ]
         planned = list(_plan_all(planner, options.plans, wanted))
     own = {"num_peer_points": len(points), "largest_program_ops": max(programs, default=0)}
     records = [_planner_record(planner) | own, *earlier, *planned]
     partial_listing = options.plans / "plans.partial"
-    partial_listing.write_text("".join(json.dumps({**record, "model": options.model}) + "\n" for record in records))
+    partial_listing.write_text(
+        "".join(json.dumps({**record, "model": options.model}) + "\n" for record in records)
+    )
     partial_listing.rename(options.plans / "plans.jsonl")
     return 0
 
@@ -95,10 +118,17 @@ def _planner_record(planner: Planner) -> Record:
 def _extent(plan: Plan) -> Record:
     """How large the step is, and what a solver sees of it at once: a block's forward ops, and ops whose choices depend on each other."""
     graph, chain = plan.graph, partition(plan.graph)
-    spans = [chain.span(first, first + length - 1) for length in SPANS for first in range(len(chain.blocks) - length + 1)]
+    spans = [
+        chain.span(first, first + length - 1)
+        for length in SPANS
+        for first in range(len(chain.blocks) - length + 1)
+    ]
     spans_at_hand = chain.carried | {storage for storage in graph.storages if storage.is_output}
     problems = [knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)[0]]
-    problems += [knapsack_of(span.forward, span.backward, plan.costs, at_hand=spans_at_hand)[0] for span in spans]
+    problems += [
+        knapsack_of(span.forward, span.backward, plan.costs, at_hand=spans_at_hand)[0]
+        for span in spans
+    ]
     parts = [part for problem in problems for part in reduce(problem).parts]
     return {
         "num_ops": len(graph.ops),
@@ -137,7 +167,11 @@ def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
     size = _AT.fullmatch(str(share))
     if size:
         return round(float(size[1]) * 1e6)
-    return planner.minimum_peak(strategy) if share == "minimum" else int(float(share) * planner.baseline_peak_bytes)
+    return (
+        planner.minimum_peak(strategy)
+        if share == "minimum"
+        else int(float(share) * planner.baseline_peak_bytes)
+    )
 
 
 def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
@@ -172,11 +206,22 @@ def _is_beyond(planner: Planner, strategy: str) -> bool:
     return strategy == "checkmate" and len(planner.plan(1.0).outline.ops) > LARGEST_WHOLE_GRAPH
 
 
-def _plan_all(planner: Planner, directory: Path, wanted: Iterable[tuple[str, str, int]]) -> Iterator[Record]:
+def _plan_all(
+    planner: Planner, directory: Path, wanted: Iterable[tuple[str, str, int]]
+) -> Iterator[Record]:
     for method, strategy, budget_bytes in wanted:
-        record = {"method": method, "owner": "ours", "strategy": strategy, "budget_bytes": budget_bytes}
+        record = {
+            "method": method,
+            "owner": "ours",
+            "strategy": strategy,
+            "budget_bytes": budget_bytes,
+        }
         if _is_beyond(planner, strategy):
-            yield {"kind": "skipped", **record, "why": f"takes on whole graphs of up to {LARGEST_WHOLE_GRAPH} ops"}
+            yield {
+                "kind": "skipped",
+                **record,
+                "why": f"takes on whole graphs of up to {LARGEST_WHOLE_GRAPH} ops",
+            }
             continue
         begin = time.perf_counter()
         try:

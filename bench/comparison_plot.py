@@ -8,7 +8,13 @@ from typing import Any
 
 from bench.comparison_table import OURS, ModelResult, Point
 
-_STRATEGY_COLORS = {OURS: "#1f6fb4", "rotor": "#4f9a5b", "chen": "#c8822b", "checkmate": "#8a55a8", "none": "#2b2e33"}
+_STRATEGY_COLORS = {
+    OURS: "#1f6fb4",
+    "rotor": "#4f9a5b",
+    "chen": "#c8822b",
+    "checkmate": "#8a55a8",
+    "none": "#2b2e33",
+}
 _MARKERS = {
     "eager": ("*", "#2b2e33"),
     "checkpoint": ("o", "#c8322b"),
@@ -42,7 +48,15 @@ def save(result: ModelResult, path: Path) -> None:
         own = [point for point in result.peers if point.family == family]
         if own:
             xs, ys = _places(own, eager.peak_bytes)
-            axes.plot(xs, ys, marker, color=color, markersize=7, label=family, markerfacecolor="none" if family != "eager" else color)
+            axes.plot(
+                xs,
+                ys,
+                marker,
+                color=color,
+                markersize=7,
+                label=family,
+                markerfacecolor="none" if family != "eager" else color,
+            )
             for point, x, y in zip(own, xs, ys, strict=True):
                 _label(axes, point, x, y, color)
     axes.set_xlim(0, None)
@@ -54,27 +68,49 @@ def save(result: ModelResult, path: Path) -> None:
     axes.tick_params(colors=_INK)
     axes.grid(color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_title(f"{result.name}: {eager.peak_bytes / 1e6:.4g} MB and {eager.ms:.4g} ms a step in eager", color=_INK)
+    axes.set_title(
+        f"{result.name}: {eager.peak_bytes / 1e6:.4g} MB and {eager.ms:.4g} ms a step in eager",
+        color=_INK,
+    )
     figure.savefig(path, dpi=110)
 
 
 def _draw_ours(axes: Any, result: ModelResult, eager_bytes: int) -> None:
-    timed = [point for point in result.points if point.owner == "ours" and not math.isnan(point.ratio)]
+    timed = [
+        point for point in result.points if point.owner == "ours" and not math.isnan(point.ratio)
+    ]
     for strategy, color in _STRATEGY_COLORS.items():
-        own = sorted((point for point in timed if point.family == strategy), key=lambda point: point.peak_bytes)
+        own = sorted(
+            (point for point in timed if point.family == strategy),
+            key=lambda point: point.peak_bytes,
+        )
         if own:
             xs, ys = _places(own, eager_bytes)
             is_default = strategy == OURS
             label = f"ours: {strategy}"
-            axes.plot(xs, ys, ".-", color=color, linewidth=2.2 if is_default else 1.0, markersize=8 if is_default else 6, label=label)
+            axes.plot(
+                xs,
+                ys,
+                ".-",
+                color=color,
+                linewidth=2.2 if is_default else 1.0,
+                markersize=8 if is_default else 6,
+                label=label,
+            )
 
 
 def _places(points: list[Point], eager_bytes: int) -> tuple[list[float], list[float]]:
-    return [point.peak_bytes / eager_bytes for point in points], [min(point.ratio, _TOP_RATIO) for point in points]
+    return [point.peak_bytes / eager_bytes for point in points], [
+        min(point.ratio, _TOP_RATIO) for point in points
+    ]
 
 
 def _label(axes: Any, point: Point, x: float, y: float, color: str) -> None:
-    setting = point.method.partition(": ")[2] or ("every layer" if point.family == "checkpoint" else "")
+    setting = point.method.partition(": ")[2] or (
+        "every layer" if point.family == "checkpoint" else ""
+    )
     text = setting + (" (wrong gradients)" if point.is_wrong else "")
     if text:
-        axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=6, color=color)
+        axes.annotate(
+            text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=6, color=color
+        )

@@ -144,7 +144,9 @@ class ModelResult:
     def within(self, peak_bytes: int) -> Point | None:
         """Of our points with no greater measured peak the one whose plan promises the least time."""
         fitting = [point for point in self.ours if point.peak_bytes <= peak_bytes]
-        return min(fitting, key=lambda point: (point.predicted_ratio, point.peak_bytes), default=None)
+        return min(
+            fitting, key=lambda point: (point.predicted_ratio, point.peak_bytes), default=None
+        )
 
     @property
     def checkpoint(self) -> Match | None:
@@ -168,13 +170,24 @@ def page(records: Sequence[Record]) -> list[str]:
     """The page's lines."""
     results = [ModelResult(name, own) for name, own in by_model(records).items()]
     sections = [line for result in results for line in ["", *_section(result)]]
-    return [*_head(results), "", *_targets(results), "", *_overview(results), "", *_undominated(results), *sections]
+    return [
+        *_head(results),
+        "",
+        *_targets(results),
+        "",
+        *_overview(results),
+        "",
+        *_undominated(results),
+        *sections,
+    ]
 
 
 def _head(results: Sequence[ModelResult]) -> list[str]:
     runs = [run for result in results for run in result.of("run")]
     first, options = runs[0], runs[0]["options"]
-    hardware = told_by_model((run["model"], hardware_text(run, device=options["device"])) for run in runs)
+    hardware = told_by_model(
+        (run["model"], hardware_text(run, device=options["device"])) for run in runs
+    )
     loads = [run["load_average"] for run in runs]
     commits = told_by_model((run["model"], run["commit"]) for run in runs)
     return [
@@ -193,7 +206,9 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "
         "allocator's events, and by the process's resident high-water mark, which also holds scratch memory of the math libraries and "
-        "the C heap's slack. Every model computes its loss itself. " + HOW_TIMED + " Peers are described in `bench/peers.py`. "
+        "the C heap's slack. Every model computes its loss itself. "
+        + HOW_TIMED
+        + " Peers are described in `bench/peers.py`. "
         "Compiled ones run PyTorch's own kernels (AOT eager), as we do: compared is what is saved and what is recomputed, and not the "
         "fusion that `torch.compile` can do beside it. "
         "Preparing is compiling or planning. Gradients are eager's bitwise, or differ by what is shown, relative to the largest; "
@@ -203,7 +218,9 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
 
 def _further_rounds(results: Sequence[ModelResult]) -> list[str]:
     """What commands for single methods are for, where a model has some beside one for all."""
-    if all(len({bool(run["options"]["method"]) for run in result.of("run")}) == 1 for result in results):
+    if all(
+        len({bool(run["options"]["method"]) for run in result.of("run")}) == 1 for result in results
+    ):
         return []
     return [
         "",
@@ -214,11 +231,18 @@ def _further_rounds(results: Sequence[ModelResult]) -> list[str]:
 
 def _few_settings(results: Sequence[ModelResult]) -> list[str]:
     """Which models had some settings of each peer alone."""
-    few = [result.name for result in results if all(run["options"]["quick"] for run in result.of("run"))]
+    few = [
+        result.name
+        for result in results
+        if all(run["options"]["quick"] for run in result.of("run"))
+    ]
     if not few:
         return []
     settings = "min-cut at 0.5 alone, as a whole by `dp` and by layer by both solvers, and checkpoints on each and every second layer"
-    return ["", f"With `--quick`, peers ran in some of their settings, {settings}: {', '.join(few)}."]
+    return [
+        "",
+        f"With `--quick`, peers ran in some of their settings, {settings}: {', '.join(few)}.",
+    ]
 
 
 def _commands(results: Sequence[ModelResult]) -> list[str]:
@@ -228,27 +252,61 @@ def _commands(results: Sequence[ModelResult]) -> list[str]:
         for run in result.of("run"):
             options = run["options"]
             flags = [f"--{name}" for name in ("quick", "tiny") if options[name]]
-            flags += ["--rounds", str(options["rounds"]), *(f'--method "{method}"' for method in options["method"])]
+            flags += [
+                "--rounds",
+                str(options["rounds"]),
+                *(f'--method "{method}"' for method in options["method"]),
+            ]
             command = f"python -m bench.compare --device {options['device']} {' '.join(flags)}"
             models_of.setdefault(command, []).append(result.name)
-    return [f"- `{command}` ({', '.join(dict.fromkeys(names))})" for command, names in models_of.items()]
+    return [
+        f"- `{command}` ({', '.join(dict.fromkeys(names))})" for command, names in models_of.items()
+    ]
 
 
 def _targets(results: Sequence[ModelResult]) -> list[str]:
     matches = [match for result in results for match in result.matches]
     checkpoints = [(r.name, r.checkpoint.excess + 1) for r in results if r.checkpoint]
     least = [(r.name, _share_of_least(r.least)) for r in results if r.least]
-    planned = [point for result in results for point in result.points if point.budget_bytes is not None]
+    planned = [
+        point for result in results for point in result.points if point.budget_bytes is not None
+    ]
     num_dominated = sum(match.is_dominated for match in matches)
-    num_fitting = sum(point.peak_bytes <= point.budget_bytes for point in planned if point.budget_bytes is not None)
+    num_fitting = sum(
+        point.peak_bytes <= point.budget_bytes
+        for point in planned
+        if point.budget_bytes is not None
+    )
     rows = [
-        all_row("peer points dominated: no more memory, no more time beyond 2 %", num_dominated, len(matches)),
-        worst_row("time at the peak of one checkpoint a layer, of its time: largest", TIME_OF_CHECKPOINT, checkpoints),
-        worst_row(f"least peak in {LEAST_PEAK_RATIO:g}x eager's time, of the least of any peer: largest", LEAST_PEAK, least),
-        worst_row("the same: median", LEAST_PEAK_MEDIAN, [("", statistics.median(share for _, share in least))] if least else []),
+        all_row(
+            "peer points dominated: no more memory, no more time beyond 2 %",
+            num_dominated,
+            len(matches),
+        ),
+        worst_row(
+            "time at the peak of one checkpoint a layer, of its time: largest",
+            TIME_OF_CHECKPOINT,
+            checkpoints,
+        ),
+        worst_row(
+            f"least peak in {LEAST_PEAK_RATIO:g}x eager's time, of the least of any peer: largest",
+            LEAST_PEAK,
+            least,
+        ),
+        worst_row(
+            "the same: median",
+            LEAST_PEAK_MEDIAN,
+            [("", statistics.median(share for _, share in least))] if least else [],
+        ),
         all_row("our measured peaks within the budget", num_fitting, len(planned)),
     ]
-    return ["## Numbers to reach", "", "| what | reach | figure | where | |", "|---|---|---|---|---|", *rows]
+    return [
+        "## Numbers to reach",
+        "",
+        "| what | reach | figure | where | |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def all_row(what: str, num_hit: int, num_all: int) -> str:
@@ -282,16 +340,28 @@ def _overview(results: Iterable[ModelResult]) -> list[str]:
 
 def _overview_row(result: ModelResult) -> str:
     eager, checkpoint, least = result.eager, result.checkpoint, result.least
-    cells = [result.name, *((megabytes(eager.peak_bytes), _number(eager.ms, ".0f")) if eager else ("", ""))]
+    cells = [
+        result.name,
+        *((megabytes(eager.peak_bytes), _number(eager.ms, ".0f")) if eager else ("", "")),
+    ]
     cells += [str(len(result.matches)), str(sum(match.is_dominated for match in result.matches))]
     if checkpoint:
         there = checkpoint.ours.ratio if checkpoint.ours else math.nan
-        cells += [megabytes(checkpoint.peer.peak_bytes), f"{checkpoint.peer.ratio:.3f}", _number(there), f"{checkpoint.excess + 1:.3f}"]
+        cells += [
+            megabytes(checkpoint.peer.peak_bytes),
+            f"{checkpoint.peer.ratio:.3f}",
+            _number(there),
+            f"{checkpoint.excess + 1:.3f}",
+        ]
     else:
         cells += [""] * 4
     if least:
         ours = least.ours
-        own = (megabytes(ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{ours.ratio:.3f}") if ours else ("none", "", "")
+        own = (
+            (megabytes(ours.peak_bytes), f"{_share_of_least(least):.3f}", f"{ours.ratio:.3f}")
+            if ours
+            else ("none", "", "")
+        )
         cells += [megabytes(least.peer.peak_bytes), least.peer.method, *own]
     else:
         cells += [""] * 5
@@ -299,7 +369,12 @@ def _overview_row(result: ModelResult) -> str:
 
 
 def _undominated(results: Iterable[ModelResult]) -> list[str]:
-    rows = [_undominated_row(result.name, match) for result in results for match in result.matches if not match.is_dominated]
+    rows = [
+        _undominated_row(result.name, match)
+        for result in results
+        for match in result.matches
+        if not match.is_dominated
+    ]
     title = "## Peer points that we do not dominate"
     if not rows:
         return [title, "", "None."]
@@ -321,8 +396,16 @@ def _undominated_row(model: str, match: Match) -> str:
         cells += ["none as small", "", "", "", ""]
     else:
         noise = ours.spread + peer.spread
-        is_noise = "yes" if ours.ratio - peer.ratio <= noise else "no" if noise else "unknown: one round"
-        cells += [ours.method, megabytes(ours.peak_bytes), ratio_text(ours), f"{100 * match.excess:.1f} %", is_noise]
+        is_noise = (
+            "yes" if ours.ratio - peer.ratio <= noise else "no" if noise else "unknown: one round"
+        )
+        cells += [
+            ours.method,
+            megabytes(ours.peak_bytes),
+            ratio_text(ours),
+            f"{100 * match.excess:.1f} %",
+            is_noise,
+        ]
     return table_row([*cells, gradients_text(peer)])
 
 
@@ -332,13 +415,19 @@ def _section(result: ModelResult) -> list[str]:
     lines = [
         f"## {result.name}",
         "",
-        *([] if result.of("finished") else [f"Not finished: {len(result.points)} points so far.", ""]),
+        *(
+            []
+            if result.of("finished")
+            else [f"Not finished: {len(result.points)} points so far.", ""]
+        ),
         "| method | peak MB | of eager's | resident MB | time / eager | ms | prepared in s | gradients | ours at that peak: MB "
         "| time / eager | dominated |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     held = {match.peer.method: match for match in result.matches}
-    for point in sorted(result.points, key=lambda point: (point.owner != "peer", -point.peak_bytes)):
+    for point in sorted(
+        result.points, key=lambda point: (point.owner != "peer", -point.peak_bytes)
+    ):
         match = held.get(point.method)
         beside = ["", "", ""]
         if match:
@@ -347,13 +436,27 @@ def _section(result: ModelResult) -> list[str]:
             beside.append("yes" if match.is_dominated else "**no**")
         cells = [point.method, megabytes(point.peak_bytes), f"{point.peak_bytes / baseline:.3f}"]
         cells += [megabytes(point.resident_bytes), ratio_text(point)]
-        lines.append(table_row([*cells, _number(point.ms, ".0f"), f"{point.prepare_s:.1f}", gradients_text(point), *beside]))
+        lines.append(
+            table_row(
+                [
+                    *cells,
+                    _number(point.ms, ".0f"),
+                    f"{point.prepare_s:.1f}",
+                    gradients_text(point),
+                    *beside,
+                ]
+            )
+        )
     lines += ["", *_notes(result)]
     return lines
 
 
 def _notes(result: ModelResult) -> list[str]:
-    same = [f"- {r['method']}: the same as {r['same_as']}." for r in result.of("point") if r["same_as"] is not None]
+    same = [
+        f"- {r['method']}: the same as {r['same_as']}."
+        for r in result.of("point")
+        if r["same_as"] is not None
+    ]
     failed = [f"- {r['method']} **failed**: {r['error']}" for r in result.of("failed")]
     skipped = [f"- {r['method']} skipped: {r['why']}." for r in result.of("skipped")]
     infeasible = [
@@ -361,7 +464,8 @@ def _notes(result: ModelResult) -> list[str]:
         for r in result.of("infeasible")
     ]
     spent = [
-        "- planner: " + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in r["timings_s"].items())
+        "- planner: "
+        + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in r["timings_s"].items())
         for r in result.of("planner")
     ]
     return [*failed, *skipped, *infeasible, *same, *spent]
@@ -377,7 +481,13 @@ def table_row(cells: Sequence[str]) -> str:
 
 def megabytes(num_bytes: int | None) -> str:
     """Millions of bytes, empty for None."""
-    return "" if num_bytes is None else f"{num_bytes / 1e6:.4g}" if num_bytes < 1e8 else f"{num_bytes / 1e6:.1f}"
+    return (
+        ""
+        if num_bytes is None
+        else f"{num_bytes / 1e6:.4g}"
+        if num_bytes < 1e8
+        else f"{num_bytes / 1e6:.1f}"
+    )
 
 
 def _number(value: float, form: str = ".3f") -> str:
@@ -393,4 +503,8 @@ def gradients_text(point: Point) -> str:
     """How near the point's gradients are to eager's."""
     if point.gradient_difference == 0:
         return "bitwise"
-    return f"**wrong**, {point.gradient_difference:.1g}" if point.is_wrong else f"{point.gradient_difference:.1e}"
+    return (
+        f"**wrong**, {point.gradient_difference:.1g}"
+        if point.is_wrong
+        else f"{point.gradient_difference:.1e}"
+    )

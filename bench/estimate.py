@@ -73,10 +73,14 @@ class ModelError:
     def misplaced_share(self) -> float:
         """Share of the step that the estimate gives to other kinds of ops than the measurement: 0 is perfect, 1 the worst."""
         kinds = self.measured_shares.keys() | self.estimated_shares.keys()
-        return sum(abs(self.measured_shares[kind] - self.estimated_shares[kind]) for kind in kinds) / 2
+        return (
+            sum(abs(self.measured_shares[kind] - self.estimated_shares[kind]) for kind in kinds) / 2
+        )
 
 
-def compare(name: str, machine: str, *, tiny: bool = False, budgets: Sequence[float] = BUDGETS) -> ModelError:
+def compare(
+    name: str, machine: str, *, tiny: bool = False, budgets: Sequence[float] = BUDGETS
+) -> ModelError:
     """Plans one model with measured and with estimated costs.
 
     Args:
@@ -86,9 +90,14 @@ def compare(name: str, machine: str, *, tiny: bool = False, budgets: Sequence[fl
         budgets: fractions of the peak with nothing recomputed.
     """
     workload = models.build(name, tiny=tiny)
-    measured, estimated = Planner(workload.model, workload.sample), Planner(workload.model, workload.sample, machine=machine)
+    measured, estimated = (
+        Planner(workload.model, workload.sample),
+        Planner(workload.model, workload.sample, machine=machine),
+    )
     ours, theirs = measured.plan(1.0), estimated.plan(1.0)
-    assert ours.outline.fingerprint == theirs.outline.fingerprint, "the two planners captured different graphs"
+    assert ours.outline.fingerprint == theirs.outline.fingerprint, (
+        "the two planners captured different graphs"
+    )
     return ModelError(
         name=name,
         total_ratio=estimated.baseline_ms / measured.baseline_ms,
@@ -100,7 +109,9 @@ def compare(name: str, machine: str, *, tiny: bool = False, budgets: Sequence[fl
     )
 
 
-def _plan_errors(measured: Planner, estimated: Planner, reference: Plan, budgets: Sequence[float]) -> Iterator[PlanError]:
+def _plan_errors(
+    measured: Planner, estimated: Planner, reference: Plan, budgets: Sequence[float]
+) -> Iterator[PlanError]:
     for budget in budgets:
         budget_bytes = int(budget * measured.baseline_peak_bytes)
         try:
@@ -122,13 +133,19 @@ def _shares(graph: Graph, costs: Costs) -> Counter[str]:
     for op, cost in zip(graph.ops, costs.first, strict=True):
         target = op.node.target
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-        times[str(getattr(packet, "__name__", packet)).removeprefix("_").removesuffix("_default")] += cost.time_ms  # pyright: ignore
+        times[
+            str(getattr(packet, "__name__", packet)).removeprefix("_").removesuffix("_default")
+        ] += cost.time_ms  # pyright: ignore
     total = sum(times.values())
     return Counter({kind: time_ms / total for kind, time_ms in times.items()})
 
 
 def _backward_ratio(graph: Graph, costs: Costs) -> float:
-    forward = sum(cost.time_ms for op, cost in zip(graph.ops, costs.first, strict=True) if op.phase is Phase.FORWARD)
+    forward = sum(
+        cost.time_ms
+        for op, cost in zip(graph.ops, costs.first, strict=True)
+        if op.phase is Phase.FORWARD
+    )
     return sum(cost.time_ms for cost in costs.first) / forward - 1
 
 
@@ -140,7 +157,10 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
         f"{error.misplaced_share:.1%}",
         "  budget    own   real   best   peak",
     ]
-    lines += [f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} {p.peak_ratio:6.3f}" for p in error.plans]
+    lines += [
+        f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} {p.peak_ratio:6.3f}"
+        for p in error.plans
+    ]
     lines.append("  measured  estimated  kind of op")
     for kind, share in error.measured_shares.most_common(num_kinds):
         lines.append(f"  {share:8.1%}  {error.estimated_shares[kind]:9.1%}  {kind}")
@@ -149,9 +169,20 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a report for each model."""
-    parser = argparse.ArgumentParser(prog="bench.estimate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help=f"repeatable (default: {', '.join(MODELS)})")
-    parser.add_argument("--machine", default="cpu-avx2", help="name, or path of a description, of the machine that this runs on")
+    parser = argparse.ArgumentParser(
+        prog="bench.estimate", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=sorted(models.REGISTRY),
+        help=f"repeatable (default: {', '.join(MODELS)})",
+    )
+    parser.add_argument(
+        "--machine",
+        default="cpu-avx2",
+        help="name, or path of a description, of the machine that this runs on",
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -11,7 +11,13 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_COLORS = {"chen": "#c8822b", "rotor": "#4f9a5b", "checkmate": "#8a55a8", "rockmate": "#1f6fb4", "none": "#2b2e33"}
+_COLORS = {
+    "chen": "#c8822b",
+    "rotor": "#4f9a5b",
+    "checkmate": "#8a55a8",
+    "rockmate": "#1f6fb4",
+    "none": "#2b2e33",
+}
 _BOUND_COLOR = "#c8322b"
 _INK = "#2b2e33"
 _TOP_RATIO = 2.0  # of the picture; multi-level plans at the smallest peaks may take longer
@@ -36,10 +42,22 @@ def save(records: Sequence[Record], path: Path) -> None:
         curve = _frontier(model, plans, strategy)
         if curve:
             shares, ratios = [share for share, _ in curve], [ratio for _, ratio in curve]
-            axes.step([*shares, 1.05], [*ratios, ratios[-1]], where="post", color=color, linewidth=1.4, label=strategy)
+            axes.step(
+                [*shares, 1.05],
+                [*ratios, ratios[-1]],
+                where="post",
+                color=color,
+                linewidth=1.4,
+                label=strategy,
+            )
             axes.plot(shares, ratios, ".", color=color, markersize=4)
     axes.step(
-        *_scaled(model["lower_bounds"], model), where="pre", color=_BOUND_COLOR, linewidth=1.2, linestyle=(0, (5, 3)), label="lower bound"
+        *_scaled(model["lower_bounds"], model),
+        where="pre",
+        color=_BOUND_COLOR,
+        linewidth=1.2,
+        linestyle=(0, (5, 3)),
+        label="lower bound",
     )
     axes.set_xlim(0, 1.05)
     axes.set_ylim(0.98, _TOP_RATIO)
@@ -51,7 +69,10 @@ def save(records: Sequence[Record], path: Path) -> None:
     axes.grid(color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     megabytes = model["baseline_peak_bytes"] / 1e6
-    axes.set_title(f"{model['model']}: {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms with nothing recomputed", color=_INK)
+    axes.set_title(
+        f"{model['model']}: {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms with nothing recomputed",
+        color=_INK,
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -66,5 +87,9 @@ def _frontier(model: Record, plans: Sequence[Record], strategy: str) -> list[tup
     return list(zip(*_scaled(best, model), strict=True))
 
 
-def _scaled(points: Sequence[tuple[float, float]], model: Record) -> tuple[list[float], list[float]]:
-    return [num_bytes / model["baseline_peak_bytes"] for num_bytes, _ in points], [ms / model["baseline_ms"] for _, ms in points]
+def _scaled(
+    points: Sequence[tuple[float, float]], model: Record
+) -> tuple[list[float], list[float]]:
+    return [num_bytes / model["baseline_peak_bytes"] for num_bytes, _ in points], [
+        ms / model["baseline_ms"] for _, ms in points
+    ]

@@ -34,14 +34,18 @@ from rockmate.schedule import Schedule, finish
 
 _Item = TypeVar("_Item", Op, Storage)
 
-RELATIVE_GAP = 3e-3  # of the recomputation time: equal layers make the last thousandths a search through ties
+RELATIVE_GAP = (
+    3e-3  # of the recomputation time: equal layers make the last thousandths a search through ties
+)
 
 
 class UnsolvedKnapsackError(RuntimeError):
     """No proven answer: the limit is below what has to be saved, or the solver ran out of time."""
 
 
-def plain_knapsack(graph: Graph, costs: Costs, saved_limit_bytes: int, *, time_limit_s: float = 60.0) -> Schedule:
+def plain_knapsack(
+    graph: Graph, costs: Costs, saved_limit_bytes: int, *, time_limit_s: float = 60.0
+) -> Schedule:
     """The schedule of least recomputation time, to `RELATIVE_GAP`, that saves at most so much.
 
     Args:
@@ -54,16 +58,29 @@ def plain_knapsack(graph: Graph, costs: Costs, saved_limit_bytes: int, *, time_l
         UnsolvedKnapsackError: no choice saves so little, or none was proven best in time.
     """
     recomputed, saved = _solve(graph, costs, saved_limit_bytes, time_limit_s)
-    return finish(graph, [op.index for op in graph.forward_ops], _as_late_as_possible(graph, recomputed, saved))
+    return finish(
+        graph,
+        [op.index for op in graph.forward_ops],
+        _as_late_as_possible(graph, recomputed, saved),
+    )
 
 
-def _solve(graph: Graph, costs: Costs, limit_bytes: int, time_limit_s: float) -> tuple[set[Op], set[Storage]]:
+def _solve(
+    graph: Graph, costs: Costs, limit_bytes: int, time_limit_s: float
+) -> tuple[set[Op], set[Storage]]:
     program = pulp.LpProblem("knapsack", pulp.LpMinimize)
     ops = graph.forward_ops
     values = [storage for op in ops for storage in op.writes]
     # Integers within bounds: PuLP gives a binary variable the bounds 0 and 1, whatever else is asked for.
-    saved = {v: program.add_variable(f"S{v.index}", int(v.is_output), 1, pulp.LpInteger) for v in values}
-    again = {op: program.add_variable(f"R{op.index}", 0, int(op.recompute_target is not None), pulp.LpInteger) for op in ops}
+    saved = {
+        v: program.add_variable(f"S{v.index}", int(v.is_output), 1, pulp.LpInteger) for v in values
+    }
+    again = {
+        op: program.add_variable(
+            f"R{op.index}", 0, int(op.recompute_target is not None), pulp.LpInteger
+        )
+        for op in ops
+    }
     program += pulp.lpSum(costs.again[op.index].time_ms * again[op] for op in ops)
     for value in _read_by_backward(graph):
         program += saved[value] + again[_maker(value)] >= 1
@@ -90,7 +107,13 @@ def _solver(time_limit_s: float) -> pulp.LpSolver:
     if highs.available():
         return highs
     # By its path, since the solver class that knows the path warns of its removal.
-    return pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, threads=1, timeLimit=time_limit_s, gapRel=RELATIVE_GAP)
+    return pulp.COIN_CMD(
+        path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+        msg=False,
+        threads=1,
+        timeLimit=time_limit_s,
+        gapRel=RELATIVE_GAP,
+    )
 
 
 def _chosen(variables: Mapping[_Item, pulp.LpVariable]) -> set[_Item]:
@@ -99,7 +122,9 @@ def _chosen(variables: Mapping[_Item, pulp.LpVariable]) -> set[_Item]:
 
 def _read_by_backward(graph: Graph) -> Iterable[Storage]:
     read = {storage: None for op in graph.backward_ops for storage in op.reads}
-    return [storage for storage in read if storage.producer and storage.producer.phase is Phase.FORWARD]
+    return [
+        storage for storage in read if storage.producer and storage.producer.phase is Phase.FORWARD
+    ]
 
 
 def _maker(value: Storage) -> Op:
@@ -107,12 +132,17 @@ def _maker(value: Storage) -> Op:
     return value.producer
 
 
-def _as_late_as_possible(graph: Graph, recomputed: Collection[Op], saved: Collection[Storage]) -> list[int]:
+def _as_late_as_possible(
+    graph: Graph, recomputed: Collection[Op], saved: Collection[Storage]
+) -> list[int]:
     """The backward, written from its end: an op that floats is placed as soon as all that read it are.
 
     Backward ops keep the graph's order. Recomputed ops float, and so do late ones, which read no gradient.
     """
-    floating = {*recomputed, *(op for op in graph.backward_ops if op.phase is Phase.LATE and not _has_result(op))}
+    floating = {
+        *recomputed,
+        *(op for op in graph.backward_ops if op.phase is Phase.LATE and not _has_result(op)),
+    }
     fixed = [op for op in graph.backward_ops if op not in floating]
 
     def sources(op: Op) -> set[Op]:

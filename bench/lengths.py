@@ -32,7 +32,12 @@ from bench.machine import machine_line, machine_record
 from rockmate import RockmateModule
 
 BATCH, LENGTH, VOCABULARY = 4, 96, 8192
-_SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +78,35 @@ class ModelLengths:
 
 def gpt2() -> nn.Module:
     """GPT-2, 12 layers of width 128."""
-    config = transformers.GPT2Config(n_layer=12, n_embd=128, n_head=4, n_positions=128, use_cache=False, **_SMALL)
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=128, n_head=4, n_positions=128, use_cache=False, **_SMALL
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     """A Llama type, 8 layers of width 128."""
     config = transformers.LlamaConfig(
-        num_hidden_layers=8, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=344, use_cache=False, **_SMALL
+        num_hidden_layers=8,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=344,
+        use_cache=False,
+        **_SMALL,
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def bert() -> nn.Module:
     """BERT, 12 layers of width 128, whose batches have a padding mask."""
-    config = transformers.BertConfig(num_hidden_layers=12, hidden_size=128, num_attention_heads=4, intermediate_size=512, **_SMALL)
+    config = transformers.BertConfig(
+        num_hidden_layers=12,
+        hidden_size=128,
+        num_attention_heads=4,
+        intermediate_size=512,
+        **_SMALL,
+    )
     return transformers.BertForMaskedLM(config)
 
 
@@ -101,13 +120,19 @@ def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
     if name != "bert":
         return {"input_ids": tokens, "labels": labels}
     padded = torch.arange(shape[0])[:, None] * 5
-    return {"input_ids": tokens, "attention_mask": (torch.arange(shape[1]) >= padded).long(), "labels": labels}
+    return {
+        "input_ids": tokens,
+        "attention_mask": (torch.arange(shape[1]) >= padded).long(),
+        "labels": labels,
+    }
 
 
 def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
     """So many different lengths below the sample's, in no order of size; every third batch is smaller."""
     lengths = [LENGTH - 1 - 37 * index % 89 for index in range(num_lengths)]
-    return [(BATCH if index % 3 != 2 else BATCH - 1, length) for index, length in enumerate(lengths)]
+    return [
+        (BATCH if index % 3 != 2 else BATCH - 1, length) for index, length in enumerate(lengths)
+    ]
 
 
 def measure_model(name: str, num_lengths: int) -> ModelLengths:
@@ -124,10 +149,14 @@ def measure_model(name: str, num_lengths: int) -> ModelLengths:
     with captures:
         for seed, shape in enumerate(shapes_of(num_lengths), start=1):
             lengths.append(_measure_length(module, model, eager, batch_of(name, shape, seed)))
-    return ModelLengths(name=name, plan_s=plan_s, num_captures=captures.num_captures, lengths=tuple(lengths))
+    return ModelLengths(
+        name=name, plan_s=plan_s, num_captures=captures.num_captures, lengths=tuple(lengths)
+    )
 
 
-def _measure_length(module: RockmateModule, model: nn.Module, eager: nn.Module, batch: dict[str, Tensor]) -> LengthCost:
+def _measure_length(
+    module: RockmateModule, model: nn.Module, eager: nn.Module, batch: dict[str, Tensor]
+) -> LengthCost:
     begin = time.process_time()
     with _timed_preparation() as spent_ms:
         ours = _gradients_after(module, model, batch)
@@ -140,7 +169,8 @@ def _measure_length(module: RockmateModule, model: nn.Module, eager: nn.Module, 
         cost_ms=sum(spent_ms),
         step_ms=total_ms - sum(spent_ms),
         peak_share=peak_bytes / module.plan.budget_bytes,
-        is_equal=ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours),
+        is_equal=ours.keys() == theirs.keys()
+        and all(torch.equal(ours[key], theirs[key]) for key in ours),
     )
 
 
@@ -159,7 +189,9 @@ def _timed_preparation() -> Iterator[list[float]]:
         yield spent_ms
 
 
-def _gradients_after(callee: nn.Module, owner: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gradients_after(
+    callee: nn.Module, owner: nn.Module, batch: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The loss and all gradients of one step from a fixed random state."""
     owner.zero_grad(set_to_none=False)
     torch.manual_seed(1)
@@ -208,9 +240,16 @@ HEADER = """\
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the machine and one row a model."""
-    parser = argparse.ArgumentParser(prog="python -m bench.lengths", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.lengths", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
-    parser.add_argument("--lengths", type=int, default=20, help="how many different lengths after the first (at most 89)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        default=20,
+        help="how many different lengths after the first (at most 89)",
+    )
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sys.stdout.write(f"{machine_line(machine_record('bench.lengths'))}\n\n{HEADER}\n")

@@ -28,28 +28,47 @@ from rockmate import InfeasibleBudgetError, Planner
 
 Record = dict[str, Any]
 MODELS = ("gpt2", "llama-vocabulary")
-_COLUMNS = ("chunks", "budget", "plan", "predicted_mb", "measured_mb", "of_eager", "difference", "predicted_ratio", "ratio", "gradient")
+_COLUMNS = (
+    "chunks",
+    "budget",
+    "plan",
+    "predicted_mb",
+    "measured_mb",
+    "of_eager",
+    "difference",
+    "predicted_ratio",
+    "ratio",
+    "gradient",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and prints lines and a table for each model."""
-    parser = argparse.ArgumentParser(prog="python -m bench.loss_block", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.loss_block", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--model", nargs="+", default=MODELS)
-    parser.add_argument("--budget", nargs="+", default=["minimum", "0.1", "0.15", "0.2", "0.25", "0.5"])
+    parser.add_argument(
+        "--budget", nargs="+", default=["minimum", "0.1", "0.15", "0.2", "0.25", "0.5"]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     _say(json.dumps(machine_record("bench.loss_block")))
     for name in options.model:
-        records = measure_model(models.build(name, tiny=options.tiny), options.budget, rounds=options.rounds)
+        records = measure_model(
+            models.build(name, tiny=options.tiny), options.budget, rounds=options.rounds
+        )
         for record in records:
             _say(json.dumps({"model": name, **record}))
         _say(table(records))
     return 0
 
 
-def measure_model(workload: models.Workload, budgets: Sequence[str], *, rounds: int) -> list[Record]:
+def measure_model(
+    workload: models.Workload, budgets: Sequence[str], *, rounds: int
+) -> list[Record]:
     """Eager, then each budget without chunks and with them wherever they are faster."""
     batch, model = workload.make_batch(1), workload.model
     steps: dict[str, Callable[[], Tensor]] = {"eager": _step(model, batch)}
@@ -60,7 +79,9 @@ def measure_model(workload: models.Workload, budgets: Sequence[str], *, rounds: 
         planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
         for budget in budgets:
             record = _point(planner, batch, budget, eager_bytes, reference)
-            records.append({"chunks": may_chunk, "budget": budget, "eager_mb": eager_bytes / 1e6, **record})
+            records.append(
+                {"chunks": may_chunk, "budget": budget, "eager_mb": eager_bytes / 1e6, **record}
+            )
             if "module" in record:
                 steps[f"{may_chunk} {budget}"] = _step(record["module"], batch)
     ratios = _ratios(model, steps, rounds)
@@ -81,12 +102,26 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+        return (
+            f"{value:.1e}"
+            if 0 < abs(value) < 1e-3
+            else f"{value:.3f}"
+            if abs(value) < 100
+            else f"{value:.0f}"
+        )
     return "" if value is None else str(value)
 
 
-def _point(planner: Planner, batch: Mapping[str, Tensor], budget: str, eager_bytes: int, reference: Mapping[str, Tensor]) -> Record:
-    budget_bytes = planner.minimum_peak_bytes if budget == "minimum" else int(float(budget) * eager_bytes)
+def _point(
+    planner: Planner,
+    batch: Mapping[str, Tensor],
+    budget: str,
+    eager_bytes: int,
+    reference: Mapping[str, Tensor],
+) -> Record:
+    budget_bytes = (
+        planner.minimum_peak_bytes if budget == "minimum" else int(float(budget) * eager_bytes)
+    )
     begin = time.process_time()
     try:
         module = planner.module(budget_bytes)
@@ -127,14 +162,20 @@ def _peak(model: nn.Module, step: Callable[[], Tensor]) -> int:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def _distance(ours: Tensor, reference: Tensor) -> float:
     return ((ours - reference).norm() / reference.norm()).item()
 
 
-def _ratios(model: nn.Module, steps: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+def _ratios(
+    model: nn.Module, steps: Mapping[str, Callable[[], Tensor]], rounds: int
+) -> dict[str, float]:
     """Processor seconds of each step over the first one's, the median over the rounds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -145,7 +186,10 @@ def _ratios(model: nn.Module, steps: Mapping[str, Callable[[], Tensor]], rounds:
             step()
             times[name].append(time.process_time() - begin)
     first = next(iter(times.values()))
-    return {name: statistics.median(mine / theirs for mine, theirs in zip(own, first, strict=True)) for name, own in times.items()}
+    return {
+        name: statistics.median(mine / theirs for mine, theirs in zip(own, first, strict=True))
+        for name, own in times.items()
+    }
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,11 @@ def machine_line(record: Mapping[str, Any]) -> str:
 
 def hardware_text(record: Mapping[str, Any], *, device: str = "cpu") -> str:
     """Processor or graphics card, cores and threads, as the head of a page says them."""
-    hardware = record["gpu"] if device.startswith("cuda") else f"{record['processor']} ({record['machine']})"
+    hardware = (
+        record["gpu"]
+        if device.startswith("cuda")
+        else f"{record['processor']} ({record['machine']})"
+    )
     return f"{hardware}, {record['num_cores']} cores, {record['num_threads']} thread used"
 
 
@@ -60,11 +64,16 @@ def versions_text(record: Mapping[str, Any]) -> str:
 
 def _commit() -> str:
     """The checkout's commit, empty outside of one."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return found.stdout.strip()
 
 
 def _processor() -> str:
     source = Path("/proc/cpuinfo")
     lines = source.read_text().splitlines() if source.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )

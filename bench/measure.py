@@ -43,7 +43,9 @@ Step = Callable[[], object]
 # --- one training step --------------------------------------------------------------------------------
 
 
-def training_step(workload: Workload, model: Callable[..., Any], batch: Batch, *, seed: int) -> Tensor:
+def training_step(
+    workload: Workload, model: Callable[..., Any], batch: Batch, *, seed: int
+) -> Tensor:
     """Forward and backward of one batch from a fixed random state; gives the loss, detached.
 
     The outputs live until the backward is over, as in a training loop that logs them.
@@ -104,7 +106,9 @@ def _cpu_events(roots: Sequence[Any]) -> list[_AllocatorEvent]:
             continue
         fields = node.extra_fields
         events.append(
-            _AllocatorEvent(time_ns=node.start_time_ns, address=fields.ptr, num_bytes=fields.alloc_size)
+            _AllocatorEvent(
+                time_ns=node.start_time_ns, address=fields.ptr, num_bytes=fields.alloc_size
+            )
         )
     # A free and an allocation may share a tick; frees first would read low, so allocations go first, except
     # that an address must be free before it is given out again, which the caller sorts out.
@@ -153,8 +157,13 @@ def ordinary_allocation() -> None:
     """
     library = ctypes.CDLL("libc.so.6")
     largest_heap_block_bytes = 32 << 20  # where the C library's own, growing threshold ends
-    if not (library.mallopt(_M_MMAP_THRESHOLD, largest_heap_block_bytes) and library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)):
-        raise RuntimeError("the C library refused new thresholds for its heap: times taken here would be those of page faults")
+    if not (
+        library.mallopt(_M_MMAP_THRESHOLD, largest_heap_block_bytes)
+        and library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    ):
+        raise RuntimeError(
+            "the C library refused new thresholds for its heap: times taken here would be those of page faults"
+        )
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -174,14 +183,20 @@ def resident_marks(steps: Sequence[Step]) -> list[int]:
 
     What a step leaves resident, memory that it did not free or fragments that nothing fits in, is in the marks of all later ones.
     """
-    missing = {name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")} - os.environ.keys()
+    missing = {
+        name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")
+    } - os.environ.keys()
     if missing:
-        raise RuntimeError(f"the resident peak needs {', '.join(sorted(missing))} set at process start")
+        raise RuntimeError(
+            f"the resident peak needs {', '.join(sorted(missing))} set at process start"
+        )
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before_bytes, marks_bytes = None, []
     for step in steps:
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is resident now
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the mark starts again from what is resident now
         before_bytes = _status_bytes("VmRSS") if before_bytes is None else before_bytes
         step()
         marks_bytes.append(_status_bytes("VmHWM") - before_bytes)
@@ -265,7 +280,11 @@ def time_once(step: Step, device: str | torch.device = "cpu") -> float:
     On one thread the two differ by what other processes have taken of the core. A CUDA device is waited for at both ends.
     """
     device = torch.device(device)
-    clock_ns = time.process_time_ns if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter_ns
+    clock_ns = (
+        time.process_time_ns
+        if device.type == "cpu" and torch.get_num_threads() == 1
+        else time.perf_counter_ns
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start_ns = clock_ns()
@@ -330,7 +349,9 @@ def gradient_difference(model_a: nn.Module, model_b: nn.Module) -> TensorDiffere
 
 def _gradient_views(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 

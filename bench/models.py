@@ -73,7 +73,9 @@ class Workload:
         )
 
 
-def build(name: str, *, tiny: bool = False, device: str | torch.device = "cpu", seed: int = 0) -> Workload:
+def build(
+    name: str, *, tiny: bool = False, device: str | torch.device = "cpu", seed: int = 0
+) -> Workload:
     """The workload of that name, its weights drawn from `seed`; the global random state is left alone."""
     if name not in REGISTRY:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(sorted(REGISTRY))}")
@@ -140,18 +142,24 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 + seed)
 
 
-def _causal_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+def _causal_tokens(
+    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
+) -> Batch:
     tokens = torch.randint(3, vocabulary, shape, generator=_generator(seed)).to(device)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _classified_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+def _classified_tokens(
+    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
+) -> Batch:
     tokens = torch.randint(1, vocabulary, shape, generator=_generator(seed))
     labels = torch.randint(0, 4, shape[:1], generator=_generator(seed + 1))
     return {"input_ids": tokens.to(device), "labels": labels.to(device)}
 
 
-def _masked_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device) -> Batch:
+def _masked_tokens(
+    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
+) -> Batch:
     generator = _generator(seed)
     tokens = torch.randint(3, vocabulary, shape, generator=generator)
     hidden = torch.rand(shape, generator=generator) < 0.15
@@ -160,7 +168,12 @@ def _masked_tokens(seed: int, *, shape: tuple[int, int], vocabulary: int, device
 
 
 def _translation_tokens(
-    seed: int, *, shape: tuple[int, int], labels_shape: tuple[int, int], vocabulary: int, device: torch.device
+    seed: int,
+    *,
+    shape: tuple[int, int],
+    labels_shape: tuple[int, int],
+    vocabulary: int,
+    device: torch.device,
 ) -> Batch:
     generator = _generator(seed)
     tokens = torch.randint(3, vocabulary, shape, generator=generator)
@@ -169,7 +182,13 @@ def _translation_tokens(
 
 
 def _images(
-    seed: int, *, batch: int, pixels: int, classes: int, names: tuple[str, str], device: torch.device
+    seed: int,
+    *,
+    batch: int,
+    pixels: int,
+    classes: int,
+    names: tuple[str, str],
+    device: torch.device,
 ) -> Batch:
     generator = _generator(seed)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator)
@@ -177,7 +196,9 @@ def _images(
     return {names[0]: images.to(device), names[1]: classes_wanted.to(device)}
 
 
-def _segmented_images(seed: int, *, batch: int, pixels: int, classes: int, device: torch.device) -> Batch:
+def _segmented_images(
+    seed: int, *, batch: int, pixels: int, classes: int, device: torch.device
+) -> Batch:
     generator = _generator(seed)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator)
     classes_wanted = torch.randint(0, classes, (batch, pixels, pixels), generator=generator)
@@ -185,7 +206,12 @@ def _segmented_images(seed: int, *, batch: int, pixels: int, classes: int, devic
 
 
 def _vectors(
-    seed: int, *, shape: tuple[int, ...], name: str, target_shape: tuple[int, ...], device: torch.device
+    seed: int,
+    *,
+    shape: tuple[int, ...],
+    name: str,
+    target_shape: tuple[int, ...],
+    device: torch.device,
 ) -> Batch:
     generator = _generator(seed)
     vectors = torch.randn(shape, generator=generator)
@@ -272,9 +298,19 @@ def _rotary(
     low-rank adapters on all its linear layers are trained instead (LoRA, Hu et al., 2021).
     """
     if tiny:
-        num_layers, width, heads, key_value_heads, inner = 2, 32, 2 * heads // key_value_heads, 2, 48
+        num_layers, width, heads, key_value_heads, inner = (
+            2,
+            32,
+            2 * heads // key_value_heads,
+            2,
+            48,
+        )
         experts, vocabulary, shape = min(experts, 4), 97, (2, 16)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner} if experts else {}
+    mixture = (
+        {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+        if experts
+        else {}
+    )
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=num_layers,
         hidden_size=width,
@@ -305,9 +341,13 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
         msg = "LoRA models need the package peft: pip install peft"
         raise RuntimeError(msg) from error
     # Adapters that begin at zero would leave half of the gradients zero in the first step.
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # which peft still asks for
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+        )  # which peft still asks for
         return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
 
 
@@ -416,7 +456,11 @@ def _t5(
         layers=lambda model: [*model.encoder.block, *model.decoder.block],  # pyright: ignore
         loss=_own_loss,
         make_batch=partial(
-            _translation_tokens, shape=shape, labels_shape=labels_shape, vocabulary=vocabulary, device=device
+            _translation_tokens,
+            shape=shape,
+            labels_shape=labels_shape,
+            vocabulary=vocabulary,
+            device=device,
         ),
     )
 
@@ -441,7 +485,9 @@ def _image_workload(
         model=_prepared(model, device),
         layers=layers,
         loss=_own_loss,
-        make_batch=partial(_images, batch=batch, pixels=pixels, classes=classes, names=names, device=device),
+        make_batch=partial(
+            _images, batch=batch, pixels=pixels, classes=classes, names=names, device=device
+        ),
     )
 
 
@@ -460,7 +506,9 @@ def _vit(name: str, tiny: bool, device: torch.device, *, width: int, heads: int)
         problem_type="single_label_classification",
     )
     model = transformers.ViTForImageClassification(config)
-    return _image_workload(name, model, _vit_layers, device, batch=batch, pixels=pixels, classes=classes)
+    return _image_workload(
+        name, model, _vit_layers, device, batch=batch, pixels=pixels, classes=classes
+    )
 
 
 def _vit_layers(model: nn.Module) -> list[nn.Module]:
@@ -582,17 +630,23 @@ def _resnet(
     )
 
 
-def _unet(name: str, tiny: bool, device: torch.device, *, base_width: int, batch: int, pixels: int) -> Workload:
+def _unet(
+    name: str, tiny: bool, device: torch.device, *, base_width: int, batch: int, pixels: int
+) -> Workload:
     """U-Net of four levels that assigns each pixel one of eight classes."""
     num_levels, classes = 4, 8
     if tiny:
         num_levels, base_width, batch, pixels = 2, 4, 2, 16
     return Workload(
         name=name,
-        model=_prepared(UNet(num_levels=num_levels, base_width=base_width, classes=classes), device),
+        model=_prepared(
+            UNet(num_levels=num_levels, base_width=base_width, classes=classes), device
+        ),
         layers=lambda model: [*model.down, *model.up],  # pyright: ignore
         loss=_outside_cross_entropy,
-        make_batch=partial(_segmented_images, batch=batch, pixels=pixels, classes=classes, device=device),
+        make_batch=partial(
+            _segmented_images, batch=batch, pixels=pixels, classes=classes, device=device
+        ),
     )
 
 
@@ -629,7 +683,14 @@ def _mlp(name: str, tiny: bool, device: torch.device) -> Workload:
 
 
 def _encoder(
-    name: str, tiny: bool, device: torch.device, *, num_layers: int, width: int, heads: int, shape: tuple[int, int]
+    name: str,
+    tiny: bool,
+    device: torch.device,
+    *,
+    num_layers: int,
+    width: int,
+    heads: int,
+    shape: tuple[int, int],
 ) -> Workload:
     inner = 4 * width
     if tiny:
@@ -643,14 +704,18 @@ def _encoder(
         model=_prepared(model, device),
         layers=lambda module: list(module.layers),  # pyright: ignore
         loss=_outside_squared_error,
-        make_batch=partial(_vectors, shape=full_shape, name="src", target_shape=full_shape, device=device),
+        make_batch=partial(
+            _vectors, shape=full_shape, name="src", target_shape=full_shape, device=device
+        ),
     )
 
 
 # --- models that are no chain -------------------------------------------------------------------------
 
 
-def _branched(name: str, tiny: bool, device: torch.device, *, build: Callable[[bool], BranchedModel]) -> Workload:
+def _branched(
+    name: str, tiny: bool, device: torch.device, *, build: Callable[[bool], BranchedModel]
+) -> Workload:
     found = build(tiny)
     make_batch = found.make_batch
     return Workload(
@@ -658,7 +723,9 @@ def _branched(name: str, tiny: bool, device: torch.device, *, build: Callable[[b
         model=_prepared(found.model, device),
         layers=partial(modules_at, patterns=found.blocks),
         loss=_own_loss,
-        make_batch=lambda seed: {key: value.to(device) for key, value in make_batch(_generator(seed)).items()},
+        make_batch=lambda seed: {
+            key: value.to(device) for key, value in make_batch(_generator(seed)).items()
+        },
         stages=partial(modules_at, patterns=found.stages) if found.stages else None,
     )
 
@@ -667,21 +734,38 @@ _small_gpt2 = partial(_gpt2, width=256, heads=4, vocabulary=8192)
 _small_bert = partial(_bert, width=384, heads=6, shape=(2, 256))
 _llama = partial(_rotary, kind="Llama", width=384, heads=6, key_value_heads=6, inner=1024)
 _large_llama = partial(
-    _rotary, kind="Llama", num_layers=16, width=2048, heads=32, key_value_heads=8, inner=5632, vocabulary=32000
+    _rotary,
+    kind="Llama",
+    num_layers=16,
+    width=2048,
+    heads=32,
+    key_value_heads=8,
+    inner=5632,
+    vocabulary=32000,
 )
 
 REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "gpt2": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(2, 256)),
-    "gpt2-vocabulary": partial(_gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(1, 256)),
+    "gpt2-vocabulary": partial(
+        _gpt2, num_layers=12, width=768, heads=12, vocabulary=50257, shape=(1, 256)
+    ),
     "gpt2-deep": partial(_small_gpt2, num_layers=24, shape=(2, 192)),
     "gpt2-2layer": partial(_small_gpt2, num_layers=2, vocabulary=512, shape=(2, 192)),
     "gpt2-12": partial(_small_gpt2, num_layers=12, shape=(2, 96)),
     "gpt2-48": partial(_small_gpt2, num_layers=48, shape=(2, 96)),
     "gpt2-96": partial(_small_gpt2, num_layers=96, shape=(2, 96)),
     "bert-base": partial(
-        _bert, head="classification", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)
+        _bert,
+        head="classification",
+        num_layers=12,
+        width=768,
+        heads=12,
+        vocabulary=30522,
+        shape=(4, 256),
     ),
-    "bert-mlm": partial(_bert, head="masked", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)),
+    "bert-mlm": partial(
+        _bert, head="masked", num_layers=12, width=768, heads=12, vocabulary=30522, shape=(4, 256)
+    ),
     "bert-narrow": partial(_small_bert, head="classification", num_layers=12, vocabulary=8192),
     "bert-2layer": partial(_small_bert, head="masked", num_layers=2, vocabulary=512),
     "modernbert": _modernbert,
@@ -689,45 +773,92 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
     "llama-2layer": partial(_llama, num_layers=2, vocabulary=512),
     # Llama 3's vocabulary on a model small enough for a CPU: its loss block takes most of the time and memory.
     "llama-vocabulary": partial(
-        _rotary, kind="Llama", num_layers=4, width=512, heads=8, key_value_heads=8, inner=1408, vocabulary=128256, shape=(1, 1024)
+        _rotary,
+        kind="Llama",
+        num_layers=4,
+        width=512,
+        heads=8,
+        key_value_heads=8,
+        inner=1408,
+        vocabulary=128256,
+        shape=(1, 1024),
     ),
     "llama-lora": partial(_llama, num_layers=8, adapter_rank=8),
     # Grouped queries are what sets it apart from the Llama type.
-    "qwen3": partial(_rotary, kind="Qwen3", num_layers=8, width=320, heads=8, key_value_heads=4, inner=896),
-    "qwen3-moe": partial(
-        _rotary, kind="Qwen3Moe", num_layers=6, width=256, heads=8, key_value_heads=4, inner=384, experts=8
+    "qwen3": partial(
+        _rotary, kind="Qwen3", num_layers=8, width=320, heads=8, key_value_heads=4, inner=896
     ),
-    "t5-small": partial(_t5, num_layers=6, width=512, heads=8, inner=2048, shape=(2, 256), labels_shape=(2, 128)),
+    "qwen3-moe": partial(
+        _rotary,
+        kind="Qwen3Moe",
+        num_layers=6,
+        width=256,
+        heads=8,
+        key_value_heads=4,
+        inner=384,
+        experts=8,
+    ),
+    "t5-small": partial(
+        _t5, num_layers=6, width=512, heads=8, inner=2048, shape=(2, 256), labels_shape=(2, 128)
+    ),
     "vit-base": partial(_vit, width=768, heads=12),
     "vit-small": partial(_vit, width=384, heads=6),
     "resnet50": partial(_resnet, depths=(3, 4, 6, 3), batch=5, pixels=160),
     "resnet101": partial(_resnet, depths=(3, 4, 23, 3), batch=3, pixels=128),
     "unet": partial(_unet, base_width=32, batch=2, pixels=128),
     "hf-resnet": partial(
-        _staged, kind="ResNet", widths=[128, 256, 512, 1024], depths=[2, 2, 3, 2], embedding_size=64, layer_type="bottleneck",
+        _staged,
+        kind="ResNet",
+        widths=[128, 256, 512, 1024],
+        depths=[2, 2, 3, 2],
+        embedding_size=64,
+        layer_type="bottleneck",
         small={"depths": [2, 2], "embedding_size": 8},
     ),
     # RegNetY-800MF: grouped convolutions, each residual layer with squeeze and excitation.
     "regnet": partial(
-        _staged, kind="RegNet", widths=[64, 128, 320, 768], depths=[1, 3, 8, 2], embedding_size=32, groups_width=16, layer_type="y",
+        _staged,
+        kind="RegNet",
+        widths=[64, 128, 320, 768],
+        depths=[1, 3, 8, 2],
+        embedding_size=32,
+        groups_width=16,
+        layer_type="y",
         small={"depths": [1, 2], "embedding_size": 8, "groups_width": 8},
     ),
     # ConvNeXt-T
     "convnext": partial(
-        _staged, kind="ConvNext", widths=[96, 192, 384, 768], depths=[3, 3, 9, 3], batch=4, pixels=160, image_size=160,
-        num_stages=4, small={"depths": [1, 2], "image_size": 32, "num_stages": 2},
+        _staged,
+        kind="ConvNext",
+        widths=[96, 192, 384, 768],
+        depths=[3, 3, 9, 3],
+        batch=4,
+        pixels=160,
+        image_size=160,
+        num_stages=4,
+        small={"depths": [1, 2], "image_size": 32, "num_stages": 2},
     ),
     "mlp": _mlp,
     "encoder": partial(_encoder, num_layers=8, width=512, heads=8, shape=(4, 192)),
     "encoder-deep": partial(_encoder, num_layers=32, width=128, heads=4, shape=(2, 192)),
     "encoder-wide": partial(_encoder, num_layers=2, width=1024, heads=16, shape=(2, 192)),
-    "gpt2-gpu": partial(_gpt2, num_layers=24, width=1024, heads=16, vocabulary=50257, shape=(8, 1024)),
+    "gpt2-gpu": partial(
+        _gpt2, num_layers=24, width=1024, heads=16, vocabulary=50257, shape=(8, 1024)
+    ),
     "bert-gpu": partial(
-        _bert, head="classification", num_layers=24, width=1024, heads=16, vocabulary=30522, shape=(24, 512)
+        _bert,
+        head="classification",
+        num_layers=24,
+        width=1024,
+        heads=16,
+        vocabulary=30522,
+        shape=(24, 512),
     ),
     "llama-gpu": partial(_large_llama, shape=(4, 2048)),
     "llama-lora-gpu": partial(_large_llama, adapter_rank=16, shape=(6, 2048)),
-    "t5-gpu": partial(_t5, num_layers=24, width=1024, heads=16, inner=4096, shape=(8, 512), labels_shape=(8, 128)),
+    "t5-gpu": partial(
+        _t5, num_layers=24, width=1024, heads=16, inner=4096, shape=(8, 512), labels_shape=(8, 128)
+    ),
     "resnet50-gpu": partial(_resnet, depths=(3, 4, 6, 3), batch=320, pixels=224),
     "resnet101-gpu": partial(_resnet, depths=(3, 4, 23, 3), batch=224, pixels=224),
     "unet-gpu": partial(_unet, base_width=64, batch=16, pixels=512),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def figure_of(num_panels: int, *, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+def figure_of(
+    num_panels: int, *, columns: int, width: float, height: float
+) -> tuple[Any, list[Any]]:
     """A figure with so many panels in rows of at most `columns`, and the panels in reading order.
 
     Args:
@@ -18,7 +20,9 @@ def figure_of(num_panels: int, *, columns: int, width: float, height: float) -> 
 
     columns = min(columns, num_panels)
     rows = -(-num_panels // columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(width * columns, height * rows), layout="constrained", facecolor="white"
+    )
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel in panels[num_panels:]:
         panel.set_visible(False)

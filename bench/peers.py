@@ -40,7 +40,11 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import lookup_backend
 from torch._functorch import config as functorch_config
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from bench.models import Workload
 
@@ -77,19 +81,39 @@ def peers_for(device: str = "cpu", *, quick: bool = False) -> dict[str, Peer | N
         device: "cpu" or "cuda".
         quick: some settings of each family.
     """
-    whole = ((0.5, "dp"),) if quick else _settings((1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), (0.5, 0.3, 0.1))
-    by_layer = ((0.5, "dp"), (0.5, "ilp")) if quick else _settings((1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), (0.5, 0.3, 0.2, 0.1))
+    whole = (
+        ((0.5, "dp"),)
+        if quick
+        else _settings((1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), (0.5, 0.3, 0.1))
+    )
+    by_layer = (
+        ((0.5, "dp"), (0.5, "ilp"))
+        if quick
+        else _settings((1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), (0.5, 0.3, 0.2, 0.1))
+    )
     return {
         "eager": eager,
         "checkpoint": checkpoint_per_layer,
-        **{f"checkpoint: every {k}": partial(checkpoint_layers, every=k) for k in ((2,) if quick else (2, 3, 4))},
+        **{
+            f"checkpoint: every {k}": partial(checkpoint_layers, every=k)
+            for k in ((2,) if quick else (2, 3, 4))
+        },
         "sqrt(n) segments": checkpoint_segments,
         "checkpoint_sequential": checkpoint_in_sequence,
-        "selective": partial(checkpoint_layers, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)),
-        "default partitioner": partial(compiled, backend=lookup_backend("aot_eager_default_partitioner")),
-        **{f"min-cut: {budget:g} {solver}": partial(compiled, backend=min_cut(budget, solver)) for budget, solver in whole},
+        "selective": partial(
+            checkpoint_layers, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        ),
+        "default partitioner": partial(
+            compiled, backend=lookup_backend("aot_eager_default_partitioner")
+        ),
         **{
-            f"min-cut by layer: {budget:g} {solver}": partial(compiled_by_layer, backend=min_cut(budget, solver))
+            f"min-cut: {budget:g} {solver}": partial(compiled, backend=min_cut(budget, solver))
+            for budget, solver in whole
+        },
+        **{
+            f"min-cut by layer: {budget:g} {solver}": partial(
+                compiled_by_layer, backend=min_cut(budget, solver)
+            )
             for budget, solver in by_layer
         },
         "offload": offloaded if device == "cuda" else None,
@@ -128,7 +152,9 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
     """
     model: Any = workload.model
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.activation_checkpointing_enable({"use_reentrant": False, **options}, every_n_layers=every)
+        model.activation_checkpointing_enable(
+            {"use_reentrant": False, **options}, every_n_layers=every
+        )
         try:
             yield model
         finally:
@@ -136,7 +162,12 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
             model.disable_input_require_grads()  # whose hook enabling leaves on the embeddings
         return
     layers = workload.layers(model)[::every]
-    wrapped = {layer: partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True, **options) for layer in layers}
+    wrapped = {
+        layer: partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True, **options
+        )
+        for layer in layers
+    }
     with _forwards(wrapped):
         yield model
 
@@ -156,7 +187,12 @@ def checkpoint_stages(workload: Workload) -> Iterator[nn.Module]:
     if workload.stages is None:
         raise ValueError(f"{workload.name} has no stages")
     stages = workload.stages(workload.model)
-    with _forwards({stage: partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=True) for stage in stages}):
+    with _forwards(
+        {
+            stage: partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=True)
+            for stage in stages
+        }
+    ):
         yield workload.model
 
 
@@ -207,7 +243,10 @@ def checkpoint_segments(workload: Workload) -> Iterator[nn.Module]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for part in (part for run in runs for part in run.parts(length)):
         plain = [layer.forward for layer in part.layers]
-        forwards |= _as_one(part, partial(checkpoint, partial(_call_in_turn, plain, part.wirings), use_reentrant=False))
+        forwards |= _as_one(
+            part,
+            partial(checkpoint, partial(_call_in_turn, plain, part.wirings), use_reentrant=False),
+        )
     with _forwards(forwards):
         yield workload.model
 
@@ -221,11 +260,19 @@ def checkpoint_in_sequence(workload: Workload) -> Iterator[nn.Module]:
     """
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for run in _runs(workload):
-        if any([path for path in wiring.values() if path is not None] != [()] for wiring in run.wirings) or len(run.layers) < 2:
+        if (
+            any(
+                [path for path in wiring.values() if path is not None] != [()]
+                for wiring in run.wirings
+            )
+            or len(run.layers) < 2
+        ):
             continue
         handed_on = next(key for key, path in run.wirings[0].items() if path == ())
         plain = [layer.forward for layer in run.layers]
-        forwards |= _as_one(run, partial(_in_segments, plain, handed_on, round(math.sqrt(len(plain)))))
+        forwards |= _as_one(
+            run, partial(_in_segments, plain, handed_on, round(math.sqrt(len(plain))))
+        )
     if not forwards:
         msg = "checkpoint_sequential takes functions of one tensor, and the layers hand on more or do not follow one another"
         raise ValueError(msg)
@@ -233,9 +280,13 @@ def checkpoint_in_sequence(workload: Workload) -> Iterator[nn.Module]:
         yield workload.model
 
 
-def _in_segments(forwards: Sequence[Callable[..., Any]], key: _Key, num_segments: int, *args: Any, **kwargs: Any) -> Any:
+def _in_segments(
+    forwards: Sequence[Callable[..., Any]], key: _Key, num_segments: int, *args: Any, **kwargs: Any
+) -> Any:
     arguments = {**dict(enumerate(args)), **kwargs}
-    functions = [lambda x, forward=forward: _call(forward, {**arguments, key: x}) for forward in forwards]
+    functions = [
+        lambda x, forward=forward: _call(forward, {**arguments, key: x}) for forward in forwards
+    ]
     return checkpoint_sequential(functions, num_segments, arguments[key], use_reentrant=False)
 
 
@@ -252,18 +303,25 @@ def _as_one(run: _Run, function: Callable[..., Any]) -> dict[nn.Module, Callable
     return {layer: partial(forward, index=index) for index, layer in enumerate(run.layers)}
 
 
-def _call_in_turn(forwards: Sequence[Callable[..., Any]], wirings: Sequence[_Wiring], *args: Any, **kwargs: Any) -> Any:
+def _call_in_turn(
+    forwards: Sequence[Callable[..., Any]], wirings: Sequence[_Wiring], *args: Any, **kwargs: Any
+) -> Any:
     arguments: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
     result = _call(forwards[0], arguments)
     for forward, wiring in zip(forwards[1:], wirings, strict=True):
-        arguments = {key: arguments[key] if path is None else _at(result, path) for key, path in wiring.items()}
+        arguments = {
+            key: arguments[key] if path is None else _at(result, path)
+            for key, path in wiring.items()
+        }
         result = _call(forward, arguments)
     return result
 
 
 def _call(forward: Callable[..., Any], arguments: Mapping[_Key, Any]) -> Any:
     positional = [value for key, value in arguments.items() if isinstance(key, int)]
-    return forward(*positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
+    return forward(
+        *positional, **{key: value for key, value in arguments.items() if isinstance(key, str)}
+    )
 
 
 def _at(result: Any, path: tuple[int, ...]) -> Any:
@@ -304,19 +362,31 @@ def _calls(workload: Workload) -> list[tuple[nn.Module, dict[_Key, Any], Any]]:
     model = workload.model
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     layers = workload.layers(model)
-    with torch.random.fork_rng(), torch.no_grad(), _forwards({layer: partial(record, layer, layer.forward) for layer in layers}):
+    with (
+        torch.random.fork_rng(),
+        torch.no_grad(),
+        _forwards({layer: partial(record, layer, layer.forward) for layer in layers}),
+    ):
         model(**workload.sample)
         for name, value in model.named_buffers():
             value.copy_(buffers[name])
     return calls
 
 
-def _wiring(arguments: Mapping[_Key, Any], before: Mapping[_Key, Any], result: Any) -> _Wiring | None:
+def _wiring(
+    arguments: Mapping[_Key, Any], before: Mapping[_Key, Any], result: Any
+) -> _Wiring | None:
     """Where a layer's arguments come from, None where one comes from elsewhere."""
-    items = {(index,): item for index, item in enumerate(result)} if isinstance(result, (tuple, list)) else {(): result}
+    items = (
+        {(index,): item for index, item in enumerate(result)}
+        if isinstance(result, (tuple, list))
+        else {(): result}
+    )
     wiring: dict[_Key, tuple[int, ...] | None] = {}
     for key, value in arguments.items():
-        paths = [path for path, item in items.items() if isinstance(value, Tensor) and item is value]
+        paths = [
+            path for path, item in items.items() if isinstance(value, Tensor) and item is value
+        ]
         if paths:
             wiring[key] = paths[0]
         elif key in before and _is_same(value, before[key]):
@@ -343,7 +413,9 @@ def min_cut(budget: float, solver: str) -> Callable[..., Any]:
     aot_eager = lookup_backend("aot_eager")
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        with functorch_config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):
+        with functorch_config.patch(
+            activation_memory_budget=budget, activation_memory_budget_solver=solver
+        ):
             return aot_eager(graph, inputs)
 
     return backend
@@ -372,8 +444,13 @@ def _compiled_model(workload: Workload, backend: Callable[..., Any]) -> Callable
 
 
 @functools.cache
-def _compiled_forwards(workload: Workload, backend: Callable[..., Any]) -> Mapping[nn.Module, Callable[..., Any]]:
-    return {layer: torch.compile(layer.forward, backend=backend) for layer in workload.layers(workload.model)}
+def _compiled_forwards(
+    workload: Workload, backend: Callable[..., Any]
+) -> Mapping[nn.Module, Callable[..., Any]]:
+    return {
+        layer: torch.compile(layer.forward, backend=backend)
+        for layer in workload.layers(workload.model)
+    }
 
 
 # --- host memory ----------------------------------------------------------------------------------------

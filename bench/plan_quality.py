@@ -56,7 +56,13 @@ BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
 NUM_BOUNDS = 48  # budgets at which the lower bound is drawn
 PAGE_BYTES = 4096
-SAVED_SHARES = (0.85, 0.6, 0.4, 0.2, 0.1)  # of what is saved with nothing recomputed: the yardstick's limits
+SAVED_SHARES = (
+    0.85,
+    0.6,
+    0.4,
+    0.2,
+    0.1,
+)  # of what is saved with nothing recomputed: the yardstick's limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +86,13 @@ class Extent:
     is_tiny: bool = False
 
 
-QUICK = Extent(budgets=(1.0, 0.5, 0.25), whole_graph_budgets=(0.6,), saved_shares=(0.4,), num_frontier_points=1, whole_graph_limit_s=15.0)
+QUICK = Extent(
+    budgets=(1.0, 0.5, 0.25),
+    whole_graph_budgets=(0.6,),
+    saved_shares=(0.4,),
+    num_frontier_points=1,
+    whole_graph_limit_s=15.0,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,18 +107,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.plan_quality", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.plan_quality", description=(__doc__ or "").partition("\n")[0]
+    )
     every = (*MODELS, *TWO_LAYER_MODELS, *PLANNING_MODELS)
-    parser.add_argument("--model", action="append", choices=every, help="repeatable; all of the table if left out")
-    parser.add_argument("--tiny", action="store_true", help="variants of milliseconds, to see that it runs")
+    parser.add_argument(
+        "--model", action="append", choices=every, help="repeatable; all of the table if left out"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="variants of milliseconds, to see that it runs"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer budgets and limits")
-    parser.add_argument("--checkmate-limit", type=float, metavar="S", help="cap on one solve of whole-graph Checkmate, in seconds")
-    parser.add_argument("--output", type=Path, metavar="STEM", help="where STEM.jsonl, STEM.md and STEM/<model>.png go")
-    parser.add_argument("--read", type=Path, metavar="JSONL", help="print the table of an earlier run")
+    parser.add_argument(
+        "--checkmate-limit",
+        type=float,
+        metavar="S",
+        help="cap on one solve of whole-graph Checkmate, in seconds",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="STEM",
+        help="where STEM.jsonl, STEM.md and STEM/<model>.png go",
+    )
+    parser.add_argument(
+        "--read", type=Path, metavar="JSONL", help="print the table of an earlier run"
+    )
     options = parser.parse_args(arguments)
     is_whole = not (options.model or options.tiny or options.quick or options.read)
     if is_whole and options.output is None:
-        options.output = Path(__file__).parent / "results" / f"plan_quality_cpu_{time.strftime('%Y%m')}"
+        options.output = (
+            Path(__file__).parent / "results" / f"plan_quality_cpu_{time.strftime('%Y%m')}"
+        )
     options.model = options.model or every
     return options
 
@@ -120,7 +152,9 @@ def _measure_all(options: argparse.Namespace) -> list[Record]:
     bar = tqdm(options.model, unit="model")
     with _lines_file(options.output) as lines:
         for name in bar:
-            for record in measure(name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")):
+            for record in measure(
+                name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")
+            ):
                 records.append(head | record)
                 lines.write(json.dumps(records[-1]) + "\n")
                 lines.flush()
@@ -174,21 +208,37 @@ class _Run:
             "first_plan_s": first_plan_s,
         }
         if self.name in PLANNING_MODELS:
-            return record | {"tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]}
+            return record | {
+                "tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]
+            }
         self.say("frontiers")
         proved_minimum_bytes = self._proved_minimum_bytes()
         share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
-        budgets_bytes = [proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)]
-        smallest = {strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy) for strategy in STRATEGIES}
+        budgets_bytes = [
+            proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)
+        ]
+        smallest = {
+            strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy)
+            for strategy in STRATEGIES
+        }
         return record | {
-            "minimum_peak_bytes": {strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES},
+            "minimum_peak_bytes": {
+                strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES
+            },
             "minimum_places": {strategy: plan.peak_place() for strategy, plan in smallest.items()},
-            "minimum_own_shares": {strategy: _own_share(plan) for strategy, plan in smallest.items()},
+            "minimum_own_shares": {
+                strategy: _own_share(plan) for strategy, plan in smallest.items()
+            },
             "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
-            "lower_bounds": [(num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes],
+            "lower_bounds": [
+                (num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes
+            ],
             "frontiers": {
-                strategy: [(point.budget_bytes, point.predicted_ms) for point in planner.frontier(strategy=strategy)]
+                strategy: [
+                    (point.budget_bytes, point.predicted_ms)
+                    for point in planner.frontier(strategy=strategy)
+                ]
                 for strategy in STRATEGIES
             },
             "loss_only_minimum_bytes": self._loss_only_minimum_bytes(),
@@ -202,7 +252,9 @@ class _Run:
 
     def _loss_only_planner(self, **options: Any) -> Planner:
         workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
-        return Planner(workload.model, workload.sample, outputs="loss", allow_chunking=True, **options)
+        return Planner(
+            workload.model, workload.sample, outputs="loss", allow_chunking=True, **options
+        )
 
     def chunked_series(self) -> Iterator[Record]:
         """The default strategy at the budgets of the series, in bytes, where the loss alone is returned and blocks may run in chunks."""
@@ -251,7 +303,9 @@ class _Run:
             points = self.planner.frontier(strategy=other)
             for index in _spread(len(points), self.extent.num_frontier_points):
                 for strategy in (other, DEFAULT):
-                    yield self._plan(points[index].budget_bytes, strategy, purpose=f"frontier of {other}")
+                    yield self._plan(
+                        points[index].budget_bytes, strategy, purpose=f"frontier of {other}"
+                    )
         if self.name in TWO_LAYER_MODELS:
             for budget in self.extent.whole_graph_budgets:
                 for strategy in (WHOLE_GRAPH, DEFAULT):
@@ -271,7 +325,10 @@ class _Run:
         try:
             plan, plan_s = _timed(lambda: self.planner.plan(budget, strategy=strategy))
         except InfeasibleBudgetError as error:
-            return record | {"budget_bytes": error.budget_bytes, "minimum_bytes": error.minimum_bytes}
+            return record | {
+                "budget_bytes": error.budget_bytes,
+                "minimum_bytes": error.minimum_bytes,
+            }
         except SolverLimitError as error:
             return record | {"why": str(error)}
         return record | {"is_feasible": True, "plan_s": plan_s} | self._replayed(plan)
@@ -306,7 +363,9 @@ class _Run:
                 continue
             schedule.verify(everything.graph)
             found = simulate(everything.graph, schedule, everything.costs)
-            assert found.saved_bytes <= limit_bytes, f"the knapsack saves {found.saved_bytes} bytes, above its limit of {limit_bytes}"
+            assert found.saved_bytes <= limit_bytes, (
+                f"the knapsack saves {found.saved_bytes} bytes, above its limit of {limit_bytes}"
+            )
             ours = self._plan(found.peak_bytes, DEFAULT, purpose="yardstick")
             yield ours
             yield record | {
@@ -323,8 +382,12 @@ def _own_share(plan: Plan) -> float:
     simulation = plan.simulation
     op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
     own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-    own_bytes = sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
-    return min(1.0, own_bytes / simulation.peak_bytes)  # what it makes may take the place of what it reads
+    own_bytes = (
+        sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
+    )
+    return min(
+        1.0, own_bytes / simulation.peak_bytes
+    )  # what it makes may take the place of what it reads
 
 
 def _spread(length: int, num_points: int) -> list[int]:

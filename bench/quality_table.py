@@ -24,7 +24,14 @@ SMALLEST_PEAK_OF_ROTOR = 0.7
 PLANNING_S = {12: 3.0, 96: 15.0}
 """Layers to seconds between the capture and the first plan."""
 
-LAYERS = {"gpt2-12": 12, "gpt2": 12, "bert-base": 12, "bert-narrow": 12, "vit-base": 12, "gpt2-96": 96}
+LAYERS = {
+    "gpt2-12": 12,
+    "gpt2": 12,
+    "bert-base": 12,
+    "bert-narrow": 12,
+    "vit-base": 12,
+    "gpt2-96": 96,
+}
 SERIES = {
     "gpt2-deep": {0.48: 1.045, 0.28: 1.14, 0.18: 1.20, 0.12: 1.33},
     "bert-narrow": {0.49: 1.06, 0.31: 1.13, 0.17: 1.20, 0.10: 1.40},
@@ -92,7 +99,9 @@ class _Lines:
         self.plans = by_kind.get("plan", [])
         self.feasible = [r for r in self.plans if r["is_feasible"]]
         self.ours = [r for r in self.feasible if r["strategy"] == "rockmate"]
-        self.whole = [r for r in self.ours if not r["chunks"]]  # the others run another graph, with a bound of its own
+        self.whole = [
+            r for r in self.ours if not r["chunks"]
+        ]  # the others run another graph, with a bound of its own
         self.yardsticks = by_kind.get("yardstick", [])
         self.chunked = by_kind.get("chunked", [])
         self.skipped = by_kind.get("skipped", [])
@@ -105,11 +114,19 @@ class _Lines:
 
     def gaps(self, model: str) -> dict[float, float]:
         """Budget to gap, at the budgets of the table."""
-        return {r["budget"]: r["gap"] for r in self.ours if r["model"] == model and r["purpose"] == "budget"}
+        return {
+            r["budget"]: r["gap"]
+            for r in self.ours
+            if r["model"] == model and r["purpose"] == "budget"
+        }
 
     def infeasible(self, model: str) -> list[float]:
         """Budgets of the table that the default strategy has no plan for."""
-        budgets = [r for r in self.plans if r["model"] == model and r["purpose"] == "budget" and r["strategy"] == "rockmate"]
+        budgets = [
+            r
+            for r in self.plans
+            if r["model"] == model and r["purpose"] == "budget" and r["strategy"] == "rockmate"
+        ]
         return [r["budget"] for r in budgets if not r["is_feasible"]]
 
     def gaps_of_models(self) -> dict[str, dict[float, float]]:
@@ -135,14 +152,22 @@ def _has_two_layers(model: str) -> bool:
 # --- rows ---------------------------------------------------------------------------------------------
 
 
-def _worst(what: str, reach: str, figures: Sequence[tuple[str, float]], limit: float, show: Callable[[float], str]) -> Row:
+def _worst(
+    what: str,
+    reach: str,
+    figures: Sequence[tuple[str, float]],
+    limit: float,
+    show: Callable[[float], str],
+) -> Row:
     """The row of the largest of (where, figure): every figure has to be at most `limit`."""
     if not figures:
         return Row(what=what, reach=reach)
     name, worst = max(figures, key=lambda pair: pair[1])
     num_within = sum(figure <= limit for _, figure in figures)
     where = f"{name}; {num_within} of {len(figures)} within"
-    return Row(what=what, reach=reach, figure=show(worst), where=where, is_hit=num_within == len(figures))
+    return Row(
+        what=what, reach=reach, figure=show(worst), where=where, is_hit=num_within == len(figures)
+    )
 
 
 def _every(what: str, holds: Sequence[tuple[str, bool]]) -> Row:
@@ -151,33 +176,60 @@ def _every(what: str, holds: Sequence[tuple[str, bool]]) -> Row:
         return Row(what=what, reach="always")
     failing = [name for name, hold in holds if not hold]
     figure = f"{len(holds) - len(failing)} of {len(holds)}"
-    return Row(what=what, reach="always", figure=figure, where=", ".join(failing[:4]), is_hit=not failing)
+    return Row(
+        what=what, reach="always", figure=figure, where=", ".join(failing[:4]), is_hit=not failing
+    )
 
 
 def _gap_rows(lines: _Lines) -> list[Row]:
     gaps = lines.gaps_of_models()
-    largest = [(f"{model} at {budget:g}", gap) for model, own in gaps.items() for budget, gap in own.items()]
+    largest = [
+        (f"{model} at {budget:g}", gap)
+        for model, own in gaps.items()
+        for budget, gap in own.items()
+    ]
     medians = [(model, statistics.median(own.values())) for model, own in gaps.items()]
     in_range = [record for record in lines.chunked if record["budget"] >= LEAST_BUDGET]
     chunked = [(f"{r['model']} at {r['budget']:g}", _chunked_gap(r)) for r in in_range]
     num_infeasible = sum(len(lines.infeasible(model)) for model in gaps)
     left_out = f" ({num_infeasible} below the smallest peak left out)" if num_infeasible else ""
     return [
-        _worst(f"gap to the lower bound, budgets from 1.0 to 0.25{left_out}: largest", "<= 2 %", largest, LARGEST_GAP, _percent),
+        _worst(
+            f"gap to the lower bound, budgets from 1.0 to 0.25{left_out}: largest",
+            "<= 2 %",
+            largest,
+            LARGEST_GAP,
+            _percent,
+        ),
         _worst("the same: median of a model", "<= 1 %", medians, MEDIAN_GAP, _percent),
-        _worst("the same of the series below down to 0.25, the loss alone returned: largest", "<= 2 %", chunked, LARGEST_GAP, _percent),
+        _worst(
+            "the same of the series below down to 0.25, the loss alone returned: largest",
+            "<= 2 %",
+            chunked,
+            LARGEST_GAP,
+            _percent,
+        ),
     ]
 
 
 def _whole_graph_row(lines: _Lines) -> Row:
     others = [r for r in lines.plans if r["strategy"] == "checkmate"]
     gaps = [
-        (_place(lines, other), (lines.own_ms(other) - other["ms"]) / lines.models[other["model"]]["baseline_ms"])
+        (
+            _place(lines, other),
+            (lines.own_ms(other) - other["ms"]) / lines.models[other["model"]]["baseline_ms"],
+        )
         for other in others
         if other["is_feasible"] and other["is_proved"]
     ]
-    num_unproved = sum("why" in other or (other["is_feasible"] and not other["is_proved"]) for other in others)
-    limits = {record.get("whole_graph_limit_s") for model, record in lines.models.items() if _has_two_layers(model)} - {None}
+    num_unproved = sum(
+        "why" in other or (other["is_feasible"] and not other["is_proved"]) for other in others
+    )
+    limits = {
+        record.get("whole_graph_limit_s")
+        for model, record in lines.models.items()
+        if _has_two_layers(model)
+    } - {None}
     capped = "".join(f", {limit:g} s a solve of the 600 allowed" for limit in limits)
     unproved = f" ({num_unproved} not proved in that time, left out)" if num_unproved else ""
     what = f"gap to whole-graph Checkmate's proved optimum, of schedules with no run in place{capped}{unproved}"
@@ -187,7 +239,9 @@ def _whole_graph_row(lines: _Lines) -> Row:
 def _series_rows(lines: _Lines) -> list[Row]:
     found = {(r["model"], r["budget"]): r for r in lines.plans if r["purpose"] == "series"}
     return [
-        _series_row(f"{model} at {budget:g}: predicted time ratio", target, found.get((model, budget)))
+        _series_row(
+            f"{model} at {budget:g}: predicted time ratio", target, found.get((model, budget))
+        )
         for model, targets in SERIES.items()
         for budget, target in targets.items()
     ]
@@ -200,14 +254,26 @@ def _series_row(what: str, target: float, record: Record | None) -> Row:
     if not record["is_feasible"]:
         return Row(what=what, reach=reach, figure="infeasible", is_hit=False)
     bound = record["ratio"] * record["lower_bound_ms"] / record["ms"]
-    where = f"no schedule of this graph is below {bound:.3f}" + (", so the target is out of its reach" if bound > target else "")
-    return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", where=where, is_hit=record["ratio"] <= target)
+    where = f"no schedule of this graph is below {bound:.3f}" + (
+        ", so the target is out of its reach" if bound > target else ""
+    )
+    return Row(
+        what=what,
+        reach=reach,
+        figure=f"{record['ratio']:.3f}",
+        where=where,
+        is_hit=record["ratio"] <= target,
+    )
 
 
 def _chunked_rows(lines: _Lines) -> list[Row]:
     found = {(r["model"], r["budget"]): r for r in lines.chunked}
     return [
-        _chunked_row(f"{model} at {budget:g}, the loss alone returned, in chunks where that is faster", target, found.get((model, budget)))
+        _chunked_row(
+            f"{model} at {budget:g}, the loss alone returned, in chunks where that is faster",
+            target,
+            found.get((model, budget)),
+        )
         for model, targets in SERIES.items()
         for budget, target in targets.items()
     ]
@@ -223,8 +289,13 @@ def _chunked_row(what: str, target: float, record: Record | None) -> Row:
 
 
 def _yardstick_row(lines: _Lines) -> Row:
-    slower = [(_place(lines, r), math.inf if r["ours_ms"] is None else r["ours_ms"] / r["ms"] - 1) for r in lines.yardsticks]
-    return _worst("time beyond the plain knapsack's at its own peak", "<= 0", slower, ROUNDING, _percent)
+    slower = [
+        (_place(lines, r), math.inf if r["ours_ms"] is None else r["ours_ms"] / r["ms"] - 1)
+        for r in lines.yardsticks
+    ]
+    return _worst(
+        "time beyond the plain knapsack's at its own peak", "<= 0", slower, ROUNDING, _percent
+    )
 
 
 def _soundness_rows(lines: _Lines) -> list[Row]:
@@ -247,18 +318,25 @@ def _soundness_rows(lines: _Lines) -> list[Row]:
         _every("simulated peak <= budget, every plan", fits),
         _every("no schedule of any strategy, nor the knapsack's, beats the lower bound", bounded),
         _every("frontier: time falls as the budget grows", monotone),
-        _every("plans at all budgets tried, not in chunks: none slower than one for less memory", planned),
+        _every(
+            "plans at all budgets tried, not in chunks: none slower than one for less memory",
+            planned,
+        ),
         _every("the same, those in chunks among them", with_chunks),
     ]
 
 
 def _is_monotone(points: Sequence[Sequence[float]]) -> bool:
-    return all(smaller[0] < larger[0] and smaller[1] > larger[1] for smaller, larger in pairwise(points))
+    return all(
+        smaller[0] < larger[0] and smaller[1] > larger[1] for smaller, larger in pairwise(points)
+    )
 
 
 def _times_fall(plans: Iterable[Record]) -> bool:
     ordered = sorted(plans, key=lambda r: (r["budget_bytes"], -r["ms"]))
-    return all(larger["ms"] <= smaller["ms"] * (1 + ROUNDING) for smaller, larger in pairwise(ordered))
+    return all(
+        larger["ms"] <= smaller["ms"] * (1 + ROUNDING) for smaller, larger in pairwise(ordered)
+    )
 
 
 def _smallest_peak_row(lines: _Lines) -> Row:
@@ -268,7 +346,8 @@ def _smallest_peak_row(lines: _Lines) -> Row:
         if "minimum_peak_bytes" in record and not _has_two_layers(model)
     ]
     unreachable = sum(
-        record["proved_minimum_bytes"] > SMALLEST_PEAK_OF_ROTOR * record["minimum_peak_bytes"]["rotor"]
+        record["proved_minimum_bytes"]
+        > SMALLEST_PEAK_OF_ROTOR * record["minimum_peak_bytes"]["rotor"]
         for model, record in lines.models.items()
         if "minimum_peak_bytes" in record and not _has_two_layers(model)
     )
@@ -278,7 +357,11 @@ def _smallest_peak_row(lines: _Lines) -> Row:
 
 def _smallest_peak_in_chunks_row(lines: _Lines) -> Row:
     shares = [
-        (model, record["loss_only_minimum_bytes"]["rockmate"] / record["loss_only_minimum_bytes"]["rotor"])
+        (
+            model,
+            record["loss_only_minimum_bytes"]["rockmate"]
+            / record["loss_only_minimum_bytes"]["rotor"],
+        )
         for model, record in lines.models.items()
         if "loss_only_minimum_bytes" in record and not _has_two_layers(model)
     ]
@@ -289,24 +372,45 @@ def _smallest_peak_in_chunks_row(lines: _Lines) -> Row:
 def _planning_rows(lines: _Lines) -> list[Row]:
     planning_rows = []
     for num_layers, limit_s in PLANNING_S.items():
-        records = [record for model, record in lines.models.items() if LAYERS.get(model) == num_layers]
+        records = [
+            record for model, record in lines.models.items() if LAYERS.get(model) == num_layers
+        ]
         first = [(record["model"], _planning_s(record)) for record in records]
-        both = [(r["model"], _planning_s(r) + r["tightest_plan_s"]) for r in records if "tightest_plan_s" in r]
+        both = [
+            (r["model"], _planning_s(r) + r["tightest_plan_s"])
+            for r in records
+            if "tightest_plan_s" in r
+        ]
         what = f"planning, capture not counted, {num_layers} layers"
-        for name, figures in ((what, first), (f"the same and a second plan, at the smallest peak, {num_layers} layers", both)):
-            planning_rows.append(_worst(name, f"<= {limit_s:g} s", figures, limit_s, lambda seconds: f"{seconds:.2f} s"))
+        for name, figures in (
+            (what, first),
+            (f"the same and a second plan, at the smallest peak, {num_layers} layers", both),
+        ):
+            planning_rows.append(
+                _worst(
+                    name, f"<= {limit_s:g} s", figures, limit_s, lambda seconds: f"{seconds:.2f} s"
+                )
+            )
     return planning_rows
 
 
 def _planning_s(record: Record) -> float:
     """Everything between the capture and the first plan in hand."""
-    return sum(seconds for stage, seconds in record["timings_s"].items() if stage != "capture") + record["first_plan_s"]
+    return (
+        sum(seconds for stage, seconds in record["timings_s"].items() if stage != "capture")
+        + record["first_plan_s"]
+    )
 
 
 def _strategy_row(lines: _Lines) -> Row:
     others = [r for r in lines.feasible if r["strategy"] != "rockmate"]
-    slower = [(f"against {_place(lines, other)}", lines.own_ms(other) / other["ms"] - 1) for other in others]
-    return _worst("time beyond another strategy's at the same budget", "<= 0", slower, ROUNDING, _percent)
+    slower = [
+        (f"against {_place(lines, other)}", lines.own_ms(other) / other["ms"] - 1)
+        for other in others
+    ]
+    return _worst(
+        "time beyond another strategy's at the same budget", "<= 0", slower, ROUNDING, _percent
+    )
 
 
 # --- text ---------------------------------------------------------------------------------------------
@@ -318,7 +422,8 @@ def _head(records: Sequence[Record]) -> list[str]:
     return [
         "# How good plans are",
         "",
-        f"Machine: {hardware_text(first)}. {versions_text(first)}." + (" Tiny models." if first["tiny"] else ""),
+        f"Machine: {hardware_text(first)}. {versions_text(first)}."
+        + (" Tiny models." if first["tiny"] else ""),
         "",
         "Commands (commit, and the load average when each began, in brackets):",
         "",
@@ -331,7 +436,13 @@ def _head(records: Sequence[Record]) -> list[str]:
 
 
 def _table(table: Iterable[Row]) -> list[str]:
-    return ["## Numbers to reach", "", "| what | reach | figure | where | |", "|---|---|---|---|---|", *map(str, table)]
+    return [
+        "## Numbers to reach",
+        "",
+        "| what | reach | figure | where | |",
+        "|---|---|---|---|---|",
+        *map(str, table),
+    ]
 
 
 def _models(lines: _Lines) -> list[str]:
@@ -350,30 +461,65 @@ def _models(lines: _Lines) -> list[str]:
 def _model_line(lines: _Lines, model: str) -> str:
     record, gaps = lines.models[model], lines.gaps(model)
     spent = record["timings_s"]
-    cells = [model, str(record["num_ops"]), f"{record['baseline_peak_bytes'] / 1e6:.1f}", f"{record['baseline_ms']:.0f}"]
+    cells = [
+        model,
+        str(record["num_ops"]),
+        f"{record['baseline_peak_bytes'] / 1e6:.1f}",
+        f"{record['baseline_ms']:.0f}",
+    ]
     at = max(gaps, key=lambda budget: gaps[budget], default=None)
-    cells += ["", "", ""] if at is None else [_percent(gaps[at]), f"{at:g}", _percent(statistics.median(gaps.values()))]
+    cells += (
+        ["", "", ""]
+        if at is None
+        else [_percent(gaps[at]), f"{at:g}", _percent(statistics.median(gaps.values()))]
+    )
     cells.append(", ".join(f"{budget:g}" for budget in lines.infeasible(model)))
     if "minimum_peak_bytes" in record:
         minimum, baseline = record["minimum_peak_bytes"], record["baseline_peak_bytes"]
-        cells += [f"{minimum['rockmate'] / baseline:.3f}", f"{record['proved_minimum_bytes'] / baseline:.3f}"]
+        cells += [
+            f"{minimum['rockmate'] / baseline:.3f}",
+            f"{record['proved_minimum_bytes'] / baseline:.3f}",
+        ]
         in_chunks = record["loss_only_minimum_bytes"]
         cells += [f"{least['rockmate'] / least['rotor']:.3f}" for least in (minimum, in_chunks)]
     else:
         cells += ["", "", "", ""]
-    beyond = [r["ours_ms"] / r["ms"] - 1 for r in lines.yardsticks if r["model"] == model and r["ours_ms"] is not None]
+    beyond = [
+        r["ours_ms"] / r["ms"] - 1
+        for r in lines.yardsticks
+        if r["model"] == model and r["ours_ms"] is not None
+    ]
     cells.append(_percent(max(beyond)) if beyond else "")
-    cells += [f"{spent[stage]:.1f}" for stage in ("capture", "costs", "solve")] + [f"{record['first_plan_s']:.2f}"]
+    cells += [f"{spent[stage]:.1f}" for stage in ("capture", "costs", "solve")] + [
+        f"{record['first_plan_s']:.2f}"
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 def _notes(lines: _Lines) -> list[str]:
     own = {model: record for model, record in lines.models.items() if not _has_two_layers(model)}
-    minima = [_minimum_note(model, record) for model, record in own.items() if "minimum_places" in record]
-    loose = [_loose_note(lines, r) for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP]
-    chunked = [_chunked_note(r) for r in lines.chunked if r["budget"] >= LEAST_BUDGET and _chunked_gap(r) > LARGEST_GAP]
-    skipped = [f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}" for r in lines.skipped]
-    unsolved = [f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}" for r in lines.plans if "why" in r]
+    minima = [
+        _minimum_note(model, record) for model, record in own.items() if "minimum_places" in record
+    ]
+    loose = [
+        _loose_note(lines, r)
+        for r in lines.ours
+        if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP
+    ]
+    chunked = [
+        _chunked_note(r)
+        for r in lines.chunked
+        if r["budget"] >= LEAST_BUDGET and _chunked_gap(r) > LARGEST_GAP
+    ]
+    skipped = [
+        f"- {r['model']}, knapsack that saves {r['saved_share']:g} of everything: {r['why']}"
+        for r in lines.skipped
+    ]
+    unsolved = [
+        f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}"
+        for r in lines.plans
+        if "why" in r
+    ]
     return [
         f"## Where the gap is above {LARGEST_GAP:.0%}", "",
         "Close to the smallest peak the plan is short of room at many moments, and the bound sees a few of them.", "", *loose, *chunked, "",
@@ -396,10 +542,17 @@ def _planning_notes(lines: _Lines) -> list[str]:
     notes = []
     for model, num_layers in LAYERS.items():
         record = lines.models.get(model)
-        if record is None or _planning_s(record) + record.get("tightest_plan_s", 0.0) <= PLANNING_S[num_layers]:
+        if (
+            record is None
+            or _planning_s(record) + record.get("tightest_plan_s", 0.0) <= PLANNING_S[num_layers]
+        ):
             continue
         spent = record["timings_s"]
-        second = f", a second plan, at the smallest peak, {record['tightest_plan_s']:.2f} s" if "tightest_plan_s" in record else ""
+        second = (
+            f", a second plan, at the smallest peak, {record['tightest_plan_s']:.2f} s"
+            if "tightest_plan_s" in record
+            else ""
+        )
         notes.append(
             f"- {model}: measuring its ops takes {spent['costs']:.2f} s, where the step takes {record['baseline_ms'] / 1e3:.2f} s, "
             f"preparing to solve {spent['solve']:.2f} s, the first plan {record['first_plan_s']:.2f} s{second}."
@@ -409,7 +562,11 @@ def _planning_notes(lines: _Lines) -> list[str]:
 
 def _minimum_note(model: str, record: Record) -> str:
     """Where the smallest peak is reached, what the op takes there by itself, and what no schedule goes below."""
-    places, shares, least = record["minimum_places"], record["minimum_own_shares"], record["minimum_peak_bytes"]
+    places, shares, least = (
+        record["minimum_places"],
+        record["minimum_own_shares"],
+        record["minimum_peak_bytes"],
+    )
     proved = record["proved_minimum_bytes"] / least["rotor"]
     if least["rockmate"] <= SMALLEST_PEAK_OF_ROTOR * least["rotor"]:
         verdict = ""
@@ -427,7 +584,11 @@ def _minimum_note(model: str, record: Record) -> str:
 def _beaten_notes(lines: _Lines) -> list[str]:
     """Yardsticks that are faster than the plan at their peak, and how near to the bound the plan is."""
     gap = {_key(r): r["gap"] for r in lines.ours}
-    beaten = [r for r in lines.yardsticks if r["ours_ms"] is not None and r["ours_ms"] > r["ms"] * (1 + ROUNDING)]
+    beaten = [
+        r
+        for r in lines.yardsticks
+        if r["ours_ms"] is not None and r["ours_ms"] > r["ms"] * (1 + ROUNDING)
+    ]
     return [
         f"- {_place(lines, r)}: the plain knapsack is {_percent(r['ours_ms'] / r['ms'] - 1)} faster; the plan is "
         f"{_percent(gap[_key(r)])} of the step above the bound."
@@ -439,11 +600,16 @@ def _rising_notes(lines: _Lines) -> list[str]:
     """Plans that are slower than another one for less memory."""
     notes = []
     for model in lines.models:
-        plans = sorted((r for r in lines.whole if r["model"] == model), key=lambda r: (r["budget_bytes"], -r["ms"]))
+        plans = sorted(
+            (r for r in lines.whole if r["model"] == model),
+            key=lambda r: (r["budget_bytes"], -r["ms"]),
+        )
         for smaller, larger in pairwise(plans):
             if larger["ms"] > smaller["ms"] * (1 + ROUNDING):
                 beyond = _percent(larger["ms"] / smaller["ms"] - 1)
-                notes.append(f"- {_place(lines, larger)}: the plan at {_place(lines, smaller).rpartition(' ')[2]} is {beyond} faster.")
+                notes.append(
+                    f"- {_place(lines, larger)}: the plan at {_place(lines, smaller).rpartition(' ')[2]} is {beyond} faster."
+                )
     return notes
 
 

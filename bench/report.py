@@ -31,17 +31,29 @@ TIME_OF_CHECKPOINT = 0.92
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the page for the given files of JSON lines."""
-    parser = argparse.ArgumentParser(prog="bench.report", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.report", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("files", nargs="+", type=Path)
     files: list[Path] = parser.parse_args(arguments).files
-    records = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    records = [
+        json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()
+    ]
     sys.stdout.write("\n".join(page(records)) + "\n")
     return 0
 
 
 def page(records: Sequence[Record]) -> list[str]:
     """The page's lines: the machine, one table of budgets, one of targets."""
-    return [*_head(records), "", *_table(records), "", *_checkpoints(records), "", *_targets(records)]
+    return [
+        *_head(records),
+        "",
+        *_table(records),
+        "",
+        *_checkpoints(records),
+        "",
+        *_targets(records),
+    ]
 
 
 def _head(records: Sequence[Record]) -> list[str]:
@@ -75,7 +87,10 @@ def _table(records: Iterable[Record]) -> list[str]:
     ]
     for r in records:
         if not r["feasible"]:
-            rows.append(f"| {r['model']} | {r['budget']} | infeasible: the minimum is {_mb(r['minimum_peak_bytes'])} MB |" + " |" * 8)
+            rows.append(
+                f"| {r['model']} | {r['budget']} | infeasible: the minimum is {_mb(r['minimum_peak_bytes'])} MB |"
+                + " |" * 8
+            )
             continue
         equal = all(r["gradients_equal"]) and all(r["losses_equal"])
         rows.append(
@@ -107,18 +122,32 @@ def _checkpoints(records: Sequence[Record]) -> list[str]:
 def _targets(records: Sequence[Record]) -> list[str]:
     feasible = [r for r in records if r["feasible"]]
     checks = [
-        _share("measured peak (allocator) <= budget", [r["peak_bytes"] <= r["budget_bytes"] for r in feasible]),
-        _share("predicted peak within 2 % of measured", [abs(r["peak_prediction_error"]) <= PEAK_TOLERANCE for r in feasible]),
+        _share(
+            "measured peak (allocator) <= budget",
+            [r["peak_bytes"] <= r["budget_bytes"] for r in feasible],
+        ),
+        _share(
+            "predicted peak within 2 % of measured",
+            [abs(r["peak_prediction_error"]) <= PEAK_TOLERANCE for r in feasible],
+        ),
         _share("gradients, losses and buffers bitwise equal", [_is_bitwise(r) for r in feasible]),
-        _share("time ratio within 5 % of predicted", [abs(r["predicted_ratio"] / r["ratio"] - 1) <= TIME_TOLERANCE for r in feasible]),
-        _share("gradients within 1e-6 relative where not bitwise", [_worst(r) <= GRADIENT_TOLERANCE for r in feasible]),
+        _share(
+            "time ratio within 5 % of predicted",
+            [abs(r["predicted_ratio"] / r["ratio"] - 1) <= TIME_TOLERANCE for r in feasible],
+        ),
+        _share(
+            "gradients within 1e-6 relative where not bitwise",
+            [_worst(r) <= GRADIENT_TOLERANCE for r in feasible],
+        ),
         _share("each further budget planned in 0.5 s", [r["plan_s"] <= 0.5 for r in feasible]),
         _resident(feasible),
     ]
     for r in _one_of_each_model(records):
         if r["model"] in PLANNING_S:
             spent = r["planner_timings"]["costs"] + r["planner_timings"]["solve"]
-            checks.append(_row(f"{r['model']}: planning after capture, s", PLANNING_S[r["model"]], spent))
+            checks.append(
+                _row(f"{r['model']}: planning after capture, s", PLANNING_S[r["model"]], spent)
+            )
     for r in feasible:
         checks += _targets_of(r)
     return ["## Targets", "", "| what | reach | measured | |", "|---|---|---|---|", *checks]
@@ -135,17 +164,29 @@ def _targets_of(r: Record) -> list[str]:
         rows.append(_row(f"{name}: budget 0.25, time", TIME_AT_QUARTER[name], r["ratio"]))
     if r["budget"] == "minimum" and r.get("checkpoint_peak_bytes"):
         share = r["peak_bytes"] / r["checkpoint_peak_bytes"]
-        rows.append(_row(f"{name}: minimum against the checkpoint's peak", LEAST_PEAK_OF_CHECKPOINT, share))
+        rows.append(
+            _row(f"{name}: minimum against the checkpoint's peak", LEAST_PEAK_OF_CHECKPOINT, share)
+        )
     if r["budget"] == "checkpoint":
         share = r["ratio"] / r["checkpoint_ratio"]
-        rows.append(_row(f"{name}: time at the checkpoint's peak against its time", TIME_OF_CHECKPOINT, share))
+        rows.append(
+            _row(
+                f"{name}: time at the checkpoint's peak against its time", TIME_OF_CHECKPOINT, share
+            )
+        )
     return rows
 
 
 def _resident(records: Sequence[Record]) -> str:
     """How the resident high-water mark compares: it holds more than any allocator event shows, so it is stated, not judged."""
-    shares = [r["resident_peak_bytes"] / r["budget_bytes"] for r in records if r["resident_peak_bytes"]]
-    return f"| resident high-water mark over the budget | | {min(shares):.3f} to {max(shares):.3f} | see above |" if shares else ""
+    shares = [
+        r["resident_peak_bytes"] / r["budget_bytes"] for r in records if r["resident_peak_bytes"]
+    ]
+    return (
+        f"| resident high-water mark over the budget | | {min(shares):.3f} to {max(shares):.3f} | see above |"
+        if shares
+        else ""
+    )
 
 
 def _worst(r: Record) -> float:

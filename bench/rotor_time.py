@@ -83,7 +83,8 @@ def model_like(num_stages: int, lengths: tuple[int, ...], num_options: int) -> t
         end = first + length
         span_ms, span_bytes = sum(forward[first:end]), sum(inner[first:end])
         kept = [
-            (i / (num_options - 1), x[end] + span_bytes * i // (num_options - 1)) for i in range(num_options)
+            (i / (num_options - 1), x[end] + span_bytes * i // (num_options - 1))
+            for i in range(num_options)
         ]
         spans[first, end - 1] = tuple(
             Option(
@@ -122,7 +123,11 @@ def peak_gib(size: Size) -> float:
 def as_row(size: Size, seconds: Sequence[float], memory_gib: float) -> str:
     """One row of the table, Markdown."""
     median = statistics.median(seconds)
-    target, hit = ("", "") if size.target_s is None else (f"{size.target_s:g}", _verdict(median <= size.target_s))
+    target, hit = (
+        ("", "")
+        if size.target_s is None
+        else (f"{size.target_s:g}", _verdict(median <= size.target_s))
+    )
     return (
         f"| {size.num_stages} | {', '.join(map(str, size.lengths))} | {size.num_options} | {size.num_slots} | {median:.2f} | {target} | "
         f"{hit} | {', '.join(f'{second:.2f}' for second in seconds)} | {memory_gib:.2f} | {_verdict(memory_gib <= MAX_GIB)} |"
@@ -135,7 +140,9 @@ def _verdict(is_met: bool) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a page: the machine and one row a chain."""
-    parser = argparse.ArgumentParser(prog="python -m bench.rotor_time", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.rotor_time", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--runs", type=int, default=5, help="how many of each chain, at least 1")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.run", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.run", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--model", required=True, choices=sorted(models.REGISTRY))
     parser.add_argument(
         "--budget",
@@ -59,11 +61,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="fraction of the peak, bytes, '1GiB', 'minimum' or 'checkpoint' (its measured peak); repeatable",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not counted")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timed rounds, after one that is not counted"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tiny", action="store_true", help="the variant that takes milliseconds")
-    parser.add_argument("--checkpoint", action="store_true", help="measure one checkpoint a layer as well")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="measure one checkpoint a layer as well"
+    )
     parser.add_argument("--no-resident", action="store_true", help="skip the second process")
     parser.add_argument("--resident", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -73,7 +79,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> Iterator[Record]:
     """The records of all budgets, or one record without a budget where none was asked for."""
-    workload = models.build(options.model, tiny=options.tiny, device=options.device, seed=options.seed)
+    workload = models.build(
+        options.model, tiny=options.tiny, device=options.device, seed=options.seed
+    )
     names = ["eager", "checkpoint"] if options.checkpoint else ["eager"]
     steps = {name: _peer_step(workload, peers.PEERS[name]) for name in names}
     _say("measuring the peaks of " + " and ".join(names))
@@ -195,7 +203,9 @@ def _planner(workload: models.Workload) -> Planner:
     return Planner(workload.model, workload.sample)
 
 
-def _candidate(workload: models.Workload, planner: Planner, given: str, budget: float | str) -> _Candidate:
+def _candidate(
+    workload: models.Workload, planner: Planner, given: str, budget: float | str
+) -> _Candidate:
     from rockmate import InfeasibleBudgetError
 
     record: Record = {"budget": given}
@@ -215,7 +225,9 @@ def _candidate(workload: models.Workload, planner: Planner, given: str, budget: 
         "plan_s": plan_s,
         "module_s": module_s,
     }
-    return _Candidate(given=given, record=record, module=module, step=_module_step(workload, module))
+    return _Candidate(
+        given=given, record=record, module=module, step=_module_step(workload, module)
+    )
 
 
 def _budget_value(given: str, minimum_bytes: int, checkpoint_bytes: int | None) -> float | str:
@@ -247,7 +259,9 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
 # --- the second process ---------------------------------------------------------------------------------
 
 
-def _resident_in_child(options: argparse.Namespace, candidates: Sequence[_Candidate]) -> dict[str, Any]:
+def _resident_in_child(
+    options: argparse.Namespace, candidates: Sequence[_Candidate]
+) -> dict[str, Any]:
     """Resident peaks by name, and the meter's calibration; empty where not wanted or not on the CPU."""
     if options.no_resident or torch.device(options.device).type != "cpu":
         return {}
@@ -263,7 +277,9 @@ def _resident_in_child(options: argparse.Namespace, candidates: Sequence[_Candid
         command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True, text=True
     )
     peaks = json.loads(finished.stdout)
-    by_name = {name: peaks[name] for name in ("eager", "checkpoint", "calibration") if name in peaks}
+    by_name = {
+        name: peaks[name] for name in ("eager", "checkpoint", "calibration") if name in peaks
+    }
     for candidate in candidates:
         peak_bytes = peaks.get(str(candidate.record["budget_bytes"]))
         if peak_bytes is not None:
@@ -297,7 +313,9 @@ def _resident_peak(workload: models.Workload, step: Callable[[], Tensor]) -> int
 # --- records ----------------------------------------------------------------------------------------------
 
 
-def _peer_record(name: str, peak_bytes: int, resident: int | None, times: measure.StepTimes) -> Record:
+def _peer_record(
+    name: str, peak_bytes: int, resident: int | None, times: measure.StepTimes
+) -> Record:
     return {
         f"{name}_peak_bytes": peak_bytes,
         f"{name}_resident_peak_bytes": resident,
@@ -308,13 +326,19 @@ def _peer_record(name: str, peak_bytes: int, resident: int | None, times: measur
 
 
 def _budget_record(
-    candidate: _Candidate, common: Record, peak_bytes: int, resident: int | None, times: measure.StepTimes
+    candidate: _Candidate,
+    common: Record,
+    peak_bytes: int,
+    resident: int | None,
+    times: measure.StepTimes,
 ) -> Record:
     plan = candidate.record
     budget_bytes, predicted_bytes = plan["budget_bytes"], plan["predicted_peak_bytes"]
     # Library scratch is no part of the budget; what eager shows of it is the yardstick for ours.
     eager_resident = common["eager_resident_peak_bytes"]
-    scratch = None if eager_resident is None else max(0, eager_resident - common["eager_peak_bytes"])
+    scratch = (
+        None if eager_resident is None else max(0, eager_resident - common["eager_peak_bytes"])
+    )
     prediction_error = predicted_bytes / peak_bytes - 1
     baseline_error = common["baseline_peak_bytes"] / common["eager_peak_bytes"] - 1
     return {
@@ -338,20 +362,28 @@ def _budget_record(
             times.ratio < common["checkpoint_ratio"] if "checkpoint_ratio" in common else None
         ),
         "smaller_than_checkpoint": (
-            peak_bytes < common["checkpoint_peak_bytes"] if "checkpoint_peak_bytes" in common else None
+            peak_bytes < common["checkpoint_peak_bytes"]
+            if "checkpoint_peak_bytes" in common
+            else None
         ),
     }
 
 
-def _equality_record(ours: Sequence[measure.StepRecord], reference: Sequence[measure.StepRecord]) -> Record:
+def _equality_record(
+    ours: Sequence[measure.StepRecord], reference: Sequence[measure.StepRecord]
+) -> Record:
     pairs = list(zip(ours, reference, strict=True))
     differences = [measure.tensor_difference(own.gradients, ref.gradients) for own, ref in pairs]
     return {
         "gradients_equal": [difference.equal for difference in differences],
         "gradient_differences": [asdict(difference) for difference in differences],
         "losses_equal": [bool(torch.equal(own.loss, ref.loss)) for own, ref in pairs],
-        "buffers_equal": [measure.tensor_difference(own.buffers, ref.buffers).equal for own, ref in pairs],
-        "random_state_equal": [bool(torch.equal(own.random_state, ref.random_state)) for own, ref in pairs],
+        "buffers_equal": [
+            measure.tensor_difference(own.buffers, ref.buffers).equal for own, ref in pairs
+        ],
+        "random_state_equal": [
+            bool(torch.equal(own.random_state, ref.random_state)) for own, ref in pairs
+        ],
     }
 
 

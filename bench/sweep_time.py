@@ -75,10 +75,16 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
     """Sweeps one model of `bench.models` some times, each with ops measured anew; all figures are of the sweep of median time."""
     workload = models.build(name)
     step = capture_step(workload.model, workload.sample)
-    num_ops = len(step.graph.ops)  # the graph is part of the capture, and made when it is first asked for
+    num_ops = len(
+        step.graph.ops
+    )  # the graph is part of the capture, and made when it is first asked for
     sweeps = [_swept(Planner.of(step), num_budgets) for _ in range(NUM_SWEEPS)]
-    planner, budgets, together, together_s = sorted(sweeps, key=lambda sweep: sweep[0].timings["solve"] + sweep[3])[NUM_SWEEPS // 2]
-    alone, alone_s = _timed(lambda: [planner.plan(budget_bytes) for budget_bytes in reversed(budgets)][::-1])
+    planner, budgets, together, together_s = sorted(
+        sweeps, key=lambda sweep: sweep[0].timings["solve"] + sweep[3]
+    )[NUM_SWEEPS // 2]
+    alone, alone_s = _timed(
+        lambda: [planner.plan(budget_bytes) for budget_bytes in reversed(budgets)][::-1]
+    )
     return SweepTime(
         name=name,
         num_ops=num_ops,
@@ -106,7 +112,9 @@ def _timed(run: Callable[[], list[Plan]]) -> tuple[list[Plan], float]:
 def as_row(result: SweepTime) -> str:
     """One row of the table, Markdown."""
     all_s = result.prepare_s + result.together_s
-    slower = [together - alone for together, alone in zip(result.together, result.alone, strict=True)]
+    slower = [
+        together - alone for together, alone in zip(result.together, result.alone, strict=True)
+    ]
     gaps = [
         statistics.median(ratio - bound for ratio, bound in zip(ratios, result.bounds, strict=True))
         for ratios in (result.together, result.alone)
@@ -120,12 +128,23 @@ def as_row(result: SweepTime) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a page: the machine and one row a model."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sweep_time", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(models.REGISTRY), help="repeatable; six if left out")
-    parser.add_argument("--budgets", type=int, default=50, help=f"how many, at least {LEAST_BUDGETS}")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sweep_time", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=sorted(models.REGISTRY),
+        help="repeatable; six if left out",
+    )
+    parser.add_argument(
+        "--budgets", type=int, default=50, help=f"how many, at least {LEAST_BUDGETS}"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.budgets < LEAST_BUDGETS:
-        parser.error(f"--budgets is {chosen.budgets}; fewer than {LEAST_BUDGETS} are not planned together")
+        parser.error(
+            f"--budgets is {chosen.budgets}; fewer than {LEAST_BUDGETS} are not planned together"
+        )
     torch.set_num_threads(1)
     sys.stdout.write(f"{HEADER}\n{machine_line(machine_record('bench.sweep_time'))}\n\n{COLUMNS}\n")
     for name in chosen.model or MODELS:

@@ -49,7 +49,8 @@ class UNet(nn.Module):
         widths = [base_width * 2**level for level in range(num_levels + 1)]
         self.pool = nn.MaxPool2d(2)
         self.down = nn.ModuleList(
-            DoubleConvolution(in_width, width) for in_width, width in zip([3, *widths], widths, strict=False)
+            DoubleConvolution(in_width, width)
+            for in_width, width in zip([3, *widths], widths, strict=False)
         )
         self.up = nn.ModuleList(Up(width) for width in reversed(widths[1:]))
         self.head = nn.Conv2d(base_width, classes, 1)

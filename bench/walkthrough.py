@@ -123,7 +123,12 @@ def sections() -> Iterator[Section]:
 
     before = _call_counts(capture.joint)
     rewrite(capture.joint)
-    yield Section(name="rewrite", language="text", text=_rewrite_text(before, _call_counts(capture.joint)), is_exact=True)
+    yield Section(
+        name="rewrite",
+        language="text",
+        text=_rewrite_text(before, _call_counts(capture.joint)),
+        is_exact=True,
+    )
 
     graph = weight_gradients_first(build_graph(capture))
     split_handovers(graph)
@@ -136,29 +141,68 @@ def sections() -> Iterator[Section]:
     yield Section(name="chain", language="text", text=str(chain), is_exact=True)
 
     baseline = simulate(graph, no_recomputation(graph), costs)
-    levels = SeveralLevels(graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=SolverTime(_TIME_LIMIT_S))
+    levels = SeveralLevels(
+        graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=SolverTime(_TIME_LIMIT_S)
+    )
     yield Section(name="options", language="text", text=_options_text(levels), is_exact=False)
     yield Section(name="rotor", language="text", text=_rotor_text(levels), is_exact=False)
 
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
-    yield Section(name="improvement", language="text", text=_improvement_text(levels, budget_bytes), is_exact=False)
+    yield Section(
+        name="improvement",
+        language="text",
+        text=_improvement_text(levels, budget_bytes),
+        is_exact=False,
+    )
 
     certificate = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
-    search = make_search("rockmate", graph, chain, costs, certificate=certificate, solver_time=SolverTime(_TIME_LIMIT_S))
+    search = make_search(
+        "rockmate",
+        graph,
+        chain,
+        costs,
+        certificate=certificate,
+        solver_time=SolverTime(_TIME_LIMIT_S),
+    )
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
-    yield Section(name="frontier", language="text", text=_frontier_text(search, baseline, budget_bytes), is_exact=False)
+    yield Section(
+        name="frontier",
+        language="text",
+        text=_frontier_text(search, baseline, budget_bytes),
+        is_exact=False,
+    )
 
-    yield Section(name="certificate", language="text", text=_certificate_text(certificate, search, baseline), is_exact=False)
-    yield Section(name="schedule", language="text", text=_schedule_text(graph, chosen.schedule), is_exact=False)
-    yield Section(name="simulation", language="text", text=_simulation_text(graph, costs, chosen, budget_bytes), is_exact=False)
+    yield Section(
+        name="certificate",
+        language="text",
+        text=_certificate_text(certificate, search, baseline),
+        is_exact=False,
+    )
+    yield Section(
+        name="schedule",
+        language="text",
+        text=_schedule_text(graph, chosen.schedule),
+        is_exact=False,
+    )
+    yield Section(
+        name="simulation",
+        language="text",
+        text=_simulation_text(graph, costs, chosen, budget_bytes),
+        is_exact=False,
+    )
 
     program = emit(graph, chosen.schedule, owner_names(model))
-    yield Section(name="forward", language="python", text=_code_text(program.forward_code), is_exact=False)
+    yield Section(
+        name="forward", language="python", text=_code_text(program.forward_code), is_exact=False
+    )
     backward = _code_text(program.backward_code, _again_in(graph, chosen.schedule))
     yield Section(name="backward", language="python", text=backward, is_exact=False)
     yield Section(
-        name="run", language="text", text=_run_text(model, tensors, capture, program, chosen, budget_bytes), is_exact=False
+        name="run",
+        language="text",
+        text=_run_text(model, tensors, capture, program, chosen, budget_bytes),
+        is_exact=False,
     )
 
 
@@ -171,16 +215,20 @@ def _model_text() -> str:
     sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
     return (
         f"{source}\n\nmodel = Classifier({sizes}).train()\n"
-        f"sample = {{\"x\": torch.randn({_BATCH}, {_WIDTH}), \"labels\": torch.randint({_CLASSES}, ({_BATCH},))}}"
+        f'sample = {{"x": torch.randn({_BATCH}, {_WIDTH}), "labels": torch.randint({_CLASSES}, ({_BATCH},))}}'
     )
 
 
 def _capture_text(capture: Capture) -> str:
     ends = (("inputs", capture.inputs), ("outputs", capture.outputs))
-    lines = [f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the joint graph"]
+    lines = [
+        f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the joint graph"
+    ]
     for title, roles in ends:
         lines.append(f"{title}:")
-        lines += [f"  {node.name:<22} {_shape(node):<14} {_role_text(role)}" for node, role in roles]
+        lines += [
+            f"  {node.name:<22} {_shape(node):<14} {_role_text(role)}" for node, role in roles
+        ]
     return "\n".join(lines)
 
 
@@ -193,7 +241,9 @@ def _shape(node: fx.Node) -> str:
 
 
 def _call_counts(joint: fx.GraphModule) -> Counter[str]:
-    return Counter(_call_name(node.target) for node in joint.graph.nodes if node.op == "call_function")
+    return Counter(
+        _call_name(node.target) for node in joint.graph.nodes if node.op == "call_function"
+    )
 
 
 def _call_name(target: Any) -> str:
@@ -232,18 +282,26 @@ def _options_text(levels: SeveralLevels) -> str:
         f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the output",
     ]
     for index, option in enumerate(levels.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK)):
-        saved = " ".join(storages[position].name for position in option.saved if storages[position] is not block.output)
+        saved = " ".join(
+            storages[position].name
+            for position in option.saved
+            if storages[position] is not block.output
+        )
         times = f"{option.forward.time_ms:>9.3f} {option.backward.time_ms:>9.3f}"
         lines.append(
             f"{index:>6} {_kib(option.saved_bytes):>8} {_kib(option.forward.peak_bytes):>13} "
             f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
         )
-    lines.append(f"{levels.solver.num_distinct} distinct blocks and spans solved for {len(levels.rotor_chain.spans)}")
+    lines.append(
+        f"{levels.solver.num_distinct} distinct blocks and spans solved for {len(levels.rotor_chain.spans)}"
+    )
     return "\n".join(lines)
 
 
 def _rotor_text(levels: SeveralLevels) -> str:
-    lines = [f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"]
+    lines = [
+        f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"
+    ]
     for index, stage in enumerate(levels.rotor_chain.stages):
         lines.append(
             f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} {stage.forward_ms:>12.3f} "
@@ -252,7 +310,9 @@ def _rotor_text(levels: SeveralLevels) -> str:
     points = levels.table.breakpoints()
     lines += ["", f"{len(points)} breakpoints; table unit {levels.table.unit_bytes:,} bytes"]
     for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
-        lines.append(f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {levels.table.sequence(budget_bytes)}")
+        lines.append(
+            f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {levels.table.sequence(budget_bytes)}"
+        )
     return "\n".join(lines)
 
 
@@ -262,7 +322,9 @@ def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
     one_level = OneLevel(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
     limits = evenly(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
-        "one level": [schedule for limit in limits if (schedule := one_level.saving(limit)) is not None],
+        "one level": [
+            schedule for limit in limits if (schedule := one_level.saving(limit)) is not None
+        ],
         "several levels": [maker() for maker in levels.makers()],
     }
     lines = [
@@ -284,13 +346,17 @@ def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def _fastest_of_each_peak(levels: SeveralLevels, schedules: Iterable[Schedule], max_bytes: int) -> list[Candidate]:
+def _fastest_of_each_peak(
+    levels: SeveralLevels, schedules: Iterable[Schedule], max_bytes: int
+) -> list[Candidate]:
     """One schedule for each peak in whole KiB, by growing peak."""
     fastest: dict[int, Candidate] = {}
     for schedule in schedules:
         simulation = simulate(levels.graph, schedule, levels.solver.costs)
         peak_kib = simulation.peak_bytes // _KIB
-        if simulation.peak_bytes > max_bytes or (peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms):
+        if simulation.peak_bytes > max_bytes or (
+            peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms
+        ):
             continue
         fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
     return [fastest[peak_kib] for peak_kib in sorted(fastest)]
@@ -316,10 +382,16 @@ def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) ->
 
 
 def _certificate_text(certificate: Certificate, search: Searcher, baseline: Simulation) -> str:
-    lines = [f"{len(certificate.moments)} moments", f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}"]
+    lines = [
+        f"{len(certificate.moments)} moments",
+        f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}",
+    ]
     for moment in certificate.moments:
         lines.append(f"{moment.op.name:<24} {_kib(moment.num_bytes):>24} {len(moment.later):>22}")
-    lines += ["", f"{'budget':>6} {'KiB':>9} {'no schedule below, ms':>22} {'found, ms':>10} {'gap of the baseline':>20}"]
+    lines += [
+        "",
+        f"{'budget':>6} {'KiB':>9} {'no schedule below, ms':>22} {'found, ms':>10} {'gap of the baseline':>20}",
+    ]
     for fraction in _BOUND_FRACTIONS:
         budget_bytes = int(fraction * baseline.peak_bytes)
         bound_ms = certificate.bound_ms(budget_bytes)
@@ -352,7 +424,10 @@ def _simulation_text(graph: Graph, costs: Costs, chosen: Candidate, budget_bytes
         f"predicted time   {found.time_ms:>10.3f} ms",
         "live at the peak:",
     ]
-    lines += [f"  {size:>10,} bytes  {name}" for name, size in live_at(graph, costs, schedule, found.peak_position)]
+    lines += [
+        f"  {size:>10,} bytes  {name}"
+        for name, size in live_at(graph, costs, schedule, found.peak_position)
+    ]
     return "\n".join(lines)
 
 
@@ -370,18 +445,30 @@ def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> li
     rows = [(storage.name, storage.num_bytes) for storage in live]
     if position in schedule.in_place:
         op = graph.ops[schedule.steps[position]]
-        rows.append((f"less {op.writes[0].name}, which takes over an operand's memory", -op.writes[0].num_bytes))
+        rows.append(
+            (
+                f"less {op.writes[0].name}, which takes over an operand's memory",
+                -op.writes[0].num_bytes,
+            )
+        )
     index = schedule.steps[position]
     cost = (costs.again if index in schedule.steps[:position] else costs.first)[index]
     if cost.overhead_bytes:
         rows.append((f"overhead of {graph.ops[index].name}", cost.overhead_bytes))
-    rows += [(f"random state of {op.name}", state_bytes(op)) for op in _states_held(graph, schedule, position)]
+    rows += [
+        (f"random state of {op.name}", state_bytes(op))
+        for op in _states_held(graph, schedule, position)
+    ]
     return sorted(rows, key=lambda row: -row[1])
 
 
 def _states_held(graph: Graph, schedule: Schedule, position: int) -> list[Op]:
     so_far, later = schedule.steps[: position + 1], schedule.steps[position:]
-    held = [index for index in dict.fromkeys(so_far) if index in later and schedule.steps.count(index) > 1]
+    held = [
+        index
+        for index in dict.fromkeys(so_far)
+        if index in later and schedule.steps.count(index) > 1
+    ]
     return [graph.ops[index] for index in held if state_bytes(graph.ops[index])]
 
 
@@ -393,7 +480,9 @@ def _code_text(code: str, first_shown: str = "") -> str:
     found = [index - 2 for index, line in enumerate(body) if first_shown and first_shown in line]
     start = max(0, found[0] if found else len(body) - _EXCERPT_LINES)
     shown = body[start : start + _EXCERPT_LINES]
-    return "\n".join([lines[0], f"    # {num_arguments} arguments and {start} lines before these", *shown])
+    return "\n".join(
+        [lines[0], f"    # {num_arguments} arguments and {start} lines before these", *shown]
+    )
 
 
 def _again_in(graph: Graph, schedule: Schedule) -> str:
@@ -404,7 +493,12 @@ def _again_in(graph: Graph, schedule: Schedule) -> str:
 
 
 def _run_text(
-    model: nn.Module, tensors: Sequence[Tensor], capture: Capture, program: Program, chosen: Candidate, budget_bytes: int
+    model: nn.Module,
+    tensors: Sequence[Tensor],
+    capture: Capture,
+    program: Program,
+    chosen: Candidate,
+    budget_bytes: int,
 ) -> str:
     eager = copy.deepcopy(model)
     runner = Runner(program, model)
@@ -425,8 +519,15 @@ def _run_text(
         owner.zero_grad(set_to_none=False)
         torch.manual_seed(1)
         loss = []
-        measured[name] = timeline(lambda step=step, loss=loss: loss.append(step().detach())), loss[0], torch.get_rng_state()
-    (eager_memory, eager_loss, eager_state), (memory, loss, state) = measured["eager"], measured["planned"]
+        measured[name] = (
+            timeline(lambda step=step, loss=loss: loss.append(step().detach())),
+            loss[0],
+            torch.get_rng_state(),
+        )
+    (eager_memory, eager_loss, eager_state), (memory, loss, state) = (
+        measured["eager"],
+        measured["planned"],
+    )
     pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
     equal = sum(torch.equal(_gradient(own), _gradient(theirs)) for own, theirs in pairs)
     predicted = chosen.simulation.peak_bytes
@@ -483,8 +584,12 @@ def write(found: Sequence[Section], path: Path = DOCUMENT) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="bench.walkthrough", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"replace the marked blocks of {DOCUMENT.name}")
+    parser = argparse.ArgumentParser(
+        prog="bench.walkthrough", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"replace the marked blocks of {DOCUMENT.name}"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = []

@@ -49,7 +49,9 @@ def check_backend(backend: str, known: Sequence[str]) -> None:
     if backend not in known:
         raise ValueError(f"backend is {backend!r}; known are {', '.join(known)}")
     if backend == "highs" and not has_highs():
-        raise ValueError("backend is 'highs', but highspy is not installed; install it or take 'cbc'")
+        raise ValueError(
+            "backend is 'highs', but highspy is not installed; install it or take 'cbc'"
+        )
 
 
 def has_highs() -> bool:
@@ -85,7 +87,10 @@ def run(program: pulp.LpProblem, seconds: float, backend: str) -> Outcome:
     }.get(program.sol_status, Status.NOT_FOUND)
     if status is Status.OPTIMAL:
         assert program.objective is not None
-        bound = sum(coefficient * (variable.value() or 0) for variable, coefficient in program.objective.items())
+        bound = sum(
+            coefficient * (variable.value() or 0)
+            for variable, coefficient in program.objective.items()
+        )
     return Outcome(status=status, bound=bound)
 
 

@@ -112,7 +112,12 @@ class Curve:
         if self._last is None or self._last[0] != max_saved_bytes:
             deadline = monotonic() + time_limit_s
             try:
-                self._last = max_saved_bytes, best_within(self._fronts, max_saved_bytes, deadline=deadline, hulls=self._hulls)
+                self._last = (
+                    max_saved_bytes,
+                    best_within(
+                        self._fronts, max_saved_bytes, deadline=deadline, hulls=self._hulls
+                    ),
+                )
             except TooManyLabelsError:
                 return None
             except OutOfTimeError:

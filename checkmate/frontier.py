@@ -29,7 +29,11 @@ from checkmate.reduction import Part, PartOp, Reduced
 _PART_LABELS = 1 << 16
 _SUM_LABELS = 1 << 18
 _POINTS_TOGETHER = 64  # of parts that are put together: fewer parts, each of more points
-_SHARES_OF_GAP = (0.05, 0.3, 1.0)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
+_SHARES_OF_GAP = (
+    0.05,
+    0.3,
+    1.0,
+)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
 _MAX_OPEN_LINKS = 62
 _MAX_BYTES = 1 << 61
 
@@ -130,7 +134,9 @@ def _both(one: Front, other: Front) -> Front | None:
     return Front(
         saved_bytes=saved_bytes[keep],
         ticks=ticks[keep],
-        recomputed=np.hstack([one.recomputed[keep // num_others], other.recomputed[keep % num_others]]),
+        recomputed=np.hstack(
+            [one.recomputed[keep // num_others], other.recomputed[keep % num_others]]
+        ),
     )
 
 
@@ -304,7 +310,11 @@ class _Bound:
         self._rest = hulls.rest
         saved, ticks = hulls.whole
         within = int(np.searchsorted(saved, limit, side="right"))
-        known, at_best = (float(ticks[within - 1]), float(np.interp(limit, saved, ticks))) if within else (-1.0, -1.0)
+        known, at_best = (
+            (float(ticks[within - 1]), float(np.interp(limit, saved, ticks)))
+            if within
+            else (-1.0, -1.0)
+        )
         self._most_ticks = at_best + share * (known - at_best)
 
     def may_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
@@ -316,7 +326,9 @@ class _Bound:
         return (room >= rest_saved[0]) & (at_best <= self._most_ticks + 0.5)
 
 
-def _walked(hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]]) -> list[tuple[Ints, Ints]]:
+def _walked(
+    hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]]
+) -> list[tuple[Ints, Ints]]:
     """For each part, and none, the hull of the sum of the parts from it on, by rising bytes."""
     which = np.array([part for part, _ in walk], dtype=np.int64)
     steps = np.array(

@@ -103,7 +103,9 @@ def descend(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
         for to, ((bytes_before, ticks_before), (bytes_after, ticks_after)) in enumerate(
             pairwise(points), start=1
         ):
-            steps.append((Fraction(ticks_after - ticks_before, bytes_before - bytes_after), which, to))
+            steps.append(
+                (Fraction(ticks_after - ticks_before, bytes_before - bytes_after), which, to)
+            )
     return [(which, to) for _, which, to in sorted(steps)]
 
 
@@ -169,7 +171,9 @@ def _cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
             saved_bytes += sum(
                 s for link, s in zip(op.links_out, op.link_bytes, strict=True) if link in needed
             )
-    return Vertex(saved_bytes=saved_bytes, ticks=sum(ops[i].ticks for i in recomputed), recomputed=recomputed)
+    return Vertex(
+        saved_bytes=saved_bytes, ticks=sum(ops[i].ticks for i in recomputed), recomputed=recomputed
+    )
 
 
 class _Network:

@@ -71,10 +71,14 @@ def build(problem: Knapsack, max_saved_bytes: int) -> Model:
         if op.recomputable
     }
     S = {value: program.add_variable(f"S_{value}", cat=pulp.LpBinary) for value in counted}
-    at_hand = {value: S[value] + R[maker[value]] if maker[value] in R else +S[value] for value in counted}
+    at_hand = {
+        value: S[value] + R[maker[value]] if maker[value] in R else +S[value] for value in counted
+    }
 
     scale = _TIME_TOTAL / (fsum(op.time_ms for op in problem.ops) or 1.0)
-    time = pulp.lpSum(problem.ops[index].time_ms * scale * variable for index, variable in R.items())
+    time = pulp.lpSum(
+        problem.ops[index].time_ms * scale * variable for index, variable in R.items()
+    )
     unit = gcd(*(problem.value_bytes[value] for value in counted)) or 1
     num_units = sum(problem.value_bytes[value] // unit for value in counted)
     shrink = min(1.0, _BYTES_TOTAL / (num_units or 1))
@@ -86,5 +90,7 @@ def build(problem: Knapsack, max_saved_bytes: int) -> Model:
     for index in R:
         for value in sorted(S.keys() & problem.ops[index].inputs):
             program.addConstraint(at_hand[value] >= R[index], f"op_{index}_reads_{value}")
-    program.addConstraint(saved <= min(max_saved_bytes // unit, num_units) * shrink + _SLACK, "limit")
+    program.addConstraint(
+        saved <= min(max_saved_bytes // unit, num_units) * shrink + _SLACK, "limit"
+    )
     return Model(program=program, recompute=R, save=S, time=time, saved=saved)

@@ -32,7 +32,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def pareto(
-    problem: Knapsack, *, max_points: int = 16, time_limit_s: float = 10.0, backend: str | None = None
+    problem: Knapsack,
+    *,
+    max_points: int = 16,
+    time_limit_s: float = 10.0,
+    backend: str | None = None,
 ) -> tuple[Solution, ...]:
     """Plans from the fastest down to the one that saves the fewest bytes.
 
@@ -121,7 +125,9 @@ def _fill(points: Points, chosen: list[int], candidates: Sequence[int], max_poin
         place = max(gaps, key=lambda gap: (gap[0], -gap[1]))[1]
         low, high = chosen[place - 1], chosen[place]
         inside = candidates[bisect_right(candidates, low) : bisect_left(candidates, high)]
-        split = min(inside, key=lambda middle: max(_gap(points, low, middle), _gap(points, middle, high)))
+        split = min(
+            inside, key=lambda middle: max(_gap(points, low, middle), _gap(points, middle, high))
+        )
         chosen.insert(place, split)
 
 
@@ -148,7 +154,9 @@ def _from_table(
     size = len(total.saved_bytes)
     points = list(zip(total.saved_bytes[::-1].tolist(), total.ticks[::-1].tolist(), strict=True))
     plans = [
-        assemble(problem, recomputed_ops(reduced, fronts, total, size - 1 - position), Status.OPTIMAL)
+        assemble(
+            problem, recomputed_ops(reduced, fronts, total, size - 1 - position), Status.OPTIMAL
+        )
         for position in spread(points, max_points)
     ]
     return _verified(problem, plans)
@@ -181,7 +189,9 @@ def _bisect(
         place = -max(open_gaps)[1]
         above, below = plans[place - 1], plans[place]
         found = best_within((above.saved_bytes + below.saved_bytes) // 2)
-        if not (found.found and below.saved_bytes < found.saved_bytes and found.time_ms < below.time_ms):
+        if not (
+            found.found and below.saved_bytes < found.saved_bytes and found.time_ms < below.time_ms
+        ):
             # Nothing in the lower half that is better than `below`; what is left lies just under `above`.
             found = best_within(above.saved_bytes - 1)
             if found.status is Status.NOT_FOUND:

@@ -84,7 +84,9 @@ def check_ops(ops: Sequence[Op], value_bytes: Sequence[int]) -> None:
             )
     maker: dict[int, int] = {}
     for index, op in enumerate(ops):
-        is_number = isinstance(op.time_ms, float | Real)  # `float` for speed: a virtual subclass takes a look-up
+        is_number = isinstance(
+            op.time_ms, float | Real
+        )  # `float` for speed: a virtual subclass takes a look-up
         if not (is_number and isfinite(op.time_ms) and op.time_ms >= 0):
             raise ValueError(
                 f"op {index} takes {op.time_ms!r} ms; a finite time (float) of at least 0 is needed"

@@ -155,7 +155,11 @@ def _components(
 
 
 def _part(
-    problem: Knapsack, indices: tuple[int, ...], at_hand: set[int], needed: set[int], ticks: tuple[int, ...]
+    problem: Knapsack,
+    indices: tuple[int, ...],
+    at_hand: set[int],
+    needed: set[int],
+    ticks: tuple[int, ...],
 ) -> Part:
     local: dict[int, int] = {}
     part_ops: list[PartOp] = []
@@ -202,7 +206,8 @@ def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> 
         op = problem.ops[index]
         made.update(op.outputs)
         if index in wanted and any(
-            v in needed and v not in problem.forced and problem.value_bytes[v] > 0 for v in op.outputs
+            v in needed and v not in problem.forced and problem.value_bytes[v] > 0
+            for v in op.outputs
         ):
             kept.append(index)
             rebuilt.update(op.outputs)

@@ -43,7 +43,11 @@ _TIE = 1e-4
 
 
 def solve(
-    problem: Knapsack, max_saved_bytes: int, *, time_limit_s: float = 10.0, backend: str | None = None
+    problem: Knapsack,
+    max_saved_bytes: int,
+    *,
+    time_limit_s: float = 10.0,
+    backend: str | None = None,
 ) -> Solution:
     """The fastest plan within a limit on saved bytes; among equally fast ones, the one that saves the fewest.
 
@@ -92,7 +96,12 @@ def check_search(time_limit_s: float, backend: str | None) -> None:
 
 
 def solve_by_fronts(
-    problem: Knapsack, reduced: Reduced, fronts: tuple[Front, ...], max_saved_bytes: int, *, deadline: float
+    problem: Knapsack,
+    reduced: Reduced,
+    fronts: tuple[Front, ...],
+    max_saved_bytes: int,
+    *,
+    deadline: float,
 ) -> Solution:
     """`solve` where the parts' Pareto sets are known.
 
@@ -109,7 +118,9 @@ def solve_by_fronts(
     return plan
 
 
-def solve_by_ilp(problem: Knapsack, max_saved_bytes: int, *, deadline: float, backend: str) -> Solution:
+def solve_by_ilp(
+    problem: Knapsack, max_saved_bytes: int, *, deadline: float, backend: str
+) -> Solution:
     """`solve` by the ILP alone, in two stages; only whether any plan exists is told by minimum cuts."""
     if max_saved_bytes < least_saved_bytes(problem):
         return no_plan(Status.INFEASIBLE)
@@ -130,7 +141,9 @@ def solve_by_ilp(problem: Knapsack, max_saved_bytes: int, *, deadline: float, ba
     best = fastest
     if leanest.found and sum(ticks[i] for i in leanest.recomputed) <= least_ticks:
         best = min(leanest, fastest, key=lambda plan: plan.saved_bytes)
-    best = replace(best, status=Status.OPTIMAL if leanest.status is Status.OPTIMAL else Status.FEASIBLE)
+    best = replace(
+        best, status=Status.OPTIMAL if leanest.status is Status.OPTIMAL else Status.FEASIBLE
+    )
     verify(problem, best, max_saved_bytes=max_saved_bytes)
     return best
 
@@ -147,11 +160,17 @@ def _run_within(
         status = run(model.program, deadline - monotonic(), backend).status
         if status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return no_plan(status)
-        recomputed = [index for index, variable in model.recompute.items() if round(variable.value() or 0)]
+        recomputed = [
+            index for index, variable in model.recompute.items() if round(variable.value() or 0)
+        ]
         plan = assemble(problem, recomputed, status)
         if plan.saved_bytes <= max_saved_bytes:
             return plan
-        heavy = (value for value in sorted(plan.saved) if value in model.save and problem.value_bytes[value])
+        heavy = (
+            value
+            for value in sorted(plan.saved)
+            if value in model.save and problem.value_bytes[value]
+        )
         cover = [model.save[value] for value in heavy]
         model.program.addConstraint(pulp.lpSum(cover) <= len(cover) - 1)
 

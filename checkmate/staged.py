@@ -118,10 +118,17 @@ class StagedSolution:
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
-def no_schedule(status: Status, bound_ms: float = inf, first_recompute_op: int = 0) -> StagedSolution:
+def no_schedule(
+    status: Status, bound_ms: float = inf, first_recompute_op: int = 0
+) -> StagedSolution:
     """An answer without a schedule, for `Status.INFEASIBLE` and `Status.NOT_FOUND`."""
     return StagedSolution(
-        status=status, steps=(), time_ms=inf, peak_bytes=0, bound_ms=bound_ms, first_recompute_op=first_recompute_op
+        status=status,
+        steps=(),
+        time_ms=inf,
+        peak_bytes=0,
+        bound_ms=bound_ms,
+        first_recompute_op=first_recompute_op,
     )
 
 
@@ -150,7 +157,9 @@ def live_values(problem: StagedProblem, steps: Sequence[int]) -> list[frozenset[
     """The values in use while each run of `steps` runs."""
     first = first_runs(steps)
     live = [frozenset[int]()] * len(steps)
-    wanted = {value for value in problem.stays if value in problem.maker}  # live after the run at hand
+    wanted = {
+        value for value in problem.stays if value in problem.maker
+    }  # live after the run at hand
     for position in reversed(range(len(steps))):
         op = problem.ops[steps[position]]
         wanted.update(value for value in op.inputs if value in problem.maker)
@@ -166,8 +175,12 @@ def used_bytes(problem: StagedProblem, steps: Sequence[int]) -> list[int]:
     used = []
     for position, (index, live) in enumerate(zip(steps, live_values(problem, steps), strict=True)):
         op = problem.ops[index]
-        copies = problem.stays.intersection(op.outputs) if first[index] < position else frozenset[int]()
-        used.append(sum(problem.value_bytes[value] for value in (*live, *copies)) + op.overhead_bytes)
+        copies = (
+            problem.stays.intersection(op.outputs) if first[index] < position else frozenset[int]()
+        )
+        used.append(
+            sum(problem.value_bytes[value] for value in (*live, *copies)) + op.overhead_bytes
+        )
     return used
 
 

@@ -65,7 +65,9 @@ class StagedModel:
         is_infeasible: Whether a row is violated whatever the variables are.
     """
 
-    def __init__(self, problem: StagedProblem, budget_bytes: int, *, first_recompute_op: int = 0) -> None:
+    def __init__(
+        self, problem: StagedProblem, budget_bytes: int, *, first_recompute_op: int = 0
+    ) -> None:
         """Build the program.
 
         Args:
@@ -77,7 +79,11 @@ class StagedModel:
         self.program = pulp.LpProblem("staged", pulp.LpMinimize)
         self.is_infeasible = False
         self._num_stages = len(problem.ops)
-        self._permanent = {value for value in problem.maker if value in problem.stays or not problem.value_bytes[value]}
+        self._permanent = {
+            value
+            for value in problem.maker
+            if value in problem.stays or not problem.value_bytes[value]
+        }
         self._moving = [value for value in sorted(problem.maker) if value not in self._permanent]
         self._readers: dict[int, list[int]] = {value: [] for value in self._moving}
         for index, op in enumerate(problem.ops):
@@ -92,7 +98,9 @@ class StagedModel:
             if op.recomputable
             for stage in range(max(index + 1, self._first_recompute), self._last_run(index) + 1)
         }
-        self._S = {(stage, value): term for value in self._moving for stage, term in self._retained(value)}
+        self._S = {
+            (stage, value): term for value in self._moving for stage, term in self._retained(value)
+        }
         self._tails: dict[tuple[int, int, int], Term] = {}
         for stage in range(self._first_tight, self._num_stages):
             self._link(stage)
@@ -100,7 +108,12 @@ class StagedModel:
         total_ms = fsum(op.time_ms for op in problem.ops)
         self.ms_per_unit = (total_ms or 1.0) / _TIME_TOTAL
         self.program.setObjective(
-            pulp.LpAffineExpression({R: problem.ops[index].time_ms / self.ms_per_unit for (_, index), R in self.R.items()})
+            pulp.LpAffineExpression(
+                {
+                    R: problem.ops[index].time_ms / self.ms_per_unit
+                    for (_, index), R in self.R.items()
+                }
+            )
         )
 
     # What is known beforehand
@@ -113,34 +126,49 @@ class StagedModel:
             op = self.problem.ops[index]
             for value in op.outputs:
                 if value in self._readers:
-                    last[value] = max((run_until[reader] for reader in self._readers[value]), default=-1)
+                    last[value] = max(
+                        (run_until[reader] for reader in self._readers[value]), default=-1
+                    )
                     if op.recomputable:
                         run_until[index] = max(run_until[index], last[value])
         return last
 
     def _last_run(self, index: int) -> int:
         """The last stage in which another run of an op can be of use."""
-        return max((self._last_wanted[value] for value in self.problem.ops[index].outputs if value in self._readers), default=-1)
+        return max(
+            (
+                self._last_wanted[value]
+                for value in self.problem.ops[index].outputs
+                if value in self._readers
+            ),
+            default=-1,
+        )
 
     def _find_first_tight(self, budget_bytes: int) -> int:
         """The first stage that does not fit when all that can ever be read again is retained."""
         size, maker = self.problem.value_bytes, self.problem.maker
         for stage, op in enumerate(self.problem.ops):
             wanted = (v for v in self._moving if maker[v] < stage <= self._last_wanted[v])
-            used = sum(size[v] for v in wanted) + sum(size[v] for v in op.outputs) + op.overhead_bytes
+            used = (
+                sum(size[v] for v in wanted) + sum(size[v] for v in op.outputs) + op.overhead_bytes
+            )
             if used + self._staying_bytes(stage) > budget_bytes:
                 return stage
         return self._num_stages
 
     def _staying_bytes(self, stage: int) -> int:
         """What stays and was made before a stage."""
-        return sum(self.problem.value_bytes[v] for v in self._permanent if self.problem.maker[v] < stage)
+        return sum(
+            self.problem.value_bytes[v] for v in self._permanent if self.problem.maker[v] < stage
+        )
 
     def _retained(self, value: int) -> Iterable[tuple[int, Term]]:
         """S of a value for each stage in which it can be read, last first."""
         maker = self.problem.maker[value]
         first_runs = self._readers[value]
-        remade_from = max(maker + 1, self._first_recompute) if self.problem.ops[maker].recomputable else inf
+        remade_from = (
+            max(maker + 1, self._first_recompute) if self.problem.ops[maker].recomputable else inf
+        )
         following: Term = 0
         for stage in range(self._last_wanted[value], maker, -1):
             position = bisect_left(first_runs, stage)
@@ -155,7 +183,9 @@ class StagedModel:
 
     def _reads(self, stage: int, value: int, start: int = 0) -> list[int]:
         """The readers of a value from `start` on that can run in a stage."""
-        return [j for j in self._readers[value] if start <= j and (j == stage or (stage, j) in self.R)]
+        return [
+            j for j in self._readers[value] if start <= j and (j == stage or (stage, j) in self.R)
+        ]
 
     def _run(self, stage: int, index: int) -> Term:
         """R, with its known values."""
@@ -194,7 +224,9 @@ class StagedModel:
                 live[value] = self._at_hand(stage, value)
             elif maker[value] < stage <= self._last_wanted[value]:
                 is_before = index < maker[value]
-                live[value] = [self._S[stage, value] if is_before else self._tail(stage, value, index)]
+                live[value] = [
+                    self._S[stage, value] if is_before else self._tail(stage, value, index)
+                ]
         return live
 
     # Rows
@@ -241,8 +273,18 @@ class StagedModel:
             coefficients: dict[pulp.LpVariable, int] = {}
             left, most = budget_bytes - self._staying_bytes(stage), 0
             beside = self.problem.ops[index].overhead_bytes
-            beside += sum(self.problem.value_bytes[v] for v in self.problem.ops[index].outputs if v in self._permanent)
-            parts = [(beside, [run]), *((self.problem.value_bytes[v], terms) for v, terms in self._live(stage, index).items())]
+            beside += sum(
+                self.problem.value_bytes[v]
+                for v in self.problem.ops[index].outputs
+                if v in self._permanent
+            )
+            parts = [
+                (beside, [run]),
+                *(
+                    (self.problem.value_bytes[v], terms)
+                    for v, terms in self._live(stage, index).items()
+                ),
+            ]
             for size, terms in parts:
                 variables = [term for term in terms if not isinstance(term, int)]
                 if any(_is(term, 1) for term in terms):

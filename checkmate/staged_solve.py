@@ -60,7 +60,9 @@ def solve_staged(
     backend = backend or ("highs" if has_highs() else "cbc")
     check_backend(backend, SOLVERS)
     if not 0 <= first_recompute_op <= len(problem.ops):
-        raise ValueError(f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}")
+        raise ValueError(
+            f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}"
+        )
     deadline = monotonic() + time_limit_s
     once = problem.needed_ops
     if max(used_bytes(problem, once), default=0) <= budget_bytes:
@@ -77,7 +79,11 @@ def solve_staged(
 
 
 def _search(
-    problem: StagedProblem, budget_bytes: int, deadline: float, backend: str, first_recompute_op: int
+    problem: StagedProblem,
+    budget_bytes: int,
+    deadline: float,
+    backend: str,
+    first_recompute_op: int,
 ) -> StagedSolution:
     """Run the solver until its schedule truly is within the budget.
 
@@ -107,7 +113,9 @@ def _bound_ms(problem: StagedProblem, model: StagedModel, outcome: Outcome) -> f
     return max(least_ms, least_ms + outcome.bound * model.ms_per_unit - _RELATIVE * least_ms)
 
 
-def _answer(problem: StagedProblem, steps: tuple[int, ...], status: Status, bound_ms: float) -> StagedSolution:
+def _answer(
+    problem: StagedProblem, steps: tuple[int, ...], status: Status, bound_ms: float
+) -> StagedSolution:
     """A schedule with its time and peak; the solver's optimum is proven to its tolerance, and then is the bound."""
     time_ms = time_of(problem, steps)
     return StagedSolution(

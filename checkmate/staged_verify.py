@@ -11,7 +11,9 @@ from checkmate.problem import Status
 from checkmate.staged import StagedProblem, StagedSolution
 
 
-def verify_staged(problem: StagedProblem, solution: StagedSolution, *, budget_bytes: int | None = None) -> None:
+def verify_staged(
+    problem: StagedProblem, solution: StagedSolution, *, budget_bytes: int | None = None
+) -> None:
     """Check that a schedule computes the step and costs what it says.
 
     Args:
@@ -29,12 +31,18 @@ def verify_staged(problem: StagedProblem, solution: StagedSolution, *, budget_by
     if not isclose(time_ms, solution.time_ms, rel_tol=1e-12, abs_tol=0.0):
         raise ValueError(f"time_ms is {solution.time_ms}, but the runs take {time_ms} ms")
     if not solution.bound_ms <= solution.time_ms:
-        raise ValueError(f"bound_ms is {solution.bound_ms}, above the schedule's own {solution.time_ms} ms")
+        raise ValueError(
+            f"bound_ms is {solution.bound_ms}, above the schedule's own {solution.time_ms} ms"
+        )
     peak_bytes = _peak_bytes(problem, solution.steps)
     if peak_bytes != solution.peak_bytes:
-        raise ValueError(f"peak_bytes is {solution.peak_bytes}, but the replay takes {peak_bytes} bytes")
+        raise ValueError(
+            f"peak_bytes is {solution.peak_bytes}, but the replay takes {peak_bytes} bytes"
+        )
     if budget_bytes is not None and peak_bytes > budget_bytes:
-        raise ValueError(f"the schedule takes {peak_bytes} bytes; the budget is {budget_bytes} bytes")
+        raise ValueError(
+            f"the schedule takes {peak_bytes} bytes; the budget is {budget_bytes} bytes"
+        )
 
 
 def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
@@ -51,7 +59,9 @@ def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
             raise ValueError(f"step {position}: op {index} runs again but is not recomputable")
         for value in op.inputs:
             if value not in made:
-                raise ValueError(f"step {position}: op {index} reads value {value} before it is made")
+                raise ValueError(
+                    f"step {position}: op {index} reads value {value} before it is made"
+                )
         ran.add(index)
         made.update(op.outputs)
     for index, op in enumerate(problem.ops):

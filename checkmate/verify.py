@@ -32,7 +32,9 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
         if not 0 <= value < num_values:
             raise ValueError(f"saved value {value} is outside 0..{num_values - 1}")
         if value in given and value not in problem.forced:
-            raise ValueError(f"saved value {value} is given: no op makes it, so there is nothing to save")
+            raise ValueError(
+                f"saved value {value} is given: no op makes it, so there is nothing to save"
+            )
     missing = sorted(problem.forced - solution.saved)
     if missing:
         raise ValueError(f"forced value {missing[0]} is not saved")
@@ -43,7 +45,9 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
         if not 0 <= index < num_ops:
             raise ValueError(f"recomputed op {index} is outside 0..{num_ops - 1}")
         if index <= previous:
-            raise ValueError(f"recomputed op {index} stands after op {previous}: not in topological order")
+            raise ValueError(
+                f"recomputed op {index} stands after op {previous}: not in topological order"
+            )
         previous = index
         op = problem.ops[index]
         if not op.recomputable:
@@ -67,4 +71,6 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
     if not isclose(time_ms, solution.time_ms, rel_tol=1e-12, abs_tol=0.0):
         raise ValueError(f"time_ms is {solution.time_ms}, but the recomputed ops take {time_ms} ms")
     if max_saved_bytes is not None and saved_bytes > max_saved_bytes:
-        raise ValueError(f"the plan saves {saved_bytes} bytes; the limit is {max_saved_bytes} bytes")
+        raise ValueError(
+            f"the plan saves {saved_bytes} bytes; the limit is {max_saved_bytes} bytes"
+        )

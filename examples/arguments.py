@@ -13,8 +13,16 @@ from rockmate.errors import RockmateError
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments: model, budget, batch size, length, steps."""
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--model", help="name on the hub or folder of a Hugging Face model; without it a small one is built")
-    result.add_argument("--budget", type=budget, default=0.6, help="activation budget: 0.6, 6GiB, or bytes (default: %(default)s)")
+    result.add_argument(
+        "--model",
+        help="name on the hub or folder of a Hugging Face model; without it a small one is built",
+    )
+    result.add_argument(
+        "--budget",
+        type=budget,
+        default=0.6,
+        help="activation budget: 0.6, 6GiB, or bytes (default: %(default)s)",
+    )
     result.add_argument("--batch-size", type=int, default=4)
     result.add_argument("--length", type=int, default=64, help="tokens in a row")
     result.add_argument("--steps", type=int, default=8)

@@ -14,13 +14,21 @@ from rockmate.trainer import wrap_trainer
 def main() -> None:
     """Trains, saves, and says what was planned."""
     command = parser(__doc__)
-    command.add_argument("--memory-limit", help="instead of a budget, a bound on the whole device, as 24GiB")
+    command.add_argument(
+        "--memory-limit", help="instead of a budget, a bound on the whole device, as 24GiB"
+    )
     options = command.parse_args()
     if options.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     else:
-        sizes = {"vocab_size": 256, "n_positions": options.length, "n_layer": 2, "n_embd": 64, "n_head": 4}
+        sizes = {
+            "vocab_size": 256,
+            "n_positions": options.length,
+            "n_layer": 2,
+            "n_embd": 64,
+            "n_head": 4,
+        }
         config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
         model, tokenizer = transformers.GPT2LMHeadModel(config), None
     with tempfile.TemporaryDirectory() as folder:
@@ -29,16 +37,24 @@ def main() -> None:
             logging_steps=max(1, options.steps // 4), save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
         rows = rows_of_tokens(options.length, options.steps * options.batch_size, tokenizer)
-        trainer = transformers.Trainer(model=model.train(), args=arguments, train_dataset=Rows(rows))
+        trainer = transformers.Trainer(
+            model=model.train(), args=arguments, train_dataset=Rows(rows)
+        )
         # The one line; Trainer(model=RockmateModule(model, budget=...)) is the same.
-        module = wrap_trainer(trainer, None if options.memory_limit else options.budget, memory_limit=options.memory_limit)
+        module = wrap_trainer(
+            trainer,
+            None if options.memory_limit else options.budget,
+            memory_limit=options.memory_limit,
+        )
         trainer.train()
         trainer.save_model(folder)
         if not trainer.is_world_process_zero():  # under torchrun the first process saves
             return
         again = type(model).from_pretrained(folder)
     print(module.plan.summary())
-    print(f"saved and loaded: {sum(parameter.numel() for parameter in again.parameters()):,} parameters")
+    print(
+        f"saved and loaded: {sum(parameter.numel() for parameter in again.parameters()):,} parameters"
+    )
 
 
 if __name__ == "__main__":

@@ -27,13 +27,23 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     else:
-        sizes = {"vocab_size": 256, "n_positions": options.length, "n_layer": 2, "n_embd": 64, "n_head": 4}
+        sizes = {
+            "vocab_size": 256,
+            "n_positions": options.length,
+            "n_layer": 2,
+            "n_embd": 64,
+            "n_head": 4,
+        }
         config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
         model = transformers.GPT2LMHeadModel(config)
-    module = RockmateModule(model.to(device).train(), budget=options.budget)  # inside DistributedDataParallel, not around it
+    module = RockmateModule(
+        model.to(device).train(), budget=options.budget
+    )  # inside DistributedDataParallel, not around it
     parallel = DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    rows = rows_of_tokens(options.length, options.steps * options.batch_size * num_ranks, tokenizer).to(device)
+    rows = rows_of_tokens(
+        options.length, options.steps * options.batch_size * num_ranks, tokenizer
+    ).to(device)
     for step, batch in enumerate(rows.split(options.batch_size)[rank::num_ranks]):
         loss = parallel(input_ids=batch, labels=batch).loss
         loss.backward()

@@ -29,13 +29,26 @@ def pictures(count: int, pixels: int, seed: int) -> tuple[torch.Tensor, torch.Te
 def main() -> None:
     """Trains, measures the accuracy on new pictures, and says what was planned."""
     command = parser(__doc__)
-    command.add_argument("--pixels", type=int, default=24, help="height and width of a picture; most models of the hub want 224")
+    command.add_argument(
+        "--pixels",
+        type=int,
+        default=24,
+        help="height and width of a picture; most models of the hub want 224",
+    )
     command.set_defaults(batch_size=16, budget=0.9)
     options = command.parse_args()
     if options.model:
-        model = transformers.AutoModelForImageClassification.from_pretrained(options.model, num_labels=10, ignore_mismatched_sizes=True)
+        model = transformers.AutoModelForImageClassification.from_pretrained(
+            options.model, num_labels=10, ignore_mismatched_sizes=True
+        )
     else:
-        config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10)
+        config = transformers.ResNetConfig(
+            embedding_size=16,
+            hidden_sizes=[16, 32],
+            depths=[1, 1],
+            layer_type="basic",
+            num_labels=10,
+        )
         model = transformers.ResNetForImageClassification(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = RockmateModule(model.to(device).train(), budget=options.budget)
@@ -50,7 +63,12 @@ def main() -> None:
     module.eval()
     images, kinds = pictures(64, options.pixels, seed=options.steps)
     with torch.no_grad():
-        accuracy = (module(pixel_values=images.to(device)).logits.argmax(-1).cpu() == kinds).float().mean().item()
+        accuracy = (
+            (module(pixel_values=images.to(device)).logits.argmax(-1).cpu() == kinds)
+            .float()
+            .mean()
+            .item()
+        )
     print(module.plan.summary())
     print(f"accuracy {accuracy:.2f} on {len(kinds)} pictures")
 

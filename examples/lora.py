@@ -25,14 +25,18 @@ def main() -> None:
             bos_token_id=0, eos_token_id=1,
         )  # fmt: skip
         base, tokenizer = transformers.LlamaForCausalLM(config), None
-    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    ).train()
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-2,
             logging_steps=max(1, options.steps // 4), save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
         rows = rows_of_tokens(options.length, options.steps * options.batch_size, tokenizer)
-        module = RockmateModule(adapted, budget=options.budget)  # around the adapted model, not inside it
+        module = RockmateModule(
+            adapted, budget=options.budget
+        )  # around the adapted model, not inside it
         trainer = transformers.Trainer(model=module, args=arguments, train_dataset=Rows(rows))
         trainer.train()
         trainer.save_model(folder)

@@ -36,11 +36,15 @@ def main() -> None:
     """Trains, measures the accuracy on pieces held back, and says what was planned."""
     options = parser(__doc__).parse_args()
     if options.model:
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            options.model, num_labels=2
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
         def encoded(piece: str) -> dict[str, Any]:
-            return dict(tokenizer(piece, truncation=True, max_length=options.length))  # the trainer pads each batch to its longest
+            return dict(
+                tokenizer(piece, truncation=True, max_length=options.length)
+            )  # the trainer pads each batch to its longest
     else:
         config = transformers.BertConfig(
             vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,

@@ -8,13 +8,26 @@ from typing import Any
 
 import torch
 
-_MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "pathlib", "statistics", "textwrap", "typing", "zipfile")
+_MODULES = (
+    "argparse",
+    "ast",
+    "dataclasses",
+    "difflib",
+    "inspect",
+    "pathlib",
+    "statistics",
+    "textwrap",
+    "typing",
+    "zipfile",
+)
 
 
 def source_text() -> str:
     """The sources, one after the other."""
     paths = [importlib.import_module(name).__file__ for name in _MODULES]
-    return "\n".join(Path(path).read_text(encoding="utf-8") for path in paths if path and path.endswith(".py"))
+    return "\n".join(
+        Path(path).read_text(encoding="utf-8") for path in paths if path and path.endswith(".py")
+    )
 
 
 def rows_of_tokens(length: int, num_rows: int, tokenizer: Any = None) -> torch.Tensor:

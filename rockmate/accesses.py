@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-READ, MADE, COPIED = 1, 2, 3  # in the order in which a run does it; the last when the forward has ended
+READ, MADE, COPIED = (
+    1,
+    2,
+    3,
+)  # in the order in which a run does it; the last when the forward has ended
 KIND_BITS, KINDS = 2, 3  # that tell them apart, and their mask
 
 
@@ -71,26 +75,41 @@ class OpAccesses:
     def of(graph: Graph) -> OpAccesses:
         """Those of a graph."""
         accesses = [
-            [*((s.index, False) for s in op.reads if s.producer), *((s.index, True) for s in op.writes)] for op in graph.ops
+            [
+                *((s.index, False) for s in op.reads if s.producer),
+                *((s.index, True) for s in op.writes),
+            ]
+            for op in graph.ops
         ]
-        flat = np.array([access for own in accesses for access in own], dtype=np.int64).reshape(-1, 2)
+        flat = np.array([access for own in accesses for access in own], dtype=np.int64).reshape(
+            -1, 2
+        )
         storages, updates = graph.storages, set(graph.updates)
         return OpAccesses(
             begin=np.cumsum([0, *map(len, accesses)]),
             storage=flat[:, 0],
             is_made=flat[:, 1].astype(np.bool_),
             num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
-            is_held=np.array([s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_),
+            is_held=np.array(
+                [s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_
+            ),
             is_result=np.array([storage.is_result for storage in storages], dtype=np.bool_),
             is_copied=np.array([storage in updates for storage in storages], dtype=np.bool_),
             tangent_bytes=sum(storage.num_bytes for storage in storages if storage.is_tangent),
-            returned=np.array(sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64),
+            returned=np.array(
+                sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64
+            ),
             written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
             is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
             is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
             state_bytes=np.array([state_bytes(op) for op in graph.ops], dtype=np.int64),
-            producer=np.array([-1 if s.producer is None else s.producer.index for s in storages], dtype=np.int64),
-            is_evictable=np.array([bool(s.num_bytes and s.producer and s.producer.can_run_again) for s in storages], dtype=np.bool_),
+            producer=np.array(
+                [-1 if s.producer is None else s.producer.index for s in storages], dtype=np.int64
+            ),
+            is_evictable=np.array(
+                [bool(s.num_bytes and s.producer and s.producer.can_run_again) for s in storages],
+                dtype=np.bool_,
+            ),
             inputs=tuple(_inputs(op) if op.can_run_again else None for op in graph.ops),
         )
 
@@ -124,18 +143,29 @@ class Accesses:
         """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read behind its last run."""
         ops = graph.op_accesses
         steps = np.array([*forward, *backward], dtype=np.int64)
-        first = np.empty(len(ops.begin) - 1, dtype=np.int64)  # position of each op's first run, which is assigned last
+        first = np.empty(
+            len(ops.begin) - 1, dtype=np.int64
+        )  # position of each op's first run, which is assigned last
         first[steps[::-1]] = np.arange(len(steps))[::-1]
         is_first = first[steps] == np.arange(len(steps))
         counts = ops.begin[steps + 1] - ops.begin[steps]
         position = np.repeat(np.arange(len(steps)), counts)
-        place = np.arange(len(position)) + np.repeat(ops.begin[steps] - (np.cumsum(counts) - counts), counts)
+        place = np.arange(len(position)) + np.repeat(
+            ops.begin[steps] - (np.cumsum(counts) - counts), counts
+        )
         storage, is_made = ops.storage[place], ops.is_made[place]
         is_new = ~(is_made & ops.is_result[storage]) | is_first[position]
         num_bits = len(steps).bit_length() + KIND_BITS
         keys = ((storage << num_bits) + (position << KIND_BITS) + READ + is_made)[is_new]
         if len(forward):
-            keys = np.concatenate([keys, (np.flatnonzero(ops.is_copied) << num_bits) + (len(forward) - 1 << KIND_BITS) + COPIED])
+            keys = np.concatenate(
+                [
+                    keys,
+                    (np.flatnonzero(ops.is_copied) << num_bits)
+                    + (len(forward) - 1 << KIND_BITS)
+                    + COPIED,
+                ]
+            )
         keys.sort()
         storage, position = split_keys(keys, num_bits)
         is_made = keys & KINDS == MADE
@@ -171,7 +201,11 @@ def split_keys(keys: Ints, num_bits: int) -> tuple[Ints, Ints]:
 
 
 def _inputs(op: Op) -> tuple[tuple[int, int], ...]:
-    return tuple((storage.index, storage.producer.index) for storage in op.reads if storage.producer and not storage.is_result)
+    return tuple(
+        (storage.index, storage.producer.index)
+        for storage in op.reads
+        if storage.producer and not storage.is_result
+    )
 
 
 def state_bytes(op: Op) -> int:

@@ -26,12 +26,17 @@ def agreed_plan(plan: Plan, *, asked_for: Any) -> Plan:
         plan: this rank's own.
         asked_for: what the plan was made for beside the step and its options; its text is part of the key.
     """
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if (
+        not (distributed.is_available() and distributed.is_initialized())
+        or distributed.get_world_size() == 1
+    ):
         return plan
     store = torch.distributed.distributed_c10d._get_default_store()
     asked = f"{plan.outline.fingerprint} {plan.outline.call_fingerprint} {asked_for} {sorted(plan.options.items())}"
     key = f"rockmate/{hashlib.sha256(asked.encode()).hexdigest()}"
-    own = replace(plan, bounds=KnownBound(plan.quick_lower_bound_ms)).to_text()  # the closer bound may take seconds, on every rank
+    own = replace(
+        plan, bounds=KnownBound(plan.quick_lower_bound_ms)
+    ).to_text()  # the closer bound may take seconds, on every rank
     first = store.compare_set(key, "", own)
     text = first if isinstance(first, str) else first.decode()
     return plan if text == own else Plan.from_text(text)

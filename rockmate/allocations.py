@@ -27,7 +27,9 @@ def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int
     return peak_beyond_rest(lambda: (function, ()), device)
 
 
-def peak_beyond_rest(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device) -> int:
+def peak_beyond_rest(
+    prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
+) -> int:
     """Bytes by which the allocator's peak during a function exceeds what it leaves allocated, all counted beyond what there was before.
 
     So what it releases of its arguments counts on top: the peak is as far above what is left. What its result has no numbers in counts too.
@@ -38,7 +40,9 @@ def peak_beyond_rest(prepare: Callable[[], tuple[Callable[..., Any], Sequence[An
     """
     if device.type == "cuda":
         return _peak_beyond_rest_cuda(prepare, device)
-    (result, _), threads = _record(lambda: _after_mark(prepare))  # kept until here: their release is no event of the function
+    (result, _), threads = _record(
+        lambda: _after_mark(prepare)
+    )  # kept until here: their release is no event of the function
     live = peak = 0
     for thread in threads:
         is_after = False
@@ -58,7 +62,12 @@ def left_allocated(function: Callable[[], Any], device: torch.device) -> tuple[i
         result = function()
         return torch.cuda.memory_allocated(device) - before, result
     result, threads = _record(function)
-    return sum(event.cpu_memory_usage() for thread in threads for event in thread if event.kind() == "memory_alloc"), result
+    return sum(
+        event.cpu_memory_usage()
+        for thread in threads
+        for event in thread
+        if event.kind() == "memory_alloc"
+    ), result
 
 
 def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Any, Any]:
@@ -67,18 +76,28 @@ def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]])
         return function(*arguments), arguments
 
 
-def _peak_beyond_rest_cuda(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device) -> int:
+def _peak_beyond_rest_cuda(
+    prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
+) -> int:
     function, arguments = prepare()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = function(*arguments)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) + _unused_bytes(result)
+    return (
+        torch.cuda.max_memory_allocated(device)
+        - torch.cuda.memory_allocated(device)
+        + _unused_bytes(result)
+    )
 
 
 def _unused_bytes(result: Any) -> int:
     """Of the memory that the result's numbers stand in: a reduced loss is one number in memory as large as what was reduced."""
-    numbers = [value for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor) and value.numel() == 1]
+    numbers = [
+        value
+        for value in pytree.tree_leaves(result)
+        if isinstance(value, torch.Tensor) and value.numel() == 1
+    ]
     return sum(number.untyped_storage().nbytes() - number.element_size() for number in numbers)
 
 
@@ -112,7 +131,9 @@ def timeline(function: Callable[[], Any]) -> Timeline:
     del result
     events = [event for thread in threads for event in thread]
     start = next(event for event in events if event.name() == "__start_profile")
-    timed = sorted(((start.cpu_elapsed_us(event) / 1e6, event) for event in events), key=lambda pair: pair[0])
+    timed = sorted(
+        ((start.cpu_elapsed_us(event) / 1e6, event) for event in events), key=lambda pair: pair[0]
+    )
     points, marks, live = [(0.0, 0)], {}, 0
     for seconds, event in timed:
         if event.kind() == "memory_alloc":
@@ -125,7 +146,9 @@ def timeline(function: Callable[[], Any]) -> Timeline:
 
 def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
     """The function's result, and the profiler's events of each thread, in order."""
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    config = ProfilerConfig(
+        ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+    )
     _enable_profiler_legacy(config)
     try:
         result = function()

@@ -17,7 +17,10 @@ class Attempts:
 
     def improved(self, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
         """What comes of `start`; None if that was tried before, or if it does not fit and cannot be made to or takes `known_ms`."""
-        if not is_worth_improving(start, budget_bytes, known_ms) or (start.schedule, budget_bytes) in self._tried:
+        if (
+            not is_worth_improving(start, budget_bytes, known_ms)
+            or (start.schedule, budget_bytes) in self._tried
+        ):
             return None
         self._tried.add((start.schedule, budget_bytes))
         return self._improver.improved(start, budget_bytes)

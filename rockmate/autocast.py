@@ -18,7 +18,11 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     """For each kind of device on which autocast is on, what it casts to."""
     if not torch._C._is_any_autocast_enabled():
         return {}
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    return {
+        kind: torch.get_autocast_dtype(kind)
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    }
 
 
 @contextlib.contextmanager

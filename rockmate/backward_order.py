@@ -45,14 +45,24 @@ def weight_gradients_first(graph: Graph, *, but: Collection[Op] = ()) -> Graph:
 
 def _serving_one_parameter(graph: Graph) -> set[Op]:
     """Backward ops whose result is a gradient of a parameter and nothing else, and those that nothing reads but one of them."""
-    returned = {graph.storage_of[node] for node, role in graph.outputs if role.kind is not RoleKind.PARAMETER_GRADIENT}
-    gradients = {graph.storage_of[node] for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT}
+    returned = {
+        graph.storage_of[node]
+        for node, role in graph.outputs
+        if role.kind is not RoleKind.PARAMETER_GRADIENT
+    }
+    gradients = {
+        graph.storage_of[node]
+        for node, role in graph.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT
+    }
     serving: set[Op] = set()
     for op in reversed(graph.ops):
         if op.phase is not Phase.BACKWARD or op.is_random or not returned.isdisjoint(op.writes):
             continue
         readers = {reader for storage in op.writes for reader in graph.readers.get(storage, ())}
-        if (not readers and not gradients.isdisjoint(op.writes)) or (len(readers) == 1 and serving.issuperset(readers)):
+        if (not readers and not gradients.isdisjoint(op.writes)) or (
+            len(readers) == 1 and serving.issuperset(readers)
+        ):
             serving.add(op)
     return serving
 
@@ -66,7 +76,11 @@ def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
             continue
         pending = [op]
         if op is first:
-            pending = [other for other in graph.ops if other in moving and other is not op and _is_ready(other, order)] + pending
+            pending = [
+                other
+                for other in graph.ops
+                if other in moving and other is not op and _is_ready(other, order)
+            ] + pending
         elif op in moving and not _is_ready(op, order):
             continue
         while pending:
@@ -74,8 +88,16 @@ def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
             order[placed] = None
             if placed.phase is Phase.FORWARD:  # nothing of the backward begins before its time
                 continue
-            readers = {reader: None for storage in placed.writes for reader in graph.readers.get(storage, ())}
-            pending += [reader for reader in readers if reader in moving and reader not in pending and _is_ready(reader, order)]
+            readers = {
+                reader: None
+                for storage in placed.writes
+                for reader in graph.readers.get(storage, ())
+            }
+            pending += [
+                reader
+                for reader in readers
+                if reader in moving and reader not in pending and _is_ready(reader, order)
+            ]
     assert len(order) == len(graph.ops), "an op was left behind"
     return list(order)
 
@@ -86,7 +108,11 @@ def _is_ready(op: Op, placed: Collection[Op]) -> bool:
 
 def _swapped(graph: Graph, order: Sequence[Op]) -> set[Op]:
     """The ops that make gradients of a parameter whose contributions `order` takes in another order than the graph."""
-    parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    parameters = {
+        role.name: graph.storage_of[node]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
     contributions: dict[Storage, set[Op]] = {}
     for node, role in graph.outputs:
         producer = graph.storage_of[node].producer
@@ -106,7 +132,10 @@ def roomier_backward(graph: Graph, costs: Costs) -> tuple[Op, ...] | None:
     Where the peak stays, the order hardly matters to plans, for better or worse.
     """
     order = _least_in_memory_first(graph)
-    known, found = (simulate(graph, schedule, costs) for schedule in (no_recomputation(graph), with_nothing_again(graph, order)))
+    known, found = (
+        simulate(graph, schedule, costs)
+        for schedule in (no_recomputation(graph), with_nothing_again(graph, order))
+    )
     return order if found.peak_bytes <= _LOWER * known.peak_bytes else None
 
 
@@ -124,7 +153,10 @@ def _least_in_memory_first(graph: Graph) -> tuple[Op, ...]:
     for earlier, later in behind:
         num_awaited[later] += 1
         followers[earlier].append(later)
-    num_reads = {storage: sum(op.phase is not Phase.FORWARD for op in ops) for storage, ops in graph.readers.items()}
+    num_reads = {
+        storage: sum(op.phase is not Phase.FORWARD for op in ops)
+        for storage, ops in graph.readers.items()
+    }
     ready = [op for op, number in num_awaited.items() if not number]
     order: dict[Op, None] = {}
     while ready:
@@ -153,8 +185,14 @@ def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
     found: set[Op] = set()
     pending = [op]
     while pending:
-        makers = {storage.producer for storage in pending.pop().reads if storage.producer is not None}
-        new = [maker for maker in makers if maker.phase is Phase.LATE and maker not in placed and maker not in found]
+        makers = {
+            storage.producer for storage in pending.pop().reads if storage.producer is not None
+        }
+        new = [
+            maker
+            for maker in makers
+            if maker.phase is Phase.LATE and maker not in placed and maker not in found
+        ]
         found.update(new)
         pending += new
     return sorted(found, key=lambda late: late.index)
@@ -162,8 +200,16 @@ def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
 
 def _growth(graph: Graph, op: Op, num_reads: dict[Storage, int]) -> int:
     """Bytes by which what is in memory grows as `op` runs, where so many reads are left of each storage."""
-    made = sum(storage.num_bytes for storage in op.writes if num_reads.get(storage) or storage.is_kept_to_end)
-    return made - sum(storage.num_bytes for storage in op.reads if num_reads[storage] == 1 and storage not in graph.held)
+    made = sum(
+        storage.num_bytes
+        for storage in op.writes
+        if num_reads.get(storage) or storage.is_kept_to_end
+    )
+    return made - sum(
+        storage.num_bytes
+        for storage in op.reads
+        if num_reads[storage] == 1 and storage not in graph.held
+    )
 
 
 def _kept_in_order(graph: Graph) -> list[tuple[Op, Op]]:
@@ -171,11 +217,21 @@ def _kept_in_order(graph: Graph) -> list[tuple[Op, Op]]:
 
     The sum of contributions is rounded as before, and hooks of the parameter see what they saw.
     """
-    parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
-    of_one: dict[Storage | None, list[Op]] = {storage: [] for storage in (None, *parameters.values())}
+    parameters = {
+        role.name: graph.storage_of[node]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
+    of_one: dict[Storage | None, list[Op]] = {
+        storage: [] for storage in (None, *parameters.values())
+    }
     for op in graph.backward_ops:
         if op.phase is Phase.BACKWARD:
-            touched = {*op.reads, *(parameters[role.name] for _, role in op.delivers), *([None] if op.is_random else [])}
+            touched = {
+                *op.reads,
+                *(parameters[role.name] for _, role in op.delivers),
+                *([None] if op.is_random else []),
+            }
             for one in touched & of_one.keys():
                 of_one[one].append(op)
     return [pair for ops in of_one.values() for pair in pairwise(ops)]

@@ -14,13 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Place = tuple[int, tuple[int, ...], tuple[int, ...], int]  # position of the input, shape, strides, elements from its first
+_Place = tuple[
+    int, tuple[int, ...], tuple[int, ...], int
+]  # position of the input, shape, strides, elements from its first
 
 
 class Loan:
     """What one graph borrows."""
 
-    def __init__(self, inputs: Sequence[Tensor], positions: Iterable[int], *, note: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        positions: Iterable[int],
+        *,
+        note: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Nothing is saved yet.
 
         Args:
@@ -30,7 +38,11 @@ class Loan:
         """
         self._positions = tuple(positions)
         self._starts = {  # by memory: position, type, first element
-            inputs[position].untyped_storage()._cdata: (position, inputs[position].dtype, inputs[position].storage_offset())
+            inputs[position].untyped_storage()._cdata: (
+                position,
+                inputs[position].dtype,
+                inputs[position].storage_offset(),
+            )
             for position in reversed(self._positions)
             if _is_plain(inputs[position])
         }
@@ -63,8 +75,15 @@ class Loan:
             self._note(tensor)
         start = self._starts.get(tensor.untyped_storage()._cdata)
         if start is None or start[1] != tensor.dtype:
-            return tensor.detach()  # with its own history the graph would hold itself, and never be released
-        return start[0], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - start[2])
+            return (
+                tensor.detach()
+            )  # with its own history the graph would hold itself, and never be released
+        return (
+            start[0],
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset() - start[2]),
+        )
 
     def _unpack(self, saved: Tensor | _Place) -> Tensor:
         if isinstance(saved, Tensor):

@@ -58,7 +58,12 @@ class PadToBuckets:
             msg = f"lengths is {lengths!r}; give the lengths in tokens ([128, 256, 512]), or one number whose multiples they are (64)"
             raise ValueError(msg)
         self._adds_mask = adds_mask
-        known = {_TOKENS: pad_token_id, "decoder_input_ids": pad_token_id, "labels": _IGNORED, **dict.fromkeys(_ZEROS, 0)}
+        known = {
+            _TOKENS: pad_token_id,
+            "decoder_input_ids": pad_token_id,
+            "labels": _IGNORED,
+            **dict.fromkeys(_ZEROS, 0),
+        }
         self._padding: Mapping[str, float | None] = {**known, **(padding or {})}
         self._is_first = True
 
@@ -90,7 +95,9 @@ class PadToBuckets:
         if not isinstance(value, Tensor) or value.ndim < 2:
             return False
         if name in self._padding:
-            is_of_classes = name == "labels" and value.is_floating_point()  # one number for each class, not for each token
+            is_of_classes = (
+                name == "labels" and value.is_floating_point()
+            )  # one number for each class, not for each token
             return self._padding[name] is not None and not is_of_classes
         if value.shape[1] == num_tokens:
             msg = (

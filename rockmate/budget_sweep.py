@@ -90,7 +90,11 @@ class Sweep:
     @property
     def broken_promises(self) -> list[str]:
         """What was promised and did not hold, a line each."""
-        return [f"{row.strategy} at {row.budget_bytes:,} bytes: {row.broken_promise}" for row in self.rows if row.broken_promise]
+        return [
+            f"{row.strategy} at {row.budget_bytes:,} bytes: {row.broken_promise}"
+            for row in self.rows
+            if row.broken_promise
+        ]
 
     def put(self, row: SweepRow) -> None:
         """Adds a row, in place of one of the same strategy and budget."""
@@ -134,12 +138,26 @@ def sweep(
         SweepFolderError: the folder cannot be written to, or holds a sweep of another model.
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """
-    options = SweepOptions(budgets=budgets, strategies=strategies, measure=measure, num_steps=num_steps, progress=progress)
-    return run_sweep(model, sample_input, options, title=type(model).__name__, out=out, **planner_options).rows
+    options = SweepOptions(
+        budgets=budgets,
+        strategies=strategies,
+        measure=measure,
+        num_steps=num_steps,
+        progress=progress,
+    )
+    return run_sweep(
+        model, sample_input, options, title=type(model).__name__, out=out, **planner_options
+    ).rows
 
 
 def run_sweep(
-    model: nn.Module, sample_input: Any, options: SweepOptions, *, title: str, out: str | Path | None = None, **planner_options: Any
+    model: nn.Module,
+    sample_input: Any,
+    options: SweepOptions,
+    *,
+    title: str,
+    out: str | Path | None = None,
+    **planner_options: Any,
 ) -> Sweep:
     """As `sweep`, with what the report needs; `title` says what was swept.
 
@@ -147,7 +165,9 @@ def run_sweep(
     """
     asked = check_options(options, planner_options.get("machine"))
     folder = SweepFolder(Path(out)) if out is not None else None
-    planner = Planner(model, sample_input, progress=options.progress and clears_bars(), **planner_options)
+    planner = Planner(
+        model, sample_input, progress=options.progress and clears_bars(), **planner_options
+    )
     state = _begin(planner, model, title)
     if folder is not None:
         folder.check_settings(state.settings)
@@ -160,7 +180,13 @@ def run_sweep(
     try:
         _predict(state, planner, budgets_bytes, options)
         if options.measure:
-            _measure(state, planner, SideBySide(model, sample_input, num_steps=options.num_steps), options, folder)
+            _measure(
+                state,
+                planner,
+                SideBySide(model, sample_input, num_steps=options.num_steps),
+                options,
+                folder,
+            )
         state.is_complete = True
     finally:  # an interrupt too leaves the files of what was found
         if folder is not None and state.rows:
@@ -179,12 +205,18 @@ def check_options(options: SweepOptions, machine: Any = None) -> list[Budget] | 
         what = f"strategy {unknown[0]!r} is not known" if unknown else "no strategy is given"
         raise SweepError(f"{what}; choose among {', '.join(STRATEGIES)}.")
     if options.measure and machine is not None:
-        raise SweepError(f"costs are estimated for {machine!r}, which is not measured from here. Leave out measuring, or the machine.")
+        raise SweepError(
+            f"costs are estimated for {machine!r}, which is not measured from here. Leave out measuring, or the machine."
+        )
     if options.num_steps < 1:
         raise SweepError(f"{options.num_steps} steps cannot be measured. Take at least 1.")
     if options.budgets is None:
         return None
-    budgets = parse_budgets(options.budgets) if isinstance(options.budgets, str) else list(options.budgets)
+    budgets = (
+        parse_budgets(options.budgets)
+        if isinstance(options.budgets, str)
+        else list(options.budgets)
+    )
     check_budgets(budgets)
     return budgets
 
@@ -213,7 +245,10 @@ def _device_name(device: torch.device) -> str:
 
 
 def _budgets_bytes(
-    planner: Planner, asked: Iterable[Budget] | None, strategies: Sequence[str], folder: SweepFolder | None
+    planner: Planner,
+    asked: Iterable[Budget] | None,
+    strategies: Sequence[str],
+    folder: SweepFolder | None,
 ) -> list[int]:
     if asked is not None:
         return budgets_in_bytes(asked, planner.baseline_peak_bytes)
@@ -221,20 +256,33 @@ def _budgets_bytes(
     if before:
         return before  # the smallest peak may differ a little from run to run, and with it a row that has been measured
     smallest = min(planner.minimum_peak(strategy) for strategy in strategies)
-    tenths = budgets_in_bytes([tenth / _TENTHS for tenth in range(1, _TENTHS + 1)], planner.baseline_peak_bytes)
+    tenths = budgets_in_bytes(
+        [tenth / _TENTHS for tenth in range(1, _TENTHS + 1)], planner.baseline_peak_bytes
+    )
     return [smallest, *(num_bytes for num_bytes in tenths if num_bytes > smallest)]
 
 
 # --- prediction ----------------------------------------------------------------------------------------
 
 
-def _predict(state: Sweep, planner: Planner, budgets_bytes: Sequence[int], options: SweepOptions) -> None:
+def _predict(
+    state: Sweep, planner: Planner, budgets_bytes: Sequence[int], options: SweepOptions
+) -> None:
     begin = time.perf_counter()
     known = {row.key for row in state.rows}
-    wanted = [(strategy, budget) for strategy in options.strategies for budget in budgets_bytes if (strategy, budget) not in known]
-    plans = planner.planned_together([budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress)
+    wanted = [
+        (strategy, budget)
+        for strategy in options.strategies
+        for budget in budgets_bytes
+        if (strategy, budget) not in known
+    ]
+    plans = planner.planned_together(
+        [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress
+    )
     num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)
-    with tqdm(total=num_left, desc="planning", unit="budget", disable=not (options.progress and num_left)) as bar:
+    with tqdm(
+        total=num_left, desc="planning", unit="budget", disable=not (options.progress and num_left)
+    ) as bar:
         for strategy, budget_bytes in wanted:
             if strategy == _DEFAULT and budget_bytes in plans:
                 _put_plan(state, plans[budget_bytes], minimum_bytes=planner.minimum_peak_bytes)
@@ -246,7 +294,11 @@ def _predict(state: Sweep, planner: Planner, budgets_bytes: Sequence[int], optio
 
 def _predict_row(state: Sweep, planner: Planner, strategy: str, budget_bytes: int) -> None:
     try:
-        _put_plan(state, planner.plan(budget_bytes, strategy=strategy), minimum_bytes=planner.minimum_peak(strategy))
+        _put_plan(
+            state,
+            planner.plan(budget_bytes, strategy=strategy),
+            minimum_bytes=planner.minimum_peak(strategy),
+        )
     except (InfeasibleBudgetError, SolverLimitError) as error:
         row = SweepRow(
             strategy=strategy,
@@ -268,14 +320,38 @@ def _put_plan(state: Sweep, plan: Plan, *, minimum_bytes: int) -> None:
 # --- measurement ---------------------------------------------------------------------------------------
 
 
-def _measure(state: Sweep, planner: Planner, meter: SideBySide, options: SweepOptions, folder: SweepFolder | None) -> None:
+def _measure(
+    state: Sweep,
+    planner: Planner,
+    meter: SideBySide,
+    options: SweepOptions,
+    folder: SweepFolder | None,
+) -> None:
     begin = time.perf_counter()
-    asked = {(strategy, budget) for strategy in options.strategies for budget in state.settings["budgets_bytes"]}
-    wanted = [row for row in state.rows if row.is_feasible and row.key in asked and row.num_steps != options.num_steps]
+    asked = {
+        (strategy, budget)
+        for strategy in options.strategies
+        for budget in state.settings["budgets_bytes"]
+    }
+    wanted = [
+        row
+        for row in state.rows
+        if row.is_feasible and row.key in asked and row.num_steps != options.num_steps
+    ]
     for row in tqdm(wanted, desc="measuring", unit="budget", disable=not options.progress):
-        plan = planner.plan(row.budget_bytes, strategy=row.strategy) if row.is_measured else state.plans[row.key]
+        plan = (
+            planner.plan(row.budget_bytes, strategy=row.strategy)
+            if row.is_measured
+            else state.plans[row.key]
+        )
         state.plans[row.key] = plan
-        state.put(_measured_row(planned_row(plan, minimum_bytes=row.minimum_bytes or 0), planner.module_of(plan), meter))
+        state.put(
+            _measured_row(
+                planned_row(plan, minimum_bytes=row.minimum_bytes or 0),
+                planner.module_of(plan),
+                meter,
+            )
+        )
         if folder is not None:  # one by one: whatever stops the sweep, these are kept
             folder.write_plans({row.key: plan})
             folder.write(state.rows, state.settings)

@@ -70,10 +70,15 @@ def fitting(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidat
 
 def above(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
     """Those that exceed the budget, by half of it at most, in order."""
-    return sorted((c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes), key=by_peak)
+    return sorted(
+        (c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes),
+        key=by_peak,
+    )
 
 
-def falling(budgets: Sequence[int], best_within: Callable[[int], Candidate | None]) -> list[tuple[int, Candidate]]:
+def falling(
+    budgets: Sequence[int], best_within: Callable[[int], Candidate | None]
+) -> list[tuple[int, Candidate]]:
     """Growing budgets and the best within them, less those whose time is no shorter than that of a smaller one."""
     points: list[tuple[int, Candidate]] = []
     for budget_bytes in budgets:

@@ -100,14 +100,20 @@ class Capture:
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:
         """Each value that the graph returns now, with its role."""
         returned: Any = self.joint.graph.output_node().args[0]
-        return tuple((node, role) for node, role in zip(returned, self.output_roles, strict=True) if role is not None)
+        return tuple(
+            (node, role)
+            for node, role in zip(returned, self.output_roles, strict=True)
+            if role is not None
+        )
 
 
 def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> Capture:
     """The capture on a copy of its graph, where `twins` stand for its own nodes; no code is written for it, since none is run."""
     with _use_lazy_graph_module(True):
         joint = _make_graph_module(capture.joint, graph)
-    return replace(capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs))
+    return replace(
+        capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs)
+    )
 
 
 def capture_joint(
@@ -162,7 +168,9 @@ def capture_joint(
         captured = joint.graph_module
         install(captured.graph, calls)
     if forward.notice:
-        logger.warning('%s; pass differentiable="all" if they are part of your loss', forward.notice)
+        logger.warning(
+            '%s; pass differentiable="all" if they are part of your loss', forward.notice
+        )
     modules.name_backward(captured.graph)
     return _with_roles(captured, forward)
 
@@ -170,7 +178,9 @@ def capture_joint(
 class _TensorsIn(nn.Module):
     """The model as a function from tensors to a flat tuple of tensors, which is what the tracer's descriptors number."""
 
-    def __init__(self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str) -> None:
+    def __init__(
+        self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
+    ) -> None:
         super().__init__()
         self.model = model
         self._structure = structure
@@ -194,12 +204,22 @@ class _TensorsIn(nn.Module):
                 raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         if self._differentiable == "loss" and loss is not None:
-            self.cut_outputs = tuple(index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad)
+            self.cut_outputs = tuple(
+                index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
+            )
             scalars = sum(flat[index].numel() == 1 for index in self.cut_outputs)
-            self.notice = f"{scalars} scalar outputs beside the loss have no gradient in planned steps" if scalars else ""
-            flat = [tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)]
+            self.notice = (
+                f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
+                if scalars
+                else ""
+            )
+            flat = [
+                tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)
+            ]
         self.output_structure = structure
-        self.differentiable_outputs = tuple(index for index, tensor in enumerate(flat) if tensor.requires_grad)
+        self.differentiable_outputs = tuple(
+            index for index, tensor in enumerate(flat) if tensor.requires_grad
+        )
         if not self.differentiable_outputs:
             msg = (
                 "no output of the model requires a gradient, so there is nothing to train. Unfreeze a parameter, pass labels, or "
@@ -215,7 +235,9 @@ def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     """Raises if the forward has put another tensor in the place of a buffer, which a graph cannot do for it."""
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) is not after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
+    )
     if changed:
         msg = (
             f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured graph cannot repeat. Change it in "
@@ -230,7 +252,13 @@ def _find_loss(output: Any, flat: list[torch.Tensor], *, has_labels: bool) -> in
     That is an entry called `loss`, or the leading scalar of a tuple if the model was given `labels`.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and has_labels and isinstance(output, tuple | list) and len(flat) > 1 and flat[0] is output[0]:
+    if (
+        loss is None
+        and has_labels
+        and isinstance(output, tuple | list)
+        and len(flat) > 1
+        and flat[0] is output[0]
+    ):
         loss = flat[0] if flat[0].ndim == 0 else None
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
         return None
@@ -258,7 +286,9 @@ def _compile_flags() -> Iterator[None]:
     compiler._is_compiling_flag = compiler._is_exporting_flag = True
     try:
         # Eager's backward runs outside the user's autocast. Not every supported release knows the setting.
-        known = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+        known = (
+            {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+        )
         with config.patch(known):
             yield
     finally:
@@ -292,8 +322,14 @@ def _known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[N
 def _eager_kernels() -> Iterator[None]:
     """Keeps ops whole that PyTorch's Python dispatcher would trace as a formula: eager runs their kernel, which rounds otherwise."""
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    overloads = [getattr(packet, name) for packet in map(torch.ops.aten.__getattr__, _KERNELS) for name in packet.overloads()]
-    formulas = [(op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels]
+    overloads = [
+        getattr(packet, name)
+        for packet in map(torch.ops.aten.__getattr__, _KERNELS)
+        for name in packet.overloads()
+    ]
+    formulas = [
+        (op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels
+    ]
     try:
         for op, key, _ in formulas:
             del op.py_kernels[key]
@@ -323,14 +359,24 @@ def _value_checks_deferred() -> Iterator[None]:
 @contextlib.contextmanager
 def _training_only_features_off(model: nn.Module) -> Iterator[None]:
     """Switches off the key/value cache, and says so, and gradient checkpointing, of which the planner says so."""
-    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "__dict__")]
-    settings = [(config, vars(config).copy()) for config in configs]  # some forwards write to them (`problem_type`)
+    configs = [
+        module.config
+        for module in model.modules()
+        if hasattr(getattr(module, "config", None), "__dict__")
+    ]
+    settings = [
+        (config, vars(config).copy()) for config in configs
+    ]  # some forwards write to them (`problem_type`)
     changed: list[tuple[Any, str]] = []
-    holders = {id(holder): holder for module in model.modules() for holder in _cache_switches(module)}
+    holders = {
+        id(holder): holder for module in model.modules() for holder in _cache_switches(module)
+    }
     changed += [(holder, "use_cache") for holder in holders.values()]
     changed += [(module, "gradient_checkpointing") for module in modules_with_checkpointing(model)]
     if holders:
-        logger.info("use_cache is off in the planned forward: a training step has no use for past_key_values")
+        logger.info(
+            "use_cache is off in the planned forward: a training step has no use for past_key_values"
+        )
     try:
         for holder, name in changed:
             setattr(holder, name, False)
@@ -348,7 +394,11 @@ def _training_only_features_off(model: nn.Module) -> Iterator[None]:
 
 def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
     """The submodules in which Hugging Face's gradient checkpointing is switched on."""
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", None) is True
+    ]
 
 
 def _cache_switches(module: nn.Module) -> Iterator[Any]:
@@ -360,7 +410,9 @@ def _cache_switches(module: nn.Module) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
-    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
     python_state, numpy_state = random.getstate(), np.random.get_state()
     failure: UnsupportedModelError | None = None
     try:
@@ -386,27 +438,38 @@ def _random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Puts back plain attributes that the forward changes (counters), which planned steps will leave alone."""
-    before = [(module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN}) for module in model.modules()]
+    before = [
+        (module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
         for module, attributes in before:
             for name, value in attributes.items():
                 if vars(module).get(name) != value:
-                    logger.warning("the forward changes %s.%s, which planned steps do not", type(module).__name__, name)
+                    logger.warning(
+                        "the forward changes %s.%s, which planned steps do not",
+                        type(module).__name__,
+                        name,
+                    )
                     setattr(module, name, value)
 
 
 @contextlib.contextmanager
 def _tensors_kept(model: nn.Module) -> Iterator[None]:
     """Puts parameters and buffers back where the tracer leaves its own: in a module with two names, which it swaps once for each."""
-    places: list[dict[str, Any]] = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    places: list[dict[str, Any]] = [
+        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
+    ]
     before = [dict(tensors) for tensors in places]
     try:
         yield
     finally:
         for tensors, own in zip(places, before, strict=True):
-            tensors.update({name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor})
+            tensors.update(
+                {name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor}
+            )
 
 
 def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
@@ -433,10 +496,14 @@ def _explain(error: Exception, model: nn.Module, path: str) -> Exception:
             "Register it with register_buffer(name, tensor, persistent=False)."
         )
         return UnsupportedModelError(msg)
-    if isinstance(error, TypeError | ValueError | IndexError | RuntimeError | KeyError | AttributeError):
+    if isinstance(
+        error, TypeError | ValueError | IndexError | RuntimeError | KeyError | AttributeError
+    ):
         msg = f"{type(model).__name__} raised on the sample input{where}: {type(error).__name__}: {text}"
         return InvalidSampleError(msg)
-    return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}")
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}"
+    )
 
 
 def _leave(model: nn.Module, path: str) -> str:
@@ -447,10 +514,18 @@ def _leave(model: nn.Module, path: str) -> str:
     alike = [other for other, module in model.named_modules() if type(module) is kind]
     around = _around(model, alike)
     several = len(alike) > 1
-    what = f"that submodule and the others of its class {kind.__name__} as they are" if several else "that submodule as it is"
+    what = (
+        f"that submodule and the others of its class {kind.__name__} as they are"
+        if several
+        else "that submodule as it is"
+    )
     names = alike if len(alike) <= _MOST_NAMED or not around else [around]
     listed = ", ".join(f'"{name}"' for name in names)
-    larger = f', or what contains {"them" if several else "it"} ("{around}")' if around and names is alike else ""
+    larger = (
+        f', or what contains {"them" if several else "it"} ("{around}")'
+        if around and names is alike
+        else ""
+    )
     return f" run {what}: untraced=[{listed}] (on the command line: --untraced {','.join(names)}){larger}"
 
 
@@ -472,7 +547,11 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _reads_values(error: BaseException) -> bool:
-    is_known = type(error).__name__ in {"GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError"}
+    is_known = type(error).__name__ in {
+        "GuardOnDataDependentSymNode",
+        "DataDependentOutputException",
+        "UserError",
+    }
     return is_known or "data-dependent" in str(error) or "_local_scalar_dense" in str(error)
 
 
@@ -482,10 +561,12 @@ def _user_line(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if ours not in Path(frame.filename).parents and torch_root not in Path(frame.filename).parents and frame.line
+        if ours not in Path(frame.filename).parents
+        and torch_root not in Path(frame.filename).parents
+        and frame.line
     ]
     frames = [frame for frame in frames if "contextlib" not in frame.filename]
-    return f' at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)' if frames else ""
+    return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""
 
 
 def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
@@ -493,7 +574,9 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
             msg = f"the model's forward uses a {type(getattr(joint, str(node.target))).__name__} object, which cannot be captured"
-            raise UnsupportedModelError(f"{msg}. Use the default random generator, and tensors that are inputs or buffers.")
+            raise UnsupportedModelError(
+                f"{msg}. Use the default random generator, and tensors that are inputs or buffers."
+            )
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
@@ -513,7 +596,9 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
         )
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None
-    return Capture(joint, inputs, output_roles, constants, forward.output_structure, forward.cut_outputs)
+    return Capture(
+        joint, inputs, output_roles, constants, forward.output_structure, forward.cut_outputs
+    )
 
 
 def _input_role(descriptor: Any) -> Role:

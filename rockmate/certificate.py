@@ -67,7 +67,9 @@ class Moment:
 class Certificate:
     """Lower bounds on the time of one graph's schedules."""
 
-    def __init__(self, graph: Graph, costs: Costs, least_ms: float, *, solver_time: SolverTime) -> None:
+    def __init__(
+        self, graph: Graph, costs: Costs, least_ms: float, *, solver_time: SolverTime
+    ) -> None:
         """Bounds for `graph`.
 
         Args:
@@ -97,14 +99,24 @@ class Certificate:
         other budgets, and for larger graphs, linear programs of two and three moments say more where branches meet.
         """
         if budget_bytes not in self._known_closer_ms:
-            again_ms = max(self._again_at_two_ms(budget_bytes), self._again_beside_branches_ms(budget_bytes))
-            self._known_closer_ms[budget_bytes] = max(self.bound_ms(budget_bytes), self._least_ms + again_ms)
+            again_ms = max(
+                self._again_at_two_ms(budget_bytes), self._again_beside_branches_ms(budget_bytes)
+            )
+            self._known_closer_ms[budget_bytes] = max(
+                self.bound_ms(budget_bytes), self._least_ms + again_ms
+            )
         return self._known_closer_ms[budget_bytes]
 
     def _again_at_two_ms(self, budget_bytes: int) -> float:
-        if isinf(self.bound_ms(budget_bytes)) or self._two_moments is None or self._two_moments[1].num_bytes < _SECOND * budget_bytes:
+        if (
+            isinf(self.bound_ms(budget_bytes))
+            or self._two_moments is None
+            or self._two_moments[1].num_bytes < _SECOND * budget_bytes
+        ):
             return 0.0
-        return self._solved(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
+        return (
+            self._solved(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
+        )
 
     def _again_beside_branches_ms(self, budget_bytes: int) -> float:
         """What the first moment says with each of `_full_moments`, and with the two of them that say most, without whole numbers."""
@@ -116,8 +128,15 @@ class Certificate:
         """The least over all orders in which other moments can follow the first."""
         key = frozenset(moment.op for moment in others), budget_bytes
         if key not in self._known_relaxed_ms:
-            orders = [order for order in permutations(others) if not any(one.op in other.later for one, other in combinations(order, 2))]
-            self._known_relaxed_ms[key] = min(self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0] for order in orders)
+            orders = [
+                order
+                for order in permutations(others)
+                if not any(one.op in other.later for one, other in combinations(order, 2))
+            ]
+            self._known_relaxed_ms[key] = min(
+                self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0]
+                for order in orders
+            )
         return self._known_relaxed_ms[key]
 
     @cached_property
@@ -143,9 +162,13 @@ class Certificate:
             for op, size, after in zip(ops, num_bytes, num_later, strict=True)
             if op in later and after
         }
-        full = (self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS])
+        full = (
+            self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS]
+        )
         enough_ms = self.bound_ms(self._half_bytes) - self._least_ms + _WORTH_IT * self._least_ms
-        return [moment for moment in full if self._relaxed_ms((moment,), self._half_bytes) > enough_ms]
+        return [
+            moment for moment in full if self._relaxed_ms((moment,), self._half_bytes) > enough_ms
+        ]
 
     @cached_property
     def _half_bytes(self) -> int:
@@ -155,10 +178,18 @@ class Certificate:
         """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""
         before = {op, *_ancestors(op)}
         readers = (other for other in self._in_use[0] if other not in before)
-        values = {storage for other in readers for storage in other.reads if storage not in op.reads}
-        return sum(s.num_bytes for s in values if s.producer is not None and s.producer.phase is not Phase.BACKWARD)
+        values = {
+            storage for other in readers for storage in other.reads if storage not in op.reads
+        }
+        return sum(
+            s.num_bytes
+            for s in values
+            if s.producer is not None and s.producer.phase is not Phase.BACKWARD
+        )
 
-    def _solved(self, moments: Sequence[Moment], budget_bytes: int, *, is_relaxed: bool = False) -> tuple[float, bool]:
+    def _solved(
+        self, moments: Sequence[Moment], budget_bytes: int, *, is_relaxed: bool = False
+    ) -> tuple[float, bool]:
         """What has to run again where moments come in this order, and whether that is the optimum of their program."""
         instants = [
             Instant(
@@ -195,7 +226,11 @@ class Certificate:
         first = self._curves[deciding[0]][0]
         ops, num_bytes, num_later = self._in_use
         later = set(first.later)
-        sizes = {op: size for op, size, after in zip(ops, num_bytes, num_later, strict=True) if op in later and after}
+        sizes = {
+            op: size
+            for op, size, after in zip(ops, num_bytes, num_later, strict=True)
+            if op in later and after
+        }
         if not sizes:
             return None
         return first, self._moment(max(sizes, key=sizes.__getitem__))
@@ -210,7 +245,10 @@ class Certificate:
         assert self._two_moments is not None
         is_solved = self._solved(self._two_moments, self._tight_bytes)[1]
         if not is_solved:
-            logger.info("the lower bound looks at one moment at a time: the program of two was not solved in %.1f s", _PROGRAM_S)
+            logger.info(
+                "the lower bound looks at one moment at a time: the program of two was not solved in %.1f s",
+                _PROGRAM_S,
+            )
         return is_solved
 
     def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
@@ -227,7 +265,11 @@ class Certificate:
         if plan is None:
             return None
         kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
-        return frozenset(storage for storage in kept if storage.producer is not None and storage.producer.phase is Phase.FORWARD)
+        return frozenset(
+            storage
+            for storage in kept
+            if storage.producer is not None and storage.producer.phase is Phase.FORWARD
+        )
 
     def _deciding(self, budget_bytes: int) -> tuple[int, float] | None:
         """Which moment gives the bound, the first of equal ones, and what has to run again there; None if there are no moments."""
@@ -240,14 +282,18 @@ class Certificate:
     def _newly_deciding(self, budget_bytes: int) -> tuple[int, float]:
         """Asks moments in order of what they could say at most, until no other could say more."""
         solver_time = SolverTime(self._solver_time.limit_s)
-        most_ms = [curve.hull_plan_ms(budget_bytes - moment.num_bytes) for moment, curve, _ in self._curves]
+        most_ms = [
+            curve.hull_plan_ms(budget_bytes - moment.num_bytes) for moment, curve, _ in self._curves
+        ]
         decided, decided_ms = 0, -inf
         for index in sorted(range(len(most_ms)), key=most_ms.__getitem__, reverse=True):
             if most_ms[index] < decided_ms:
                 break
             moment, curve, _ = self._curves[index]
             with solver_time.for_one_solve() as time_limit_s:
-                again_ms = curve.bound_ms(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+                again_ms = curve.bound_ms(
+                    budget_bytes - moment.num_bytes, time_limit_s=time_limit_s
+                )
             if (again_ms, -index) > (decided_ms, -decided):
                 decided, decided_ms = index, again_ms
         self._tell_looseness()
@@ -257,12 +303,19 @@ class Certificate:
         num_cut_short = self.num_cut_short
         if num_cut_short and not self._is_looseness_told:
             self._is_looseness_told = True
-            logger.warning("the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one", num_cut_short)
+            logger.warning(
+                "the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one",
+                num_cut_short,
+            )
 
     @property
     def num_cut_short(self) -> int:
         """At how many moments a time limit has left the convex hull to answer so far."""
-        return sum(curve.is_cut_short for _, curve, _ in self._curves) if "_curves" in self.__dict__ else 0
+        return (
+            sum(curve.is_cut_short for _, curve, _ in self._curves)
+            if "_curves" in self.__dict__
+            else 0
+        )
 
     @property
     def least_peak_bytes(self) -> int:
@@ -291,11 +344,21 @@ class Certificate:
     @cached_property
     def _in_use(self) -> tuple[list[Op], list[int], list[int]]:
         """The backward ops in order, and for the moment of each the bytes in memory in every schedule and how many ops depend on it."""
-        runs = no_recomputation(self._graph).backward  # an op that is no part of the step has no moment
-        ops = [self._graph.ops[index] for index in runs if self._graph.ops[index].phase is Phase.BACKWARD]
+        runs = no_recomputation(
+            self._graph
+        ).backward  # an op that is no part of the step has no moment
+        ops = [
+            self._graph.ops[index]
+            for index in runs
+            if self._graph.ops[index].phase is Phase.BACKWARD
+        ]
         place = {op: position for position, op in enumerate(ops)}
         follows = np.eye(len(ops), dtype=bool)  # [a, b]: b is a, or depends on it
-        readers = {s: [place[r] for r in self._graph.readers.get(s, ()) if r in place] for op in ops for s in op.writes}
+        readers = {
+            s: [place[r] for r in self._graph.readers.get(s, ()) if r in place]
+            for op in ops
+            for s in op.writes
+        }
         for position in range(len(ops) - 1, -1, -1):
             for storage in ops[position].writes:
                 for reader in readers[storage]:
@@ -305,11 +368,17 @@ class Certificate:
         for storage, positions in readers.items():
             assert storage.producer is not None
             made = follows[place[storage.producer]].copy()
-            read = np.logical_or.reduce([precedes[position] for position in positions], axis=0) if positions else False
+            read = (
+                np.logical_or.reduce([precedes[position] for position in positions], axis=0)
+                if positions
+                else False
+            )
             made &= storage.is_kept_to_end | np.asarray(read)
             made[[place[storage.producer], *positions]] = False  # counted with the op's own
             waiting[made] += storage.num_bytes
-        held = [storage for storage in self._graph.storages if storage.is_output or storage.is_tangent]
+        held = [
+            storage for storage in self._graph.storages if storage.is_output or storage.is_tangent
+        ]
         num_bytes = []
         for position, op in enumerate(ops):
             own = {*op.reads, *op.writes}
@@ -322,7 +391,9 @@ class Certificate:
         ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
         for moment in self.moments:
-            problem, values = knapsack_of(ops, moment.later, self._costs, at_hand=moment.in_use, with_states=True)
+            problem, values = knapsack_of(
+                ops, moment.later, self._costs, at_hand=moment.in_use, with_states=True
+            )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append((moment, Curve(problem, time_limit_s=time_limit_s), values))
         return curves
@@ -331,16 +402,28 @@ class Certificate:
         own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
         may_work_in_place = dying_operand(self._graph, op, list(op.reads)) is not None
         taken = op.writes[0].num_bytes if may_work_in_place else 0
-        return sum(storage.num_bytes for storage in own) + self._costs.first[op.index].overhead_bytes - taken
+        return (
+            sum(storage.num_bytes for storage in own)
+            + self._costs.first[op.index].overhead_bytes
+            - taken
+        )
 
     def _moment(self, op: Op) -> Moment:
         before, later = _ancestors(op), _descendants(self._graph, op)
-        in_use = {storage for storage in self._graph.storages if storage.is_output or storage.is_tangent}
+        in_use = {
+            storage for storage in self._graph.storages if storage.is_output or storage.is_tangent
+        }
         in_use.update(storage for storage in (*op.reads, *op.writes) if not storage.is_static)
         for earlier in before:
-            in_use.update(s for s in earlier.writes if s.is_kept_to_end or not later.isdisjoint(self._graph.readers.get(s, ())))
+            in_use.update(
+                s
+                for s in earlier.writes
+                if s.is_kept_to_end or not later.isdisjoint(self._graph.readers.get(s, ()))
+            )
         own = {*op.reads, *op.writes}
-        num_bytes = self._own_bytes(op) + sum(storage.num_bytes for storage in in_use if storage not in own)
+        num_bytes = self._own_bytes(op) + sum(
+            storage.num_bytes for storage in in_use if storage not in own
+        )
         return Moment(op=op, later=_in_order(later), in_use=frozenset(in_use), num_bytes=num_bytes)
 
 

@@ -47,7 +47,13 @@ _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
 _FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
 _MEAN, _SUM = 1, 2  # ATen's numbers for reductions
-_VIEWS = {_aten.t.default, _aten.view.default, _aten.transpose.int, _aten._unsafe_view.default, _aten.detach.default}
+_VIEWS = {
+    _aten.t.default,
+    _aten.view.default,
+    _aten.transpose.int,
+    _aten._unsafe_view.default,
+    _aten.detach.default,
+}
 
 
 _RESULTS: dict[Any, Any] = {
@@ -72,11 +78,17 @@ class Chunks:
     layers: int = 1
 
     def __str__(self) -> str:
-        return f"{self.number} {self.form}" + (f", {self.layers} in layers" if self.layers > 1 else "")
+        return f"{self.number} {self.form}" + (
+            f", {self.layers} in layers" if self.layers > 1 else ""
+        )
 
     def describe(self) -> str:
         """In words."""
-        how = "gradients made in the forward, scaled in the backward" if self.form == "at_once" else "forward and backward each by chunks"
+        how = (
+            "gradients made in the forward, scaled in the backward"
+            if self.form == "at_once"
+            else "forward and backward each by chunks"
+        )
         of_loss = f"in {self.number} chunks of its rows; {how}" if self.number > 1 else "whole"
         return of_loss + (f"; feed-forward blocks in {self.layers}" if self.layers > 1 else "")
 
@@ -90,7 +102,9 @@ class Chunks:
         return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
 
 
-def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bool = False) -> Capture | Refusal:
+def chunk_loss_block(
+    capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
+) -> Capture | Refusal:
     """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
 
     Args:
@@ -105,7 +119,9 @@ def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bo
         for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
             if isinstance(block, Refusal):
                 continue
-            done = _in_chunks(copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients)
+            done = _in_chunks(
+                copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients
+            )
             if isinstance(done, Refusal):
                 return done
             copied = done
@@ -115,7 +131,9 @@ def chunk_loss_block(capture: Capture, chunks: Chunks, *, returned_gradients: bo
     return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
 
 
-def _in_chunks(capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool) -> Capture | Refusal:
+def _in_chunks(
+    capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
+) -> Capture | Refusal:
     """Writes one region of a graph out, in place."""
     if isinstance(region, Refusal):
         return region
@@ -142,7 +160,9 @@ def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBloc
     copied = _copy(capture)
     _sum_losses(copied.joint.graph)
     loss = find_loss_block(copied)
-    return SeparableBlocks(loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values()))
+    return SeparableBlocks(
+        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
+    )
 
 
 def _copy(capture: Capture) -> Capture:
@@ -164,7 +184,12 @@ def _sum_losses(graph: fx.Graph) -> None:
         assert isinstance(scores, fx.Node)
         items = {user.args[1]: user for user in node.users}
         with graph.inserting_before(node):
-            total = _call(graph, target_weight, (target, weight, ignore_index, scores.meta["val"].dtype), like=node)
+            total = _call(
+                graph,
+                target_weight,
+                (target, weight, ignore_index, scores.meta["val"].dtype),
+                like=node,
+            )
         if 1 in items:
             items[1].replace_all_uses_with(total)
             graph.erase_node(items[1])
@@ -172,18 +197,24 @@ def _sum_losses(graph: fx.Graph) -> None:
             node.args = (scores, target, weight, _SUM, ignore_index)
             with graph.inserting_after(items[0]):
                 mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
-            items[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+            items[0].replace_all_uses_with(
+                mean, delete_user_cb=lambda user, mean=mean: user is not mean
+            )
 
 
 def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
     """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
     is_backward = node.target in SUMMED_LOSSES_BACKWARD
     place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
-    operands = [argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)]
+    operands = [
+        argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)
+    ]
     args = [*node.args, *[None] * (place - len(node.args)), *[_MEAN] * (len(node.args) <= place)]
     if args[place] != _MEAN:
         return
-    num_elements = prod(torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands)))
+    num_elements = prod(
+        torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands))
+    )
     args[place] = _SUM
     if is_backward:
         with graph.inserting_before(node):
@@ -196,10 +227,19 @@ def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
 
 
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
+def _call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
     """A new call with its fake result; where it comes from is said by `like`."""
     node = graph.call_function(target, args, dict(kwargs or {}))
-    node.meta = {key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}}
+    node.meta = {
+        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
+    }
     given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     with _as_captured(like):
         node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
@@ -210,7 +250,11 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[s
 def _as_captured(node: fx.Node) -> Iterator[None]:
     """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
     value = node.meta["val"]
-    fake = value if isinstance(value, torch.Tensor) else next(item for item in value if isinstance(item, torch.Tensor))
+    fake = (
+        value
+        if isinstance(value, torch.Tensor)
+        else next(item for item in value if isinstance(item, torch.Tensor))
+    )
     with fake.fake_mode, torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
@@ -224,7 +268,9 @@ def _memories(node: fx.Node) -> set[int]:
 class _Unroller:
     """Writes a region out chunk by chunk."""
 
-    def __init__(self, capture: Capture, region: Region, num_chunks: int, *, returned_gradients: bool) -> None:
+    def __init__(
+        self, capture: Capture, region: Region, num_chunks: int, *, returned_gradients: bool
+    ) -> None:
         self.capture = capture
         self.graph = capture.joint.graph
         self.region = region
@@ -251,7 +297,10 @@ class _Unroller:
         remove_dead(self.graph)
         self.graph.lint()
         self.capture.joint.recompile()
-        return replace(self.capture, output_roles=(*self.capture.output_roles, *(role for _, role in self.more_outputs)))
+        return replace(
+            self.capture,
+            output_roles=(*self.capture.output_roles, *(role for _, role in self.more_outputs)),
+        )
 
     # --- both forms ----------------------------------------------------------------------------------------------------------
 
@@ -271,10 +320,19 @@ class _Unroller:
         else:
             self.parts.setdefault(node, []).append(self._new(target, args, kwargs, like=node))
 
-    def _new(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
+    def _new(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
         return _call(self.graph, target, args, kwargs, like=like)
 
-    def _accumulate(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _accumulate(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         before = self.total.get(node)
         is_half = node.meta["val"].dtype in _HALF
         if is_half:
@@ -286,7 +344,9 @@ class _Unroller:
         if before is not None:
             self.total[node] = self._new(_aten.add.Tensor, (before, part), like=node)
         elif is_half and part.meta["val"].dtype in _HALF:
-            self.total[node] = self._new(_aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node)
+            self.total[node] = self._new(
+                _aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node
+            )
         else:
             self.total[node] = part
 
@@ -297,7 +357,14 @@ class _Unroller:
         if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
             return _aten.mm.dtype, (*args, torch.float32), kwargs
         if target is _aten.mm.default:
-            return target, tuple(self._new(_aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node) for arg in args), kwargs
+            return (
+                target,
+                tuple(
+                    self._new(_aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node)
+                    for arg in args
+                ),
+                kwargs,
+            )
         if target in (_aten.sum.dim_IntList, _aten.sum.default):
             return target, args, {**kwargs, "dtype": torch.float32}
         return target, args, kwargs
@@ -335,7 +402,11 @@ class _Unroller:
             return self._new(value.target, (part, *value.args[1:]), value.kwargs, like=value)
         if rows.stop - rows.start == 1:
             return self._new(_aten.slice.Tensor, (value, rows.start, start, stop), like=value)
-        flat = self._new(_aten.reshape.default, (value, [*shape[: rows.start], self.region.num_rows, *shape[rows.stop :]]), like=value)
+        flat = self._new(
+            _aten.reshape.default,
+            (value, [*shape[: rows.start], self.region.num_rows, *shape[rows.stop :]]),
+            like=value,
+        )
         cut = self._new(_aten.slice.Tensor, (flat, rows.start, start, stop), like=value)
         return self._new(_aten.view.default, (cut, part), like=value)
 
@@ -357,13 +428,17 @@ class _Unroller:
                 assert isinstance(rows, Rows), f"{node} leaves the region"
                 whole = self._new(_aten.cat.default, (self.parts[node], rows.stop - 1), like=node)
                 if rows.stop - rows.start > 1:
-                    whole = self._new(_aten.view.default, (whole, list(node.meta["val"].shape)), like=node)
+                    whole = self._new(
+                        _aten.view.default, (whole, list(node.meta["val"].shape)), like=node
+                    )
                 self.total[node] = whole
 
     def _replace(self) -> None:
         for node, (views, role) in self.handed_over.items():
             self._hand_over(node, views, role)
-        for node in [node for node in self.graph.nodes if node in self.total and node in self.calls]:
+        for node in [
+            node for node in self.graph.nodes if node in self.total and node in self.calls
+        ]:
             outside = [user for user in node.users if user not in self.calls]
             if outside:
                 self._give_way(node, self.total[node], outside)
@@ -379,7 +454,9 @@ class _Unroller:
         while pending:
             reader = pending.pop()
             if not memory.isdisjoint(_memories(reader)):
-                args, kwargs = fx.map_arg((reader.args, reader.kwargs), lambda argument: argument.meta["val"])
+                args, kwargs = fx.map_arg(
+                    (reader.args, reader.kwargs), lambda argument: argument.meta["val"]
+                )
                 with _as_captured(reader):
                     reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 pending += [user for user in reader.users if user.op == "call_function"]
@@ -389,7 +466,11 @@ class _Unroller:
     def _handed_over(self) -> dict[fx.Node, tuple[list[fx.Node], Role]]:
         """Products that are a parameter's gradient and nothing else, with the views that lead there."""
         found = {}
-        roles = {node: role for node, role in self.capture.outputs if role.kind is RoleKind.PARAMETER_GRADIENT}
+        roles = {
+            node: role
+            for node, role in self.capture.outputs
+            if role.kind is RoleKind.PARAMETER_GRADIENT
+        }
         returned = [node for node, _ in self.capture.outputs]
         for node in self.region.backward:
             if node.target is not _aten.mm.default or self.region.pieces[node].forms != (PARTIAL,):
@@ -415,7 +496,10 @@ class _Unroller:
             gradients.append(value)
         last = views[-1] if views else node
         returned: Any = output.args[0]
-        output.args = (tuple(gradients[0] if value is last else value for value in returned) + tuple(gradients[1:]),)
+        output.args = (
+            tuple(gradients[0] if value is last else value for value in returned)
+            + tuple(gradients[1:]),
+        )
         self.more_outputs += [(value, role) for value in gradients[1:]]
         for view in reversed(views):
             self.graph.erase_node(view)
@@ -428,7 +512,10 @@ class _Unroller:
         tangent = tangents[0]
         self.handed_over = {}
         dependent, reading = depending_on(tangent, self.graph), reading_from(tangent, self.graph)
-        check_linear([node for node in self.graph.nodes if node in dependent and node in self.calls], dependent)
+        check_linear(
+            [node for node in self.graph.nodes if node in dependent and node in self.calls],
+            dependent,
+        )
         with self.graph.inserting_before(self.region.forward[-1].next):
             for node in self.region.backward:
                 for operand in node.all_input_nodes:
@@ -445,7 +532,9 @@ class _Unroller:
                     if node in dependent:
                         self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
 
-    def _for_gradient_of_one(self, node: fx.Node, dependent: set[fx.Node], reading: set[fx.Node]) -> fx.Node:
+    def _for_gradient_of_one(
+        self, node: fx.Node, dependent: set[fx.Node], reading: set[fx.Node]
+    ) -> fx.Node:
         """What `node` would be if the loss had a gradient of one."""
         if node not in reading:
             return node
@@ -454,12 +543,19 @@ class _Unroller:
                 raise InseparableError(node, "gives a gradient to a value from which it follows")
             if node.op == "placeholder":
                 fake = node.meta["val"]
-                made = self._new(_aten.full.default, (list(fake.shape), 1.0), {"dtype": fake.dtype, "device": fake.device}, like=node)
+                made = self._new(
+                    _aten.full.default,
+                    (list(fake.shape), 1.0),
+                    {"dtype": fake.dtype, "device": fake.device},
+                    like=node,
+                )
             else:
                 for operand in node.all_input_nodes:
                     self._for_gradient_of_one(operand, dependent, reading)
                 check_linear([node] if node in dependent else [], dependent)
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self.instead.get(operand, operand))
+                args, kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda operand: self.instead.get(operand, operand)
+                )
                 made = self._new(node.target, args, kwargs, like=node)
             self.instead[node] = made
         return self.instead[node]
@@ -494,4 +590,6 @@ def _sort(graph: fx.Graph) -> None:
             last = placed
             for user in placed.users:
                 missing[user] -= 1
-            pending += [user for user in reversed(placed.users) if not missing[user] and user in reached]
+            pending += [
+                user for user in reversed(placed.users) if not missing[user] and user in reached
+            ]

@@ -61,11 +61,20 @@ class _Cleaner:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.fakes = [node.meta.get("val") for node in graph.nodes]  # keeps every storage alive, since storages are told apart by address
+        self.fakes = [
+            node.meta.get("val") for node in graph.nodes
+        ]  # keeps every storage alive, since storages are told apart by address
         self.returned = set(graph.output_node().all_input_nodes)
         self.held = {memory for node in self.returned for memory in _memories(node)}
-        self.given = {memory for node in graph.nodes if node.op != "call_function" for memory in _memories(node)}
-        self.parent = {node: parent for node in graph.nodes if (parent := _parent(node)) is not None}
+        self.given = {
+            memory
+            for node in graph.nodes
+            if node.op != "call_function"
+            for memory in _memories(node)
+        }
+        self.parent = {
+            node: parent for node in graph.nodes if (parent := _parent(node)) is not None
+        }
         self.late = _late_nodes(graph)
         self.stale: set[fx.Node] = set()
         self.origin: dict[fx.Node, fx.Node] = {}
@@ -95,7 +104,11 @@ class _Cleaner:
             return None
         layout = _layout(node.meta["val"])
         first = self.views.setdefault((origin, layout), node)
-        self.number[node] = self._intern(("view", self.number[origin], layout)) if first is node else self.number[first]
+        self.number[node] = (
+            self._intern(("view", self.number[origin], layout))
+            if first is node
+            else self.number[first]
+        )
         return None if first is node or node in self.returned else first
 
     def _call_twin(self, node: fx.Node) -> fx.Node | None:
@@ -105,7 +118,12 @@ class _Cleaner:
         self.number[node] = self._intern(self._call(node) if is_pure else node)
         if is_pure and self._is_free(node):
             source = _copied(node)
-            if source is not None and self._is_free(source) and self.given.isdisjoint(_memories(source)) and _are_alike(source, node):
+            if (
+                source is not None
+                and self._is_free(source)
+                and self.given.isdisjoint(_memories(source))
+                and _are_alike(source, node)
+            ):
                 return source
             if not _is_large_fill(node):
                 first = self.calls.setdefault(self.number[node], node)
@@ -158,7 +176,9 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Calls of the backward that depend on no gradient: neither read tangents, nor are read by what the forward returns or draws."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or not backward.isdisjoint(node.all_input_nodes):
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or not backward.isdisjoint(
+            node.all_input_nodes
+        ):
             backward.add(node)
     ends = [node for node in graph.output_node().all_input_nodes if node not in backward]
     pending = ends + [node for node in graph.nodes if is_random(node.target)]
@@ -178,7 +198,14 @@ def _parent(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     memories = set(_memories(node))
-    return next((argument for argument in node.all_input_nodes if not memories.isdisjoint(_memories(argument))), None)
+    return next(
+        (
+            argument
+            for argument in node.all_input_nodes
+            if not memories.isdisjoint(_memories(argument))
+        ),
+        None,
+    )
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
@@ -193,7 +220,11 @@ def _copied(node: fx.Node) -> fx.Node | None:
         or (target is _aten.pow.Tensor_Scalar and _is_number(second, 1))
         or (target in _PRODUCTS and _is_number(second, 1) and not value.dtype.is_complex)
         or (target in _SUMS and _is_number(second, 0) and value.dtype in _INTEGERS)
-        or (target is _aten.slice_backward.default and isinstance(first, fx.Node) and first.meta["val"].shape == value.shape)
+        or (
+            target is _aten.slice_backward.default
+            and isinstance(first, fx.Node)
+            and first.meta["val"].shape == value.shape
+        )
     )
     source = second if target is _aten.copy.default else first if is_copy else None
     return source if isinstance(source, fx.Node) else None
@@ -206,30 +237,50 @@ def _is_number(value: Any, wanted: int) -> bool:
 def _is_pure(target: Any) -> bool:
     """Whether equal calls of it give equal results and do nothing else."""
     if isinstance(target, torch._ops.OpOverload):
-        return target.namespace in _NAMESPACES and not target._schema.is_mutable and not is_random(target)
+        return (
+            target.namespace in _NAMESPACES
+            and not target._schema.is_mutable
+            and not is_random(target)
+        )
     return target is operator.getitem or target in _OWN
 
 
 def _is_large_fill(node: fx.Node) -> bool:
     """Whether it makes much out of nothing."""
-    return not node.all_input_nodes and sum(t.untyped_storage().nbytes() for t in _tensors(node)) > _LARGE_FILL_BYTES
+    return (
+        not node.all_input_nodes
+        and sum(t.untyped_storage().nbytes() for t in _tensors(node)) > _LARGE_FILL_BYTES
+    )
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
     """Whether one can stand in the other's place: tensors laid out alike, in as much memory."""
-    one, other = ([(_layout(t), t.untyped_storage().nbytes()) for t in _tensors(node)] for node in (first, second))
+    one, other = (
+        [(_layout(t), t.untyped_storage().nbytes()) for t in _tensors(node)]
+        for node in (first, second)
+    )
     return one == other and type(first.meta["val"]) is type(second.meta["val"])
 
 
 def _layout(tensor: torch.Tensor) -> Hashable:
     lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.dtype, tensor.device, tensor.layout, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), lazy
+    return (
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        lazy,
+    )
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    return [item for item in values if isinstance(item, torch.Tensor) and item.layout == torch.strided]
+    return [
+        item for item in values if isinstance(item, torch.Tensor) and item.layout == torch.strided
+    ]
 
 
 def _memories(node: fx.Node) -> list[int]:

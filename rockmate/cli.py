@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_threads(arguments: argparse.Namespace) -> int:
     import torch
 
-    run: Callable[[argparse.Namespace], int] = {"demo": _run_demo, "sweep": _run_sweep, "plan": _run_plan}[arguments.command]
+    run: Callable[[argparse.Namespace], int] = {
+        "demo": _run_demo,
+        "sweep": _run_sweep,
+        "plan": _run_plan,
+    }[arguments.command]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
     try:
@@ -57,7 +61,9 @@ def _with_threads(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rockmate", description="Train a PyTorch model inside an activation budget.")
+    parser = argparse.ArgumentParser(
+        prog="rockmate", description="Train a PyTorch model inside an activation budget."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_sweep(commands)
@@ -75,15 +81,26 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--model", help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)")
-    demo.add_argument("--budget", type=_fraction, default=0.4, help="fraction of eager's measured activation peak")
+    demo.add_argument(
+        "--model",
+        help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
+    )
+    demo.add_argument(
+        "--budget", type=_fraction, default=0.4, help="fraction of eager's measured activation peak"
+    )
     demo.add_argument("--steps", type=_positive, default=6, help="training steps of each run")
     demo.add_argument("--batch", type=_positive, default=4, help="sequences in a batch")
     demo.add_argument("--tokens", type=_at_least_two, default=256, help="tokens in a sequence")
     demo.add_argument("--layers", type=_positive, help="layers of the built GPT-2 (default: 12)")
-    demo.add_argument("--width", type=_positive, help="hidden size of the built GPT-2 (default: 384)")
-    demo.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
-    demo.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes")
+    demo.add_argument(
+        "--width", type=_positive, help="hidden size of the built GPT-2 (default: 384)"
+    )
+    demo.add_argument(
+        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
+    )
     demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
@@ -104,9 +121,24 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; a number up to 1 is a fraction of the "
         "peak with nothing recomputed (default: every tenth of that, down to the smallest peak without chunks)",
     )
-    sweep.add_argument("--strategies", type=_names, default=("rockmate",), metavar="S,S", help="to compare (default: rockmate)")
-    sweep.add_argument("--measure", action="store_true", help="train a few steps at each budget, and hold them against eager")
-    sweep.add_argument("--steps", type=_positive, default=5, help="steps that --measure takes at each budget (default: 5)")
+    sweep.add_argument(
+        "--strategies",
+        type=_names,
+        default=("rockmate",),
+        metavar="S,S",
+        help="to compare (default: rockmate)",
+    )
+    sweep.add_argument(
+        "--measure",
+        action="store_true",
+        help="train a few steps at each budget, and hold them against eager",
+    )
+    sweep.add_argument(
+        "--steps",
+        type=_positive,
+        default=5,
+        help="steps that --measure takes at each budget (default: 5)",
+    )
     sweep.add_argument("--out", type=Path, metavar="DIR", help="where rows, report and plans go")
     sweep.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
@@ -118,31 +150,72 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Plan for one activation budget: print what it keeps and recomputes, and save it to train with.",
     )
     _add_model_arguments(plan)
-    plan.add_argument("--budget", required=True, help="a fraction up to 1 of the peak with nothing recomputed, a size as 2GiB, or bytes")
+    plan.add_argument(
+        "--budget",
+        required=True,
+        help="a fraction up to 1 of the peak with nothing recomputed, a size as 2GiB, or bytes",
+    )
     plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
-    plan.add_argument("--explain", metavar="NAME", action="append", default=[], help="a value or submodule to explain; repeatable")
-    plan.add_argument("--tree", action="store_true", help="the blocks as a tree by module path, instead of one by one")
+    plan.add_argument(
+        "--explain",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a value or submodule to explain; repeatable",
+    )
+    plan.add_argument(
+        "--tree",
+        action="store_true",
+        help="the blocks as a tree by module path, instead of one by one",
+    )
     plan.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
-    command.add_argument("--batch", type=_positive, help="sequences or images of a configuration's sample (default: 2)")
-    command.add_argument("--tokens", type=_at_least_two, help="in a sequence (default: 256, or as many as the model takes)")
-    command.add_argument("--image-size", type=_positive, help="pixels along an image's side (default: as in the configuration)")
-    command.add_argument("--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)")
-    command.add_argument("--device", default="cpu", help="where a configuration's model is built and measured (default: cpu)")
+    command.add_argument(
+        "--batch",
+        type=_positive,
+        help="sequences or images of a configuration's sample (default: 2)",
+    )
+    command.add_argument(
+        "--tokens",
+        type=_at_least_two,
+        help="in a sequence (default: 256, or as many as the model takes)",
+    )
+    command.add_argument(
+        "--image-size",
+        type=_positive,
+        help="pixels along an image's side (default: as in the configuration)",
+    )
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)"
+    )
+    command.add_argument(
+        "--device",
+        default="cpu",
+        help="where a configuration's model is built and measured (default: cpu)",
+    )
     command.add_argument(
         "--allow-chunking",
         action=argparse.BooleanOptionalAction,
         help="run the loss block in chunks wherever that is faster, or never (default: for budgets that nothing else meets)",
     )
     command.add_argument(
-        "--untraced", type=_names, default=(), metavar="PATH,PATH", help="submodules that run as they are, since they cannot be captured"
+        "--untraced",
+        type=_names,
+        default=(),
+        metavar="PATH,PATH",
+        help="submodules that run as they are, since they cannot be captured",
     )
-    command.add_argument("--machine", help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml")
-    command.add_argument("--threads", type=_positive, help="threads of an op (default: PyTorch's choice)")
+    command.add_argument(
+        "--machine",
+        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml",
+    )
+    command.add_argument(
+        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+    )
 
 
 # --- demo ----------------------------------------------------------------------------------------------
@@ -153,7 +226,9 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate.extras import require
 
     options = _demo_options(arguments)
-    require("matplotlib.figure", extra="plot", purpose="the demonstration")  # now rather than after the training
+    require(
+        "matplotlib.figure", extra="plot", purpose="the demonstration"
+    )  # now rather than after the training
     _make_folder(arguments.out)
     result = demo.run(options)
     sys.stdout.write(demo.report(result))
@@ -169,7 +244,9 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
     size = {"num_layers": arguments.layers, "width": arguments.width}
     size = {name: value for name, value in size.items() if value is not None}
     if arguments.model is not None and size:
-        msg = "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
+        msg = (
+            "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
+        )
         raise DemoError(msg)
     return DemoOptions(
         model=arguments.model,
@@ -223,7 +300,9 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
-            sys.stderr.write(f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n")
+            sys.stderr.write(
+                f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
+            )
         raise
     sys.stdout.write(_sweep_text(found, arguments.out))
     return 0 if found.plans and not found.broken_promises else 1
@@ -242,7 +321,11 @@ def _sweep_text(found: Sweep, out: Path | None) -> str:
         table_text(found, width=shutil.get_terminal_size().columns),
     ]
     lines += ["", recommendation_text(found)] if found.recommended else []
-    lines += ["", *(f"FAILED: {line}" for line in found.broken_promises)] if found.broken_promises else []
+    lines += (
+        ["", *(f"FAILED: {line}" for line in found.broken_promises)]
+        if found.broken_promises
+        else []
+    )
     lines += ["", f"Report: {out / 'sweep.html'}"] if out is not None else []
     return "\n".join(lines) + "\n"
 
@@ -253,12 +336,18 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate.costs import clears_bars
     from rockmate.planner import Planner
 
-    check_options(SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine)
+    check_options(
+        SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine
+    )
     budgets = parse_budgets(arguments.budget)
     if len(budgets) != 1:
-        raise SweepError(f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, or use `rockmate sweep`.")
+        raise SweepError(
+            f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, or use `rockmate sweep`."
+        )
     if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
-        raise SweepError(f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out.")
+        raise SweepError(
+            f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out."
+        )
     source = _source(arguments)
     planner = Planner(
         source.model,
@@ -269,13 +358,17 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         untraced=arguments.untraced,
     )
     plan = planner.plan(budgets[0], strategy=arguments.strategy)
-    details = [str(plan.explain(name)) for name in arguments.explain] or [plan.tree() if arguments.tree else plan.block_table()]
+    details = [str(plan.explain(name)) for name in arguments.explain] or [
+        plan.tree() if arguments.tree else plan.block_table()
+    ]
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
     if arguments.out is not None:
         try:
             plan.save(arguments.out)
         except OSError as error:
-            raise SweepError(f"cannot write {arguments.out}: {error.strerror}. Give another --out.") from error
+            raise SweepError(
+                f"cannot write {arguments.out}: {error.strerror}. Give another --out."
+            ) from error
         sys.stdout.write(f"\nPlan: {arguments.out}\n")
     return 0
 
@@ -287,7 +380,11 @@ def _source(arguments: argparse.Namespace) -> SourcedModel:
 
     if arguments.machine is not None:
         load_machine(arguments.machine)  # told now if it is not known
-    shape = SampleShape(batch_size=arguments.batch or 2, num_tokens=arguments.tokens, image_size=arguments.image_size)
+    shape = SampleShape(
+        batch_size=arguments.batch or 2,
+        num_tokens=arguments.tokens,
+        image_size=arguments.image_size,
+    )
     device = "meta" if arguments.machine is not None else arguments.device
     return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
 

@@ -76,7 +76,9 @@ def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
     return times_ms, np.array([cost.overhead_bytes for cost in costs], dtype=np.int64)
 
 
-def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None) -> Costs:
+def measure_costs(
+    graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None
+) -> Costs:
     """Measures every distinct call of the graph on the device of its tensors.
 
     Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans false (an op that
@@ -102,7 +104,10 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
     parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
     again = [distinct(_again_call(op)) for op in graph.ops]
-    additions = [[distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)] for op in graph.ops]
+    additions = [
+        [distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)]
+        for op in graph.ops
+    ]
     keeping = [[distinct(_keeping_call(op))] if op.state_target else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
@@ -111,15 +116,23 @@ def measure_costs(graph: Graph, *, progress: bool = False, known: dict[Hashable,
         _run_rounds(unknown, progress=progress)
     costs.update({call.key: call.cost() for call in unknown})
     return Costs(
-        first=tuple(_with_additions(costs[call.key], [costs[a.key] for a in added]) for call, added in zip(first, additions, strict=True)),
-        again=tuple(_with_additions(costs[call.key], [costs[k.key] for k in kept]) for call, kept in zip(again, keeping, strict=True)),
+        first=tuple(
+            _with_additions(costs[call.key], [costs[a.key] for a in added])
+            for call, added in zip(first, additions, strict=True)
+        ),
+        again=tuple(
+            _with_additions(costs[call.key], [costs[k.key] for k in kept])
+            for call, kept in zip(again, keeping, strict=True)
+        ),
         num_distinct=len(calls),
     )
 
 
 def unit_times(costs: Costs) -> Costs:
     """The same overheads with one millisecond for every op: a table that no clock has had a hand in."""
-    first, again = (tuple(replace(cost, time_ms=1.0) for cost in table) for table in (costs.first, costs.again))
+    first, again = (
+        tuple(replace(cost, time_ms=1.0) for cost in table) for table in (costs.first, costs.again)
+    )
     return Costs(first=first, again=again, num_distinct=costs.num_distinct)
 
 
@@ -131,7 +144,9 @@ def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
     """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
     if isinstance(op.handover, Product) and op.handover.is_one_of_several:
         target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
-        return _Call(op, target, (parameters[op.delivers[0][1].name], *op.node.args), op.node.kwargs)
+        return _Call(
+            op, target, (parameters[op.delivers[0][1].name], *op.node.args), op.node.kwargs
+        )
     return _own_call(op)
 
 
@@ -146,7 +161,9 @@ def _keeping_call(op: Op) -> _Call:
     return _Call(op, op.state_target, ([*op.results_to_keep], *op.node.args), {})
 
 
-def _add_flipped_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _add_flipped_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
     return total.t().addmm_(left, right)
 
 
@@ -168,7 +185,9 @@ def clears_bars() -> bool:
 
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
-    bar = tqdm(total=_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False)
+    bar = tqdm(
+        total=_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False
+    )
     with bar:
         for call in calls:
             call.measure_overhead()
@@ -189,7 +208,13 @@ class _Call:
     """One distinct call, with what has been measured of it."""
 
     def __init__(
-        self, op: Op, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, key: Hashable | None = None
+        self,
+        op: Op,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        key: Hashable | None = None,
     ) -> None:
         self.op = op
         self.target = target
@@ -201,11 +226,15 @@ class _Call:
         self.first_ms = 0.0
 
     def cost(self) -> Cost:
-        return Cost(time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes)
+        return Cost(
+            time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes
+        )
 
     def measure_overhead(self) -> None:
         fake = self.op.node.meta["val"]
-        releases = getattr(self.target, "released_bytes", 0)  # the allocator must have seen them allocated
+        releases = getattr(
+            self.target, "released_bytes", 0
+        )  # the allocator must have seen them allocated
         made = None if releases else self._make_call()
         if self.device.type == "cpu":
             self._touch_memory()
@@ -217,7 +246,9 @@ class _Call:
             return _known_of(result, fake)
 
         try:
-            self.overhead_bytes = peak_beyond_rest(lambda: (run, made or self._make_call()), self.device) - releases
+            self.overhead_bytes = (
+                peak_beyond_rest(lambda: (run, made or self._make_call()), self.device) - releases
+            )
         except Exception as error:
             msg = (
                 f"{self.target} in {self.op.module or 'the model'} fails on inputs like the sample's: {type(error).__name__}: {error}. "
@@ -257,8 +288,12 @@ class _Call:
                 made[node] = _made_up(node.meta["val"])
             return made[node]
 
-        if hasattr(self.target, "on_sample"):  # an untraced submodule, which may not run on made-up values
-            return *self.target.on_sample(lambda position: fx.map_arg(self.args[position], make)), {}
+        if hasattr(
+            self.target, "on_sample"
+        ):  # an untraced submodule, which may not run on made-up values
+            return *self.target.on_sample(
+                lambda position: fx.map_arg(self.args[position], make)
+            ), {}
         return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
 
 
@@ -267,13 +302,21 @@ def _known_of(result: Any, fake: Any) -> Any:
 
     Such a result is released with the call, so it is part of what the call takes beside its results.
     """
-    if isinstance(result, tuple | list) and isinstance(fake, tuple | list) and len(result) == len(fake):
+    if (
+        isinstance(result, tuple | list)
+        and isinstance(fake, tuple | list)
+        and len(result) == len(fake)
+    ):
         return [value for value, known in zip(result, fake, strict=True) if known is not None]
     return result
 
 
 def _made_up(fake: torch.Tensor) -> torch.Tensor:
     value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
-    needed = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
+    needed = (
+        1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
+        if fake.numel()
+        else 0
+    )
     memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())

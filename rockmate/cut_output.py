@@ -12,7 +12,9 @@ import torch
 
 from rockmate.errors import BackwardError
 
-_LEAF = torch.empty(0, requires_grad=True)  # makes the result require grad; nothing is ever added to its own
+_LEAF = torch.empty(
+    0, requires_grad=True
+)  # makes the result require grad; nothing is ever added to its own
 
 
 class CutOutput(torch.autograd.Function):

@@ -31,17 +31,26 @@ _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` if FSDP, of either generation and around or within `model`, holds parameters of it."""
-    if any(hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module))) for module in model.modules()):
+    if any(
+        hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module)))
+        for module in model.modules()
+    ):
         raise UnsupportedModelError(SHARDED)
 
 
 def _tensors(module: nn.Module) -> list[Any]:
     # FSDP's first generation puts views of its flat parameter in the places of parameters, as plain attributes.
-    return [*module._parameters.values(), *(value for value in vars(module).values() if isinstance(value, torch.Tensor))]
+    return [
+        *module._parameters.values(),
+        *(value for value in vars(module).values() if isinstance(value, torch.Tensor)),
+    ]
 
 
 def _is_sharded(tensor: Any) -> bool:
-    return any(hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh") for of in (tensor, getattr(tensor, "_base", None)))
+    return any(
+        hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh")
+        for of in (tensor, getattr(tensor, "_base", None))
+    )
 
 
 def is_distributed() -> bool:
@@ -67,6 +76,8 @@ class LastHooksSink(GradientSink):
         return list(map(self._rest_of, parameters))
 
     def _rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting:  # they fire with a gradient only
+        if (
+            parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting
+        ):  # they fire with a gradient only
             return nothing(parameter.shape, parameter.dtype, parameter.device)
         return self._waiting.pop(id(parameter), None)

@@ -28,7 +28,9 @@ _SPLIT_ABOVE_BYTES = 1 << 22
 _SLICE_BYTES = 1 << 21
 _ROWS_PER_SLICE = 512  # fewer make the products slow
 _VISITED_AT_ONCE = 8  # parameters
-_VISITED_WITHIN_BYTES = 1 << 20  # of them: far less than a bucket that data-parallel training reduces at once
+_VISITED_WITHIN_BYTES = (
+    1 << 20
+)  # of them: far less than a bucket that data-parallel training reduces at once
 
 
 def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
@@ -41,8 +43,17 @@ def split_handovers(graph: Graph, *, like: Graph | None = None, but: Collection[
     """
     read = {storage for op in graph.ops for storage in op.reads}
     contributions = Counter(role.name for op in graph.ops for _, role in op.delivers)
-    for op in graph.ops if like is None else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]:
-        is_own = op not in but and len(op.writes) == 1 and len(op.delivers) == 1 and op.writes[0] not in read
+    for op in (
+        graph.ops
+        if like is None
+        else [op for op, other in zip(graph.ops, like.ops, strict=True) if other.handover]
+    ):
+        is_own = (
+            op not in but
+            and len(op.writes) == 1
+            and len(op.delivers) == 1
+            and op.writes[0] not in read
+        )
         is_product = op.node.target is torch.ops.aten.mm.default
         if is_own and is_product and contributions[op.delivers[0][1].name] > 1:
             _add_whole_product(op)
@@ -60,14 +71,19 @@ def _orientation(op: Op) -> tuple[bool, bool]:
     fake, delivered = op.node.meta["val"], op.delivers[0][0].meta["val"]
     rows, columns = fake.shape
     is_same = delivered.shape == fake.shape and delivered.stride() == fake.stride()
-    return is_same, tuple(delivered.shape) == (columns, rows) and tuple(delivered.stride()) == (1, columns)
+    return is_same, tuple(delivered.shape) == (columns, rows) and tuple(delivered.stride()) == (
+        1,
+        columns,
+    )
 
 
 def _add_whole_product(op: Op) -> None:
     is_same, is_flipped = _orientation(op)
     if is_same or is_flipped:
         rows = op.node.meta["val"].shape[0]
-        op.handover = Product(is_flipped=is_flipped and not is_same, dim=0, slice_size=rows, is_one_of_several=True)
+        op.handover = Product(
+            is_flipped=is_flipped and not is_same, dim=0, slice_size=rows, is_one_of_several=True
+        )
         op.writes[0].num_bytes = 0
 
 
@@ -79,7 +95,9 @@ def _split_product(op: Op) -> None:
     num_slices = min(-(-op.writes[0].num_bytes // _SLICE_BYTES), longer // _ROWS_PER_SLICE)
     if num_slices >= 2 and (is_same or is_flipped):
         size = -(-longer // num_slices)
-        op.handover = Product(is_flipped=is_flipped, dim=0 if rows >= columns else 1, slice_size=size)
+        op.handover = Product(
+            is_flipped=is_flipped, dim=0 if rows >= columns else 1, slice_size=size
+        )
         op.writes[0].num_bytes = size * min(rows, columns) * fake.element_size()
 
 
@@ -109,12 +127,20 @@ def deliver_product(
     is_one_of_several: bool,
 ) -> None:
     """Hands over the product of two matrices, slice by slice; called from the emitted backward."""
-    product = Product(is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several)
+    product = Product(
+        is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several
+    )
     sink.accept_product(name, left, right, product, is_final=is_final)
 
 
 def deliver_embedding(
-    sink: GradientSink, gradient: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, name: str, is_final: bool
+    sink: GradientSink,
+    gradient: torch.Tensor,
+    indices: torch.Tensor,
+    num_weights: int,
+    padding_idx: int,
+    name: str,
+    is_final: bool,
 ) -> None:
     """Hands over the gradient of an embedding, only the rows that a token touches; called from the emitted backward."""
     sink.accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
@@ -151,7 +177,10 @@ class Binding:
 def owner_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter the first name of the same tensor: tied parameters share one."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+    }
 
 
 class GradientSink:
@@ -162,11 +191,16 @@ class GradientSink:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Takes the parameters that the forward ran with, by name; hooks fire in the dispatcher's state at this moment."""
         self._parameters = parameters
-        self._dispatch_keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        self._dispatch_keys = (
+            torch._C._dispatch_tls_local_include_set(),
+            torch._C._dispatch_tls_local_exclude_set(),
+        )
         self._waiting: dict[int, torch.Tensor] = {}
         self._unused: set[int] = set()  # parameters of which a use has come to nothing
         self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
-        self._complete: list[torch.Tensor] = []  # their `.grad` is, and their nodes are yet to be visited
+        self._complete: list[
+            torch.Tensor
+        ] = []  # their `.grad` is, and their nodes are yet to be visited
         self._complete_bytes = 0
 
     def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
@@ -217,7 +251,9 @@ class GradientSink:
             return
         self._complete.append(parameter)
         self._complete_bytes += parameter.nbytes
-        is_enough = len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
+        is_enough = (
+            len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
+        )
         if is_enough or parameter._post_accumulate_grad_hooks:
             self.close()
 
@@ -225,19 +261,41 @@ class GradientSink:
         """Visits the nodes that are left; to be called when nothing more is to come."""
         if self._complete:
             complete, self._complete, self._complete_bytes = tuple(self._complete), [], 0
-            self._accumulate(complete, tuple([nothing(p.shape, p.dtype, p.device) for p in complete]))
+            self._accumulate(
+                complete, tuple([nothing(p.shape, p.dtype, p.device) for p in complete])
+            )
 
-    def _accumulate(self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    def _accumulate(
+        self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]
+    ) -> None:
         """Lets autograd's engine add gradients to the `.grad` of parameters and fire all that is hooked to that.
 
         `torch.autograd.backward(parameters, gradients)`, entered where that enters the engine: what it checks in Python before, for any
         tensors of a user's, holds here and takes three times as long as the rest.
         """
         engine = torch.autograd.Variable._execution_engine
-        with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys):  # the ops around run below autograd, which a hook may need
-            engine.run_backward(parameters, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        with torch._C._ForceDispatchKeyGuard(
+            *self._dispatch_keys
+        ):  # the ops around run below autograd, which a hook may need
+            engine.run_backward(
+                parameters,
+                gradients,
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
-    def accept_product(self, name: str, left: torch.Tensor, right: torch.Tensor, product: Product, *, is_final: bool) -> None:
+    def accept_product(
+        self,
+        name: str,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        product: Product,
+        *,
+        is_final: bool,
+    ) -> None:
         """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
         parameter = self._parameters[name]
         if not parameter.requires_grad:
@@ -275,7 +333,11 @@ class GradientSink:
             return
         backward = torch.ops.aten.embedding_dense_backward
         if self._must_see_whole(parameter):
-            self.accept(name, backward(gradient, indices, num_weights, padding_idx, False), is_final=is_final)
+            self.accept(
+                name,
+                backward(gradient, indices, num_weights, padding_idx, False),
+                is_final=is_final,
+            )
             return
         self._begin(parameter, is_final=is_final)
         touched, row_of_token = torch.unique(indices, return_inverse=True)
@@ -295,7 +357,9 @@ class GradientSink:
         return bool(parameter._backward_hooks or (self._waiting and id(parameter) in self._waiting))
 
 
-def _add_by_slices(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product) -> None:
+def _add_by_slices(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product
+) -> None:
     for start in range(0, total.shape[product.dim], product.slice_size):
         length = min(product.slice_size, total.shape[product.dim] - start)
         rows = left.narrow(0, start, length) if product.dim == 0 else left

@@ -118,7 +118,9 @@ def run(options: DemoOptions) -> DemoResult:
     """Train both ways; `DemoError` and the package's other errors say what keeps it from running."""
     transformers = require("transformers", extra="hf", purpose="the demonstration")
     say = _silent if options.quiet else _to_standard_error
-    model, tokenize, kind = _built(transformers, options) if options.model is None else _loaded(transformers, options)
+    model, tokenize, kind = (
+        _built(transformers, options) if options.model is None else _loaded(transformers, options)
+    )
     batches = _batches(tokenize, options)
     model.train()
     ours = copy.deepcopy(model)
@@ -127,10 +129,14 @@ def run(options: DemoOptions) -> DemoResult:
     eager_memory = _memory_of_step(model, model, batches[0])
     budget_bytes = math.floor(options.budget * eager_memory.peak_bytes)
     say(f"eager's peak is {_mib(eager_memory.peak_bytes)}; planning for {_mib(budget_bytes)}")
-    module, planner, planning_s = _plan(ours, batches[0], budget_bytes, eager_memory.peak_bytes, progress=not options.quiet)
+    module, planner, planning_s = _plan(
+        ours, batches[0], budget_bytes, eager_memory.peak_bytes, progress=not options.quiet
+    )
     planned_memory = _memory_of_step(module, ours, batches[0])
 
-    eager_steps, planned_steps = _train_in_turn(model, (ours, module), batches, show=not options.quiet)
+    eager_steps, planned_steps = _train_in_turn(
+        model, (ours, module), batches, show=not options.quiet
+    )
     return DemoResult(
         title=_title(kind, model, options),
         eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
@@ -163,9 +169,13 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
     return outputs.loss.item()
 
 
-def _plan(model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, *, progress: bool) -> tuple[Any, Planner, float]:
+def _plan(
+    model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, *, progress: bool
+) -> tuple[Any, Planner, float]:
     start = time.perf_counter()
-    planner = Planner(model, batch, progress=progress and clears_bars(), allow_chunking=False)  # the demo promises every bit
+    planner = Planner(
+        model, batch, progress=progress and clears_bars(), allow_chunking=False
+    )  # the demo promises every bit
     try:
         module = planner.module(budget_bytes)
     except InfeasibleBudgetError as error:
@@ -179,7 +189,11 @@ _Steps = tuple[list[float], list[float]]
 
 
 def _train_in_turn(
-    model: nn.Module, planned: tuple[nn.Module, Callable[..., Any]], batches: Sequence[Batch], *, show: bool
+    model: nn.Module,
+    planned: tuple[nn.Module, Callable[..., Any]],
+    batches: Sequence[Batch],
+    *,
+    show: bool,
 ) -> tuple[_Steps, _Steps]:
     """Losses and times in ms of the eager run and of the planned one, whose weights and call are given apart."""
     lanes = ((model, model), planned)
@@ -187,7 +201,9 @@ def _train_in_turn(
     steps: tuple[_Steps, _Steps] = (([], []), ([], []))
     bar = tqdm(batches, desc="training, eager and planned in turn", unit="step", disable=not show)
     for index, batch in enumerate(bar):
-        for (owner, call), optimizer, (losses, times_ms) in zip(lanes, optimizers, steps, strict=True):
+        for (owner, call), optimizer, (losses, times_ms) in zip(
+            lanes, optimizers, steps, strict=True
+        ):
             start = time.perf_counter()
             loss = _step(call, batch, seed=index + 1)
             times_ms.append((time.perf_counter() - start) * 1e3)
@@ -223,7 +239,9 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         msg = f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple of {_HEAD_WIDTH}."
         raise DemoError(msg)
     torch.manual_seed(0)
-    kind = f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
+    kind = (
+        f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
     return model, lambda text, length: list(text[:length]), kind
@@ -251,7 +269,9 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
         raise DemoError(msg)
 
     def tokenize(text: bytes, length: int) -> list[int]:
-        return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)["input_ids"]
+        return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)[
+            "input_ids"
+        ]
 
     return model, tokenize, f"{options.model} ({type(model).__name__})"
 
@@ -269,7 +289,10 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
         raise DemoError(msg)
     batches = []
     for step in range(options.num_steps):
-        starts = [sequence * stretch_bytes + step * excerpt_bytes for sequence in range(options.batch_size)]
+        starts = [
+            sequence * stretch_bytes + step * excerpt_bytes
+            for sequence in range(options.batch_size)
+        ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
             msg = f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. Take fewer --tokens."
@@ -299,7 +322,12 @@ def report(result: DemoResult) -> str:
         rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
     rows += [
         (),
-        ("activation budget", "", _mib(plan.budget_bytes), f"{plan.budget_bytes / eager_bytes:.3f}"),
+        (
+            "activation budget",
+            "",
+            _mib(plan.budget_bytes),
+            f"{plan.budget_bytes / eager_bytes:.3f}",
+        ),
         (
             "activation peak, predicted",
             _mib(plan.baseline_peak_bytes),
@@ -312,29 +340,47 @@ def report(result: DemoResult) -> str:
             _mib(planned.memory.peak_bytes),
             f"{planned.memory.peak_bytes / eager_bytes:.3f}",
         ),
-        ("step time, predicted", _ms(plan.baseline_ms), _ms(plan.predicted_ms), f"{plan.predicted_ms / plan.baseline_ms:.3f}"),
-        ("step time, measured (median)", _ms(eager_ms), _ms(planned_ms), f"{result.measured_ratio:.3f}"),
+        (
+            "step time, predicted",
+            _ms(plan.baseline_ms),
+            _ms(plan.predicted_ms),
+            f"{plan.predicted_ms / plan.baseline_ms:.3f}",
+        ),
+        (
+            "step time, measured (median)",
+            _ms(eager_ms),
+            _ms(planned_ms),
+            f"{result.measured_ratio:.3f}",
+        ),
         ("planning time", "", f"{result.planning_s:.1f} s", ""),
     ]
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
     lines = [result.title, "", *_table(rows)]
     if stages:
         lines += ["", f"Planning: {stages}."]
-    lines.append("Measured times are medians; their ratio is the median over steps of one step's time over the other's right before it.")
+    lines.append(
+        "Measured times are medians; their ratio is the median over steps of one step's time over the other's right before it."
+    )
     return "\n".join([*lines, *_verdicts(result)]) + "\n"
 
 
 def _verdicts(result: DemoResult) -> list[str]:
     num_steps = len(result.eager.losses)
     if result.equal_losses and result.equal_weights:
-        lines = [f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit by bit."]
+        lines = [
+            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit by bit."
+        ]
     elif result.equal_losses:
-        lines = [f"FAILED: the losses are identical in all {num_steps} steps, but the weights after them are not."]
+        lines = [
+            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after them are not."
+        ]
     else:
         lines = ["FAILED: the losses are not identical."]
     measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
     if result.fits:
-        lines.append(f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to spare.")
+        lines.append(
+            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to spare."
+        )
     else:
         lines.append(f"FAILED: the measured peak is {measured - budget:,} bytes above the budget.")
     return lines

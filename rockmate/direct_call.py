@@ -24,12 +24,20 @@ def call_directly(graph: fx.Graph) -> None:
     """Gives the ops of a graph their direct functions, in place; `meta["val"]` of the nodes they read are fake tensors of their kind."""
     for node in graph.nodes:
         is_known = all("val" in read.meta for read in node.all_input_nodes)
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and is_known:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and is_known
+        ):
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda argument: argument.meta["val"]
+            )
             node.target = direct_function(node.target, args, kwargs) or node.target
 
 
-def direct_function(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def direct_function(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
     """PyTorch's Python function that calls `op` with these arguments when it is given them; None if there is none.
 
     Args:
@@ -60,12 +68,17 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
-def _same_calls(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Callable[..., Any]]:
+def _same_calls(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[Callable[..., Any]]:
     name = op._schema.name.removeprefix("aten::")
     wanted = _heard(op, args, kwargs)
     for holder in (torch, _FUNCTIONS_OF_NN, torch.Tensor):
         function: Any = getattr(holder, name, None)
-        is_generated = type(function) in (type(torch.mm), type(torch.Tensor.mm))  # else it is Python, and does more
+        is_generated = type(function) in (
+            type(torch.mm),
+            type(torch.Tensor.mm),
+        )  # else it is Python, and does more
         if is_generated and wanted is not None and _is_same(wanted, _heard(function, args, kwargs)):
             yield function
 
@@ -75,11 +88,19 @@ class _Heard(Exception):
 
 
 class _Listening(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         raise _Heard(func, tuple(args), dict(kwargs or {}))
 
 
-def _heard(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _heard(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """The op that a call reaches first, with its arguments; None if the function does not take them."""
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Listening():
@@ -102,7 +123,9 @@ def _is_same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, list | tuple):
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
     if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(_is_same(value, theirs[name]) for name, value in mine.items())
+        return mine.keys() == theirs.keys() and all(
+            _is_same(value, theirs[name]) for name, value in mine.items()
+        )
     return bool(mine == theirs)
 
 
@@ -110,5 +133,7 @@ def _number(tensor: torch.Tensor) -> tuple[torch.dtype, Any] | None:
     """Type and value of a Python number that was made a tensor for the call, which promotes no other; None for another tensor."""
     if type(tensor) is not torch.Tensor or tensor.ndim or tensor.device.type != "cpu":
         return None
-    is_wrapped = torch.result_type(_HALF_NUMBER, tensor) != torch.promote_types(_HALF_NUMBER.dtype, tensor.dtype)
+    is_wrapped = torch.result_type(_HALF_NUMBER, tensor) != torch.promote_types(
+        _HALF_NUMBER.dtype, tensor.dtype
+    )
     return (tensor.dtype, tensor.item()) if is_wrapped else None

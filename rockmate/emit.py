@@ -38,7 +38,9 @@ class ArgumentKind(enum.Enum):
     STATIC = "static"  # a parameter, buffer, input or constant
     TANGENT = "tangent"
     KEPT = "kept"  # a storage kept from the forward
-    STATE = "state"  # the random state before an op's first run, or what is kept of that for another
+    STATE = (
+        "state"  # the random state before an op's first run, or what is kept of that for another
+    )
     SINK = "sink"  # takes the parameter gradients
 
 
@@ -103,14 +105,25 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     backward_reads = _kept_storages(graph, schedule)
     kept = [Argument(ArgumentKind.KEPT, storage) for storage in backward_reads]
     states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in again]
-    results = [(node, role) for node, role in graph.outputs if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES]
+    results = [
+        (node, role)
+        for node, role in graph.outputs
+        if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES
+    ]
     shown = {graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     returned = [forward.value(node) for node, _ in results]
     returned += [forward.value(storage.root) for storage in backward_reads]
     returned += [forward.states[argument.what] for argument in states]  # pyright: ignore[reportArgumentType]
     forward.graph.output(tuple(returned))
 
-    backward = _Writer(graph, schedule, ends, again, ran=forward.ran, handovers=_Handovers(graph, schedule, owner_of))
+    backward = _Writer(
+        graph,
+        schedule,
+        ends,
+        again,
+        ran=forward.ran,
+        handovers=_Handovers(graph, schedule, owner_of),
+    )
     for argument in (*kept, *states):
         backward.take(argument)
     for node, role in graph.initial_deliveries:
@@ -118,7 +131,9 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     for offset, index in enumerate(schedule.backward):
         backward.run(graph.ops[index], len(schedule.forward) + offset)
         backward.fire_hooks_after(offset)
-    gradient_kinds = {RoleKind.INPUT_GRADIENT} | ({RoleKind.PARAMETER_GRADIENT} if _are_returned(graph) else set())
+    gradient_kinds = {RoleKind.INPUT_GRADIENT} | (
+        {RoleKind.PARAMETER_GRADIENT} if _are_returned(graph) else set()
+    )
     gradients = [(node, role) for node, role in graph.outputs if role.kind in gradient_kinds]
     backward.graph.output(tuple(backward.value(node) for node, _ in gradients))
     runs_below_autograd = all(_is_own(op.node.target) for op in graph.ops)
@@ -134,8 +149,14 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         gradients=tuple(role for _, role in gradients),
         delivered=tuple(dict.fromkeys(_delivery_order(graph, schedule))),
         constants=graph.constants,
-        differentiable=frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT),
-        layouts={role: node.meta["val"] for node, role in graph.inputs if role.kind in {RoleKind.INPUT, RoleKind.TANGENT}},
+        differentiable=frozenset(
+            role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT
+        ),
+        layouts={
+            role: node.meta["val"]
+            for node, role in graph.inputs
+            if role.kind in {RoleKind.INPUT, RoleKind.TANGENT}
+        },
         runs_below_autograd=runs_below_autograd,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
@@ -144,7 +165,11 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
 
 def _is_own(target: Any) -> bool:
     """Whether it is an op of PyTorch or a function of this package."""
-    return target.namespace in _NAMESPACES if isinstance(target, torch._ops.OpOverload) else isinstance(target, types.FunctionType)
+    return (
+        target.namespace in _NAMESPACES
+        if isinstance(target, torch._ops.OpOverload)
+        else isinstance(target, types.FunctionType)
+    )
 
 
 def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
@@ -162,11 +187,17 @@ def _kept_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     read: dict[Storage, None] = {}
     for index in schedule.backward:
         op = graph.ops[index]
-        read.update({s: None for s in op.reads if s not in made and not s.is_static and not s.is_tangent})
+        read.update(
+            {s: None for s in op.reads if s not in made and not s.is_static and not s.is_tangent}
+        )
         made.update(op.writes)
     for node, role in graph.outputs:  # a gradient that is a value of the forward
         storage = graph.storage_of[node]
-        if role.kind in {RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT} and storage.producer and storage not in made:
+        if (
+            role.kind in {RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT}
+            and storage.producer
+            and storage not in made
+        ):
             read[storage] = None
     return sorted(read, key=lambda storage: storage.index)
 
@@ -181,7 +212,9 @@ def _compile(graph: fx.Graph) -> fx.GraphModule:
 def _delivery_order(graph: Graph, schedule: Schedule) -> list[str]:
     """Names of parameters, once for each gradient that is handed over, in order."""
     order = [role.name for _, role in graph.initial_deliveries]
-    return order + [role.name for index in schedule.backward for _, role in graph.ops[index].delivers]
+    return order + [
+        role.name for index in schedule.backward for _, role in graph.ops[index].delivers
+    ]
 
 
 class _Handovers:
@@ -195,12 +228,20 @@ class _Handovers:
         self._left = Counter(owner_of[name] for name in _delivery_order(graph, schedule))
         last_handover = dict.fromkeys(self._left, -1)
         last_read = dict.fromkeys(self._left, -1)
-        owner_at = {graph.storage_of[node]: owner_of[role.name] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+        owner_at = {
+            graph.storage_of[node]: owner_of[role.name]
+            for node, role in graph.inputs
+            if role.kind is RoleKind.PARAMETER
+        }
         for position, index in enumerate(schedule.backward):
             op = graph.ops[index]
             last_handover.update({owner_of[role.name]: position for _, role in op.delivers})
-            last_read.update({owner_at[storage]: position for storage in op.reads if storage in owner_at})
-        self._read_later = {owner for owner, position in last_handover.items() if last_read[owner] > position}
+            last_read.update(
+                {owner_at[storage]: position for storage in op.reads if storage in owner_at}
+            )
+        self._read_later = {
+            owner for owner, position in last_handover.items() if last_read[owner] > position
+        }
         self._firing: dict[int, list[str]] = {}
         for owner in sorted(self._read_later):
             self._firing.setdefault(last_read[owner], []).append(owner)
@@ -296,8 +337,17 @@ class _Writer:
         self.ran.add(op.index)
         target: Any = op.recompute_target if is_again else op.node.target
         source = op.recompute_args if is_again and op.recompute_args is not None else op.node.args
-        kept = {node: self._item(self.states[op], place) for place, node in enumerate(op.results_to_keep)} if is_again else {}
-        args, kwargs = fx.map_arg((source, op.node.kwargs), lambda node: kept[node] if node in kept else self.value(node))
+        kept = (
+            {
+                node: self._item(self.states[op], place)
+                for place, node in enumerate(op.results_to_keep)
+            }
+            if is_again
+            else {}
+        )
+        args, kwargs = fx.map_arg(
+            (source, op.node.kwargs), lambda node: kept[node] if node in kept else self.value(node)
+        )
         if position in self.schedule.in_place:
             operand = dying_operand(self.source, op, self.ends[position])
             assert operand is not None
@@ -337,7 +387,9 @@ class _Writer:
     def hand_over(self, node: fx.Node, role: Role) -> None:
         """Gives a parameter gradient to the sink."""
         value = self._sum_of_rows(node) or self.value(self._before_views_that_cancel(node))
-        self.graph.call_function(deliver, (self._sink(), value, role.name, self._is_final(role.name)))
+        self.graph.call_function(
+            deliver, (self._sink(), value, role.name, self._is_final(role.name))
+        )
 
     def _sum_of_rows(self, node: fx.Node) -> fx.Node | None:
         """The call that makes a gradient of one dimension, if that is a sum viewed without the others: they are not kept, then.
@@ -346,10 +398,21 @@ class _Writer:
         """
         source = self.source.view_base.get(node)
         call = None if source is None else self.present.get(source)
-        if source is None or call is None or call.target is not torch.ops.aten.sum.dim_IntList or len(source.users) > 1 or call.users:
+        if (
+            source is None
+            or call is None
+            or call.target is not torch.ops.aten.sum.dim_IntList
+            or len(source.users) > 1
+            or call.users
+        ):
             return None
         dims, keeps_dims = call.args[1], call.args[2:] == (True,)
-        if not keeps_dims or not isinstance(dims, list) or node.meta["val"].ndim != 1 or source.meta["val"].ndim - len(dims) != 1:
+        if (
+            not keeps_dims
+            or not isinstance(dims, list)
+            or node.meta["val"].ndim != 1
+            or source.meta["val"].ndim - len(dims) != 1
+        ):
             return None
         call.args = call.args[:2]
         del self.present[source]
@@ -371,7 +434,12 @@ class _Writer:
         whose = (name, self._is_final(name))
         match op.handover:
             case Product() as product:
-                how = (product.is_flipped, product.dim, product.slice_size, product.is_one_of_several)
+                how = (
+                    product.is_flipped,
+                    product.dim,
+                    product.slice_size,
+                    product.is_one_of_several,
+                )
                 self.graph.call_function(deliver_product, (self._sink(), *args, *whose, *how))
             case EmbeddingRows():
                 self.graph.call_function(deliver_embedding, (self._sink(), *args[:4], *whose))

@@ -16,7 +16,14 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             is met, too, if the plan at the minimum happens to need no more.
     """
 
-    def __init__(self, budget_bytes: int, minimum_bytes: int, *, where: str = "", slowdown: float | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        minimum_bytes: int,
+        *,
+        where: str = "",
+        slowdown: float | None = None,
+    ) -> None:
         """Build the text from the numbers.
 
         Args:

@@ -62,7 +62,15 @@ _NORMALIZATION = {
     _aten.native_layer_norm, _aten.native_layer_norm_backward, _aten.native_group_norm, _aten.native_group_norm_backward,
     _aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward, kernels.batch_norm_again,
 }  # fmt: skip
-_RANDOM = {kernels.dropout_mask, _aten.native_dropout, _aten.bernoulli, _aten.rand, _aten.randn, _aten.rand_like, _aten.randn_like}
+_RANDOM = {
+    kernels.dropout_mask,
+    _aten.native_dropout,
+    _aten.bernoulli,
+    _aten.rand,
+    _aten.randn,
+    _aten.rand_like,
+    _aten.randn_like,
+}
 
 
 def estimate_costs(graph: Graph, machine: Machine) -> Costs:
@@ -104,7 +112,9 @@ def num_flops(node: fx.Node) -> float:
 def _convolution_backward_flops(args: Any) -> float:
     """Those of the forward for each gradient that is asked for; PyTorch's formula counts all pairs of channels though groups are apart."""
     gradient, values, weight, _, stride, padding, dilation, is_transposed, _, _, wanted = args
-    forward = flop_registry[_aten.convolution](values, weight, None, stride, padding, dilation, is_transposed, out_val=gradient)
+    forward = flop_registry[_aten.convolution](
+        values, weight, None, stride, padding, dilation, is_transposed, out_val=gradient
+    )
     return forward * sum(wanted[:2])
 
 
@@ -113,7 +123,9 @@ def num_bytes(node: fx.Node) -> int:
     written = sum(map(_distinct_bytes, _tensors(node)))
     if node.target is kernels.dropout_apply:  # the result is scaled in a pass of its own
         written *= 3
-    read = {argument: sum(map(_distinct_bytes, _tensors(argument))) for argument in node.all_input_nodes}
+    read = {
+        argument: sum(map(_distinct_bytes, _tensors(argument))) for argument in node.all_input_nodes
+    }
     if _packet(node.target) in _LOOKUPS:
         table = node.args[0]
         assert isinstance(table, fx.Node)
@@ -124,8 +136,15 @@ def num_bytes(node: fx.Node) -> int:
 
 
 def _cost(node: fx.Node, target: Any, machine: Machine) -> Cost:
-    time_ms = machine.launch_ms + max(_compute_ms(node, machine), machine.memory_ms(num_bytes(node)), _elements_ms(node, target, machine))
-    return Cost(time_ms=time_ms, overhead_bytes=sum(machine.rounded_bytes(size) for size in _workspaces(node, machine)))
+    time_ms = machine.launch_ms + max(
+        _compute_ms(node, machine),
+        machine.memory_ms(num_bytes(node)),
+        _elements_ms(node, target, machine),
+    )
+    return Cost(
+        time_ms=time_ms,
+        overhead_bytes=sum(machine.rounded_bytes(size) for size in _workspaces(node, machine)),
+    )
 
 
 def _compute_ms(node: fx.Node, machine: Machine) -> float:
@@ -137,19 +156,35 @@ def _elements_ms(node: fx.Node, target: Any, machine: Machine) -> float:
     packet = _packet(target)
     kinds = {"transcendental": _TRANSCENDENTAL, "normalization": _NORMALIZATION, "random": _RANDOM}
     num_elements = max(tensor.numel() for tensor in _tensors(node))
-    return sum(machine.elements_ms(num_elements, kind) for kind, packets in kinds.items() if packet in packets)
+    return sum(
+        machine.elements_ms(num_elements, kind)
+        for kind, packets in kinds.items()
+        if packet in packets
+    )
 
 
 def _kind(node: fx.Node) -> str:
     packet = _packet(node.target)
-    return "attention" if packet in _CPU_ATTENTION or packet in _GPU_ATTENTION else "convolution" if "conv" in str(packet) else "matmul"
+    return (
+        "attention"
+        if packet in _CPU_ATTENTION or packet in _GPU_ATTENTION
+        else "convolution"
+        if "conv" in str(packet)
+        else "matmul"
+    )
 
 
 def _with_deliveries(cost: Cost, op: Op, machine: Machine) -> Cost:
     """Adds what handing its gradients over takes at the op's first run."""
     gradients = [node.meta["val"] for node, _ in op.delivers]
-    times = [machine.launch_ms + machine.memory_ms(3 * _distinct_bytes(gradient)) for gradient in gradients]
-    return Cost(time_ms=cost.time_ms + sum(times) * (2 if op.handover else 1), overhead_bytes=cost.overhead_bytes)
+    times = [
+        machine.launch_ms + machine.memory_ms(3 * _distinct_bytes(gradient))
+        for gradient in gradients
+    ]
+    return Cost(
+        time_ms=cost.time_ms + sum(times) * (2 if op.handover else 1),
+        overhead_bytes=cost.overhead_bytes,
+    )
 
 
 def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
@@ -159,16 +194,24 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         result = node.meta["val"]
         row_bytes = max(1, result.shape[1] * result.element_size())
         chunk_rows = max(1, kernels.CHUNK_BYTES // row_bytes)
-        yield min(result.shape[0], 2 * chunk_rows) * row_bytes  # one is made while the last is still there
+        yield (
+            min(result.shape[0], 2 * chunk_rows) * row_bytes
+        )  # one is made while the last is still there
     elif packet is kernels.dropout_apply:
         values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
         yield kernels.converted_numel(values, mask) * values.element_size()
     elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAWN_AT_ONCE:
-        yield (kernels.DRAWN_AT_ONCE + 1) * torch.int64.itemsize  # random numbers, and one that they are compared with
+        yield (
+            kernels.DRAWN_AT_ONCE + 1
+        ) * torch.int64.itemsize  # random numbers, and one that they are compared with
     elif packet is _aten._safe_softmax:
         yield node.meta["val"].numel()
     elif packet in (_aten.native_layer_norm, _aten.native_layer_norm_backward):
-        rows = [argument.meta["val"] for argument in node.args[: 1 + packet.__name__.endswith("backward")] if isinstance(argument, fx.Node)]
+        rows = [
+            argument.meta["val"]
+            for argument in node.args[: 1 + packet.__name__.endswith("backward")]
+            if isinstance(argument, fx.Node)
+        ]
         yield from (_distinct_bytes(operand) for operand in rows if not operand.is_contiguous())
     elif packet in _GPU_ATTENTION_BACKWARD:
         yield from _attention_sums(node)
@@ -190,7 +233,9 @@ def _unasked_bytes(node: fx.Node) -> int:
 
 def _attention_sums(node: fx.Node) -> Iterator[int]:
     """Gradient of the queries in float32, one sum a row, and the gradients of keys and values for each head that shares them."""
-    query, key, value = (argument.meta["val"] for argument in node.args[1:4] if isinstance(argument, fx.Node))
+    query, key, value = (
+        argument.meta["val"] for argument in node.args[1:4] if isinstance(argument, fx.Node)
+    )
     batch, heads, rows, width = query.shape
     yield 4 * batch * heads * rows
     if query.dtype != torch.float32:
@@ -206,7 +251,11 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The value of an ATen call's argument, by its name in the schema."""
-    place, default = next((place, a.default_value) for place, a in enumerate(node.target._schema.arguments) if a.name == name)  # pyright: ignore
+    place, default = next(
+        (place, a.default_value)
+        for place, a in enumerate(node.target._schema.arguments)
+        if a.name == name
+    )  # pyright: ignore
     return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
@@ -217,12 +266,19 @@ def _packet(target: Any) -> Any:
 def _ignores_values(node: fx.Node) -> bool:
     """Whether the call takes only the metadata of its argument (`zeros_like`, `new_empty`)."""
     name = str(_packet(node.target)).removeprefix("aten.")
-    return name.startswith("new_") or (name.endswith("_like") and name.split("_")[0] in {"zeros", "ones", "full", "empty", "rand", "randn"})
+    return name.startswith("new_") or (
+        name.endswith("_like")
+        and name.split("_")[0] in {"zeros", "ones", "full", "empty", "rand", "randn"}
+    )
 
 
 def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
     value = node.meta["val"]
-    return [item for item in (value if isinstance(value, tuple | list) else (value,)) if isinstance(item, torch.Tensor)]
+    return [
+        item
+        for item in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(item, torch.Tensor)
+    ]
 
 
 def _first_float(node: fx.Node) -> torch.Tensor:
@@ -234,4 +290,6 @@ def _first_float(node: fx.Node) -> torch.Tensor:
 def _distinct_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements, those that an expanded dimension repeats counted once."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(size for size, stride in dimensions if stride or size == 0)
+    return tensor.element_size() * math.prod(
+        size for size, stride in dimensions if stride or size == 0
+    )

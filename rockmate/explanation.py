@@ -66,14 +66,28 @@ class StorageExplanation:
         if self.kind.is_static:
             return "static: there before the step and after it, not counted"
         if self.is_kept:
-            return "kept from the forward to the backward" + (f", and {again}" if self.num_recomputations else "")
+            return "kept from the forward to the backward" + (
+                f", and {again}" if self.num_recomputations else ""
+            )
         return f"not kept, {again}" if self.num_recomputations else "neither kept nor recomputed"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.kind.value}, {size_text(self.num_bytes)} ({self.num_bytes:,} bytes)"]
-        rows = [("also called", ", ".join(self.aliases)), ("made by", self.made_by), ("in module", self.module), ("at line", self.source)]
+        lines = [
+            f"{self.name}: {self.kind.value}, {size_text(self.num_bytes)} ({self.num_bytes:,} bytes)"
+        ]
+        rows = [
+            ("also called", ", ".join(self.aliases)),
+            ("made by", self.made_by),
+            ("in module", self.module),
+            ("at line", self.source),
+        ]
         rows += [("fate", self.fate), ("because", self.rule), ("option", self.option)]
-        rows.append(("read in backward by", ", ".join(self.backward_readers) or ("" if self.kind.is_static else "nobody")))
+        rows.append(
+            (
+                "read in backward by",
+                ", ".join(self.backward_readers) or ("" if self.kind.is_static else "nobody"),
+            )
+        )
         rows += [("in memory", stay) for stay in self.stays]
         return "\n".join([*lines, *(f"  {title:<20} {text}" for title, text in rows if text)])
 
@@ -152,7 +166,9 @@ def explain(plan: Plan, name: str) -> Explanation:
         name=name,
         storages=found,
         loss_block=plan.loss_block.text if plan.loss_block.module in modules else "",
-        feed_forward=tuple(f"{note.module}: {note.text}" for note in plan.feed_forward if note.module in modules),
+        feed_forward=tuple(
+            f"{note.module}: {note.text}" for note in plan.feed_forward if note.module in modules
+        ),
     )
 
 
@@ -175,7 +191,12 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
     ]
     if not made:
         parts = [part for _, part in plan.hierarchy.walk() if part.name == name]
-        made = [storage for part in parts for op in part.forward for storage in plan.outline.ops[op].writes]
+        made = [
+            storage
+            for part in parts
+            for op in part.forward
+            for storage in plan.outline.ops[op].writes
+        ]
     if not made:
         raise UnknownNameError(_unknown(plan, name))
     return tuple(_explain_storage(plan, index) for index in made)
@@ -184,15 +205,27 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
 def _unknown(plan: Plan, name: str) -> str:
     known = {path for op in plan.outline.ops if op.module for path in _prefixes(op.module)}
     known.update(op.name for op in plan.outline.ops)
-    known.update(known_name for storage in plan.outline.storages for known_name in (storage.name, *storage.aliases))
-    spelled: dict[str, list[str]] = {}  # names by their lower case: who mistypes a name may mistake its case, too
+    known.update(
+        known_name
+        for storage in plan.outline.storages
+        for known_name in (storage.name, *storage.aliases)
+    )
+    spelled: dict[
+        str, list[str]
+    ] = {}  # names by their lower case: who mistypes a name may mistake its case, too
     for known_name in sorted(known):
         spelled.setdefault(known_name.lower(), []).append(known_name)
     sought = name.lower()
     close = difflib.get_close_matches(sought, spelled, n=_NUM_SUGGESTED, cutoff=_CLOSE)
     ending = [lower for lower in spelled if lower.endswith(f".{sought}")][:_NUM_SUGGESTED]
-    suggested = [known_name for lower in dict.fromkeys([*ending, *close]) for known_name in spelled[lower]]
-    hint = f"Close to it are {', '.join(suggested)}." if suggested else "The names are in plan.to_text()."
+    suggested = [
+        known_name for lower in dict.fromkeys([*ending, *close]) for known_name in spelled[lower]
+    ]
+    hint = (
+        f"Close to it are {', '.join(suggested)}."
+        if suggested
+        else "The names are in plan.to_text()."
+    )
     return f"{name!r} is neither a value of the captured graph, nor a parameter, buffer or input, nor a submodule that makes one. {hint}"
 
 
@@ -207,7 +240,11 @@ def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
     op = plan.outline.ops[producer] if producer is not None else None
     num_again = max(0, plan.schedule.steps.count(producer) - 1) if producer is not None else 0
     num_forward = len(plan.schedule.forward)
-    readers = [plan.outline.ops[run].name for run in plan.schedule.backward if index in plan.outline.ops[run].reads]
+    readers = [
+        plan.outline.ops[run].name
+        for run in plan.schedule.backward
+        if index in plan.outline.ops[run].reads
+    ]
     return StorageExplanation(
         name=storage.name,
         aliases=storage.aliases,
@@ -218,9 +255,13 @@ def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
         source=op.source if op else "",
         is_kept=plan.stays.kept(index),
         num_recomputations=num_again,
-        recompute_ms=num_again * plan.costs.again[producer].time_ms if producer is not None else 0.0,
+        recompute_ms=num_again * plan.costs.again[producer].time_ms
+        if producer is not None
+        else 0.0,
         rule=_rule(plan, index, producer, num_again),
-        option=_option(plan, producer) if producer is not None and op and op.phase == "forward" else "",
+        option=_option(plan, producer)
+        if producer is not None and op and op.phase == "forward"
+        else "",
         backward_readers=tuple(dict.fromkeys(readers)),
         stays=tuple(_stay_text(plan, stay, num_forward) for stay in plan.stays.of.get(index, ())),
     )
@@ -229,7 +270,11 @@ def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
 def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
     kind = plan.outline.storages[index].kind
     if producer is None:
-        return "autograd makes it and holds it until the backward has ended" if kind is StorageKind.TANGENT else ""
+        return (
+            "autograd makes it and holds it until the backward has ended"
+            if kind is StorageKind.TANGENT
+            else ""
+        )
     if kind is StorageKind.OUTPUT:
         return "the model returns it, so it counts until the backward has ended"
     if kind is StorageKind.RETURNED_GRADIENT:
@@ -247,8 +292,14 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
             return f"{passage}, and stays until the backward has read it"
         if index in plan.chain.carried:
             return "it serves many blocks, and stays from its making to its last read"
-        boundary = next((i for i, block in enumerate(plan.chain.blocks) if block.output == index), None)
-        edge = f"it is the boundary from block {boundary} to block {boundary + 1}; " if boundary is not None else ""
+        boundary = next(
+            (i for i, block in enumerate(plan.chain.blocks) if block.output == index), None
+        )
+        edge = (
+            f"it is the boundary from block {boundary} to block {boundary + 1}; "
+            if boundary is not None
+            else ""
+        )
         return f"{edge}this plan keeps it"
     if num_again:
         passage = _passage(plan, index)
@@ -263,16 +314,23 @@ def _passage(plan: Plan, index: int) -> str:
     found = next((passage for passage in plan.passages if passage.storage == index), None)
     if found is None:
         return ""
-    ends = [f"block {number} ({plan.hierarchy.block(number).name})" for number in (found.made_in, found.read_in)]
+    ends = [
+        f"block {number} ({plan.hierarchy.block(number).name})"
+        for number in (found.made_in, found.read_in)
+    ]
     return f"it is carried from {ends[0]} to {ends[1]}"
 
 
 def _option(plan: Plan, producer: int) -> str:
-    number, block = next((i, block) for i, block in enumerate(plan.chain.blocks) if producer in block.ops)
+    number, block = next(
+        (i, block) for i, block in enumerate(plan.chain.blocks) if producer in block.ops
+    )
     path = plan.hierarchy.path_to(producer)[1:]
     own = plan.hierarchy.block(number).name
     around = [part.name for part in reversed(path) if part.first_block != part.last_block]
-    inside = [part.name for part in path if part.first_block == part.last_block and part.name != own]
+    inside = [
+        part.name for part in path if part.first_block == part.last_block and part.name != own
+    ]
     made = _made_by_forward(plan, block)
     kept = [storage for storage in made if plan.stays.kept(storage)]
     return (
@@ -285,7 +343,13 @@ def _option(plan: Plan, producer: int) -> str:
 def _stay_text(plan: Plan, stay: Stay, num_forward: int) -> str:
     outline, steps = plan.outline, plan.schedule.steps
     storage = outline.storages[stay.storage]
-    begin = "given" if storage.kind is StorageKind.TANGENT else "made again" if stay.is_repeated else "made"
+    begin = (
+        "given"
+        if storage.kind is StorageKind.TANGENT
+        else "made again"
+        if stay.is_repeated
+        else "made"
+    )
     text = f"{begin} at {_place(stay.first, num_forward)}"
     if storage.kind.is_result or storage.kind is StorageKind.TANGENT:
         return f"{text}, held by others until the step ends"
@@ -315,7 +379,12 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
 
 def row_of(plan: Plan, name: str, ops: Sequence[int]) -> BlockRow:
     """What some ops of the step make, keep and recompute."""
-    made = [storage for index in ops if plan.outline.ops[index].phase == "forward" for storage in plan.outline.ops[index].writes]
+    made = [
+        storage
+        for index in ops
+        if plan.outline.ops[index].phase == "forward"
+        for storage in plan.outline.ops[index].writes
+    ]
     again, highest = plan.num_again, plan.highest_bytes
     return BlockRow(
         name=name,
@@ -333,11 +402,14 @@ def block_table(plan: Plan) -> str:
     """The rows as text; see `Plan.block_table`."""
     rows = block_rows(plan)
     width = max(len("block"), *(len(row.name) for row in rows))
-    lines = [f"{'':>4} {'block':<{width}} {'ops':>5} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"]
+    lines = [
+        f"{'':>4} {'block':<{width}} {'ops':>5} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"
+    ]
     for number, row in enumerate(rows):
         lines.append(
             f"{number:>4} {row.name:<{width}} {row.num_ops:>5} {size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10} "
-            f"{row.num_recomputed:>6} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}" + (" <- peak" if row.is_peak else "")
+            f"{row.num_recomputed:>6} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}"
+            + (" <- peak" if row.is_peak else "")
         )
     made, kept = sum(row.made_bytes for row in rows), sum(row.kept_bytes for row in rows)
     lines.append(
@@ -362,7 +434,10 @@ def _bytes(plan: Plan, storages: Sequence[int]) -> int:
 
 def live_at(plan: Plan, position: int) -> list[LiveBytes]:
     """What takes memory while the run at `position` goes on, largest first; the sum is `live_bytes[position]`."""
-    found = [LiveBytes(_occupant_text(plan, occupant), occupant.num_bytes) for occupant in plan.stays.at(position, plan.costs)]
+    found = [
+        LiveBytes(_occupant_text(plan, occupant), occupant.num_bytes)
+        for occupant in plan.stays.at(position, plan.costs)
+    ]
     return sorted(found, key=lambda live: -live.num_bytes)
 
 

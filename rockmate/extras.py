@@ -26,5 +26,7 @@ def require(name: str, *, extra: str, purpose: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        msg = f"{purpose} needs {name} ({error}). Install it: pip install 'rockmate-planner[{extra}]'"
+        msg = (
+            f"{purpose} needs {name} ({error}). Install it: pip install 'rockmate-planner[{extra}]'"
+        )
         raise MissingExtraError(msg) from error

@@ -8,7 +8,9 @@ from rockmate.candidate import Candidate, spread
 from rockmate.schedule import Schedule
 
 _GRID_POINTS = 12
-_TIGHTEST_POINTS = 4  # at the tight end, where simulated peaks do not follow the solver's budget closely
+_TIGHTEST_POINTS = (
+    4  # at the tight end, where simulated peaks do not follow the solver's budget closely
+)
 _BEYOND = 1  # members tried above the largest that fits
 
 ScheduleMaker = Callable[[], Schedule]
@@ -17,7 +19,9 @@ ScheduleMaker = Callable[[], Schedule]
 class Family:
     """What one solver proposes, from its smallest budget to its largest."""
 
-    def __init__(self, makers: Sequence[ScheduleMaker], evaluate: Callable[[Schedule], Candidate]) -> None:
+    def __init__(
+        self, makers: Sequence[ScheduleMaker], evaluate: Callable[[Schedule], Candidate]
+    ) -> None:
         """Nothing is made yet.
 
         Args:
@@ -27,7 +31,9 @@ class Family:
         self._makers = makers
         self._evaluate = evaluate
         self._made: dict[int, Candidate] = {}
-        self._grid = sorted({*spread(len(makers), _GRID_POINTS), *range(min(_TIGHTEST_POINTS, len(makers)))})
+        self._grid = sorted(
+            {*spread(len(makers), _GRID_POINTS), *range(min(_TIGHTEST_POINTS, len(makers)))}
+        )
 
     def __getitem__(self, index: int) -> Candidate:
         if index not in self._made:
@@ -40,7 +46,11 @@ class Family:
 
     def around(self, budget_bytes: int) -> list[Candidate]:
         """Members between the last of the grid that fits and the next: simulated peaks nearly grow with the solver's budget."""
-        fits = [place for place, index in enumerate(self._grid) if self[index].peak_bytes <= budget_bytes]
+        fits = [
+            place
+            for place, index in enumerate(self._grid)
+            if self[index].peak_bytes <= budget_bytes
+        ]
         if not fits or fits[-1] + 1 == len(self._grid):
             return []
         low, high = self._grid[fits[-1]], self._grid[fits[-1] + 1]
@@ -52,4 +62,7 @@ class Family:
                 low = middle
             else:
                 high = middle
-        return [*visited, *(self[index] for index in range(low + 1, min(low + 1 + _BEYOND, len(self._makers))))]
+        return [
+            *visited,
+            *(self[index] for index in range(low + 1, min(low + 1 + _BEYOND, len(self._makers)))),
+        ]

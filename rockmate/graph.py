@@ -163,7 +163,11 @@ class Op:
     @cached_property
     def results_to_keep(self) -> tuple[fx.Node, ...]:
         """Results of its first run that it needs in order to run again."""
-        return tuple(a for a in self.recompute_args or () if isinstance(a, fx.Node) and a.args[:1] == (self.node,))
+        return tuple(
+            a
+            for a in self.recompute_args or ()
+            if isinstance(a, fx.Node) and a.args[:1] == (self.node,)
+        )
 
     @property
     def name(self) -> str:
@@ -184,7 +188,11 @@ class Op:
     def device(self) -> torch.device:
         """Where its results are."""
         value = self.node.meta["val"]
-        return value.device if isinstance(value, torch.Tensor) else next(v.device for v in value if isinstance(v, torch.Tensor))
+        return (
+            value.device
+            if isinstance(value, torch.Tensor)
+            else next(v.device for v in value if isinstance(v, torch.Tensor))
+        )
 
     def __repr__(self) -> str:
         return f"Op({self.index}, {self.name})"
@@ -251,7 +259,9 @@ class Graph:
 
     def verify(self) -> None:
         """Asserts what every pass relies on: order, single producers, phases that do not look ahead."""
-        made: set[Storage] = {storage for storage in self.storages if storage.is_static or storage.is_tangent}
+        made: set[Storage] = {
+            storage for storage in self.storages if storage.is_static or storage.is_tangent
+        }
         for position, op in enumerate(self.ops):
             assert op.index == position, f"{op} stands at {position}"
             assert op.writes, f"{op} makes nothing"
@@ -262,7 +272,11 @@ class Graph:
                 assert storage.producer is op, f"{storage} has another producer than {op}"
                 assert not storage.is_static, f"{op} makes the static {storage}"
             if op.phase is Phase.FORWARD:
-                late = [s for s in op.reads if s.is_tangent or (s.producer and s.producer.phase is not Phase.FORWARD)]
+                late = [
+                    s
+                    for s in op.reads
+                    if s.is_tangent or (s.producer and s.producer.phase is not Phase.FORWARD)
+                ]
                 assert not late, f"forward {op} reads {late} of the backward"
         assert all(storage in made for storage in self.storages), "a storage has no producer"
 
@@ -271,11 +285,15 @@ class Graph:
         for op in self.ops:
             reads = " ".join(storage.name for storage in op.reads if not storage.is_static)
             writes = " ".join(f"{storage.name}:{storage.num_bytes}" for storage in op.writes)
-            lines.append(f"{op.index:5d} {op.phase.value:8s} {writes} = {_target_name(op.node)}({reads})")
+            lines.append(
+                f"{op.index:5d} {op.phase.value:8s} {writes} = {_target_name(op.node)}({reads})"
+            )
         return "\n".join(lines)
 
 
-def build_graph(capture: Capture, *, returned_gradients: bool = False, allocation_bytes: int | None = None) -> Graph:
+def build_graph(
+    capture: Capture, *, returned_gradients: bool = False, allocation_bytes: int | None = None
+) -> Graph:
     """Reads ops and storages off a joint fx graph.
 
     Args:
@@ -323,10 +341,19 @@ class _Builder:
             return
         self._new_storage(node.meta["val"], node, is_static=not is_tangent, is_tangent=is_tangent)
 
-    def _new_storage(self, value: torch.Tensor, root: fx.Node, *, is_static: bool = False, is_tangent: bool = False) -> Storage:
+    def _new_storage(
+        self,
+        value: torch.Tensor,
+        root: fx.Node,
+        *,
+        is_static: bool = False,
+        is_tangent: bool = False,
+    ) -> Storage:
         memory = value.untyped_storage()
         num_bytes = _allocated_bytes(value, self.allocation_bytes)
-        storage = Storage(len(self.storages), num_bytes, root, is_static=is_static, is_tangent=is_tangent)
+        storage = Storage(
+            len(self.storages), num_bytes, root, is_static=is_static, is_tangent=is_tangent
+        )
         self.storages.append(storage)
         self.by_identity[memory._cdata] = storage
         self.storage_of[root] = storage
@@ -351,7 +378,9 @@ class _Builder:
                 self._add_op(node, [(value, node)])
             else:
                 self.storage_of[node] = known
-                self.view_base[node] = next(n for n in node.all_input_nodes if self.storage_of.get(n) is known)
+                self.view_base[node] = next(
+                    n for n in node.all_input_nodes if self.storage_of.get(n) is known
+                )
         elif isinstance(value, tuple | list):
             self._add_multiple(node, value)
         else:
@@ -359,15 +388,23 @@ class _Builder:
             raise UnsupportedModelError(msg)
 
     def _add_multiple(self, node: fx.Node, values: Iterable[Any]) -> None:
-        tensors = {index: value for index, value in enumerate(values) if isinstance(value, torch.Tensor)}
-        known = [index for index, value in tensors.items() if value.untyped_storage()._cdata in self.by_identity]
+        tensors = {
+            index: value for index, value in enumerate(values) if isinstance(value, torch.Tensor)
+        }
+        known = [
+            index
+            for index, value in tensors.items()
+            if value.untyped_storage()._cdata in self.by_identity
+        ]
         if len(known) == len(tensors):  # split, unbind: views only
             self.view_base[node] = node.all_input_nodes[0]
             return
         if known:
             msg = f"{_target_name(node)} makes new memory and views at once ({node.name}), which is not supported"
             raise UnsupportedModelError(msg)
-        items: dict[int, fx.Node] = {int(str(user.args[1])): user for user in node.users if _is_getitem(user)}
+        items: dict[int, fx.Node] = {
+            int(str(user.args[1])): user for user in node.users if _is_getitem(user)
+        }
         used = [(tensors[index], items[index]) for index in sorted(items) if index in tensors]
         unused = [(value, node) for index, value in tensors.items() if index not in items]
         self._add_op(node, used + unused)
@@ -382,7 +419,14 @@ class _Builder:
                 known = self._new_storage(value, root)
             self.storage_of[root] = known
             writes[known] = None
-        op = Op(len(self.ops), node, tuple(reads), tuple(writes), Phase.LATE, is_random=is_random(node.target))
+        op = Op(
+            len(self.ops),
+            node,
+            tuple(reads),
+            tuple(writes),
+            Phase.LATE,
+            is_random=is_random(node.target),
+        )
         op.module = node.meta.get("module", "")
         for storage in writes:
             storage.producer = op
@@ -432,10 +476,18 @@ class _Builder:
     def _find_phases(self) -> None:
         for op in self.ops:
             parents = [storage.producer for storage in op.reads if storage.producer]
-            if any(s.is_tangent for s in op.reads) or any(parent.phase is Phase.BACKWARD for parent in parents):
+            if any(s.is_tangent for s in op.reads) or any(
+                parent.phase is Phase.BACKWARD for parent in parents
+            ):
                 op.phase = Phase.BACKWARD
-        ends = [self.storage_of[node].producer for node, role in self.capture.outputs if role.kind in _FORWARD_ENDS]
-        pending = [op for op in ends if op] + [op for op in self.ops if op.is_random and op.phase is Phase.LATE]
+        ends = [
+            self.storage_of[node].producer
+            for node, role in self.capture.outputs
+            if role.kind in _FORWARD_ENDS
+        ]
+        pending = [op for op in ends if op] + [
+            op for op in self.ops if op.is_random and op.phase is Phase.LATE
+        ]
         pending += [op for op in self.ops if op.node.meta.get(IN_FORWARD)]
         while pending:
             op = pending.pop()
@@ -450,20 +502,40 @@ class _Builder:
             if op.phase is Phase.BACKWARD or op.node.meta.get(IN_FORWARD):
                 continue
             if op.node.target in _BATCH_NORMS and (statistics := _statistics(op)):
-                op.recompute_target, op.recompute_args = normalize_again, (*op.node.args[:3], *statistics)
-                op.state_target, op.state_bytes = statistics_to_keep, sum(node.meta["val"].nbytes for node in statistics)
+                op.recompute_target, op.recompute_args = (
+                    normalize_again,
+                    (*op.node.args[:3], *statistics),
+                )
+                op.state_target, op.state_bytes = (
+                    statistics_to_keep,
+                    sum(node.meta["val"].nbytes for node in statistics),
+                )
             elif op.node.target is _MAX_POOL and (indices := _pooled_indices(op)):
-                op.recompute_target, op.recompute_args = pool_again, (op.node.args[0], indices, *op.node.args[1:])
+                op.recompute_target, op.recompute_args = (
+                    pool_again,
+                    (op.node.args[0], indices, *op.node.args[1:]),
+                )
                 op.state_target, op.state_bytes = offsets_to_keep, indices.meta["val"].nbytes // 4
             elif op.node.target is _FUNCTIONAL_BATCH_NORM:
                 op.recompute_target = batch_norm_again
-                op.recompute_args = (*op.node.args[:3], None, None, *op.node.args[5:])  # the running statistics may have changed by then
-            elif not any(storage.is_updated for storage in op.reads) and not getattr(op.node.target, "runs_once", False):
+                op.recompute_args = (
+                    *op.node.args[:3],
+                    None,
+                    None,
+                    *op.node.args[5:],
+                )  # the running statistics may have changed by then
+            elif not any(storage.is_updated for storage in op.reads) and not getattr(
+                op.node.target, "runs_once", False
+            ):
                 op.recompute_target = op.node.target
 
     def _refuse_overwritten_reads(self) -> None:
         for op in self.ops:
-            overwritten = [storage for storage in op.reads if storage.is_updated and op.phase is not Phase.FORWARD]
+            overwritten = [
+                storage
+                for storage in op.reads
+                if storage.is_updated and op.phase is not Phase.FORWARD
+            ]
             if overwritten:
                 msg = (
                     f"the backward reads {overwritten[0].name} ({_target_name(op.node)}), a buffer or input that the forward has "
@@ -488,9 +560,16 @@ def _statistics(op: Op) -> tuple[fx.Node, ...]:
     """Mean and inverse deviation that a batch normalisation in training has taken, where they are enough to run it again."""
     items = _items(op)
     found = tuple(items[place] for place in (1, 2) if place in items)
-    operands = [argument.meta["val"] if isinstance(argument, fx.Node) else None for argument in op.node.args[:3]]
+    operands = [
+        argument.meta["val"] if isinstance(argument, fx.Node) else None
+        for argument in op.node.args[:3]
+    ]
     is_training = op.node.args[5 if op.node.target is _FUNCTIONAL_BATCH_NORM else 3]
-    can = is_training is True and len(found) == 2 and can_normalize_again(*operands, *(node.meta["val"] for node in found))
+    can = (
+        is_training is True
+        and len(found) == 2
+        and can_normalize_again(*operands, *(node.meta["val"] for node in found))
+    )
     return found if can else ()
 
 
@@ -512,7 +591,11 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
         if isinstance(value, fx.Node):
             fake = value.meta["val"]
             is_tensor = isinstance(fake, torch.Tensor)
-            return (tuple(fake.shape), fake.stride(), fake.dtype, fake.device) if is_tensor else "several tensors"
+            return (
+                (tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
+                if is_tensor
+                else "several tensors"
+            )
         if isinstance(value, Mapping):
             return tuple((key, freeze(item)) for key, item in sorted(value.items()))
         if isinstance(value, tuple | list):
@@ -533,4 +616,8 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _target_name(node: fx.Node) -> str:
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    return (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
+    )

@@ -60,7 +60,9 @@ class Part:
 
     def block(self, number: int) -> Part:
         """The part that is a whole block."""
-        return next(part for _, part in self.walk() if part.first_block == part.last_block == number)
+        return next(
+            part for _, part in self.walk() if part.first_block == part.last_block == number
+        )
 
     def path_to(self, op: int) -> list[Part]:
         """The parts that hold an op, the whole first; empty where none does."""
@@ -93,7 +95,9 @@ def hierarchy(outline: Outline, chain: OutlineChain) -> Part:
 
 def _whole_block(outline: Outline, block: OutlineBlock, index: int) -> Part:
     forward = tuple(op for op in block.ops if outline.ops[op].phase == "forward")
-    piece = Part(name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops)
+    piece = Part(
+        name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops
+    )
     return _divided(outline, piece)
 
 
@@ -138,7 +142,11 @@ def _by_path(outline: Outline, blocks: Sequence[Part], *, length: int) -> list[P
 def _named_by_ends(outline: Outline, block: Part) -> Part:
     """A block that is within no submodule below its part's, named by where it begins and where it ends."""
     modules = [outline.ops[op].module for op in block.forward if outline.ops[op].module]
-    return replace(block, name=f"{modules[0]} to {modules[-1]}") if modules and modules[0] != modules[-1] else block
+    return (
+        replace(block, name=f"{modules[0]} to {modules[-1]}")
+        if modules and modules[0] != modules[-1]
+        else block
+    )
 
 
 # --- blocks within a block -----------------------------------------------------------------------------
@@ -157,13 +165,17 @@ def _divided(outline: Outline, piece: Part) -> Part:
     maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
     for op in piece.ops[len(piece.forward) :]:
         own = [index for index, names in enumerate(modules) if outline.ops[op].module in names]
-        if len(own) == 1:  # autograd gives a backward op the module of the op that it differentiates
+        if (
+            len(own) == 1
+        ):  # autograd gives a backward op the module of the op that it differentiates
             number[op] = own[0]
             continue
         makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
         ahead = [number[other] for other in makers if outline.ops[other].phase == "forward"]
         gradients = [number[other] for other in makers if other in number]
-        number[op] = max(ahead) if ahead else min(gradients, default=len(runs) - 1)  # by the latest value that it reads, else the gradient
+        number[op] = (
+            max(ahead) if ahead else min(gradients, default=len(runs) - 1)
+        )  # by the latest value that it reads, else the gradient
     pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
     return _joined(piece.name, [_divided(outline, _piece(outline, piece, ops)) for ops in pieces])
 
@@ -185,7 +197,13 @@ def _runs_by_module(outline: Outline, forward: Sequence[int]) -> list[Sequence[i
 def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:
     forward = tuple(op for op in ops if outline.ops[op].phase == "forward")
     name = ".".join(_path(outline, forward)) or whole.name
-    return Part(name=name, first_block=whole.first_block, last_block=whole.last_block, forward=forward, ops=tuple(ops))
+    return Part(
+        name=name,
+        first_block=whole.first_block,
+        last_block=whole.last_block,
+        forward=forward,
+        ops=tuple(ops),
+    )
 
 
 def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
@@ -199,7 +217,10 @@ def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
             for cut in range(position + 1, last_read.get(storage, position) + 1):
                 crossing[cut] += outline.storages[storage].num_bytes
     quarter, middle = len(forward) // 4, len(forward) / 2
-    return min(range(quarter, len(forward) - quarter + 1), key=lambda cut: (crossing[cut], abs(cut - middle)))
+    return min(
+        range(quarter, len(forward) - quarter + 1),
+        key=lambda cut: (crossing[cut], abs(cut - middle)),
+    )
 
 
 # --- what passes by ------------------------------------------------------------------------------------
@@ -209,7 +230,12 @@ def passages(outline: Outline, chain: OutlineChain) -> list[Passage]:
     """Storages that cross a whole block or more unread, or beside a boundary; largest first."""
     block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
     boundaries = {block.output for block in chain.blocks}
-    made_in = {storage: block_of[index] for index, op in enumerate(outline.ops) if op.phase == "forward" for storage in op.writes}
+    made_in = {
+        storage: block_of[index]
+        for index, op in enumerate(outline.ops)
+        if op.phase == "forward"
+        for storage in op.writes
+    }
     read_in: dict[int, int] = {}
     for index, op in enumerate(outline.ops):
         if op.phase == "forward":
@@ -221,7 +247,14 @@ def passages(outline: Outline, chain: OutlineChain) -> list[Passage]:
         for storage, last in read_in.items()
         if last > made_in[storage] + (storage in boundaries)
     ]
-    return sorted(found, key=lambda passage: (-outline.storages[passage.storage].num_bytes, passage.made_in, passage.storage))
+    return sorted(
+        found,
+        key=lambda passage: (
+            -outline.storages[passage.storage].num_bytes,
+            passage.made_in,
+            passage.storage,
+        ),
+    )
 
 
 # --- as text -------------------------------------------------------------------------------------------
@@ -232,10 +265,16 @@ def tree_text(plan: Plan) -> str:
     from rockmate.explanation import row_of
 
     whole = plan.hierarchy
-    rows = [(label, part, row_of(plan, part.name, part.ops)) for label, part in [(whole.name, whole), *_labelled(whole)]]
+    rows = [
+        (label, part, row_of(plan, part.name, part.ops))
+        for label, part in [(whole.name, whole), *_labelled(whole)]
+    ]
     width = max(len(label) for label, _, _ in rows)
     heads = f"{'blocks':>9} {'forward ops':>11} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"
-    lines = [f"{'':<{width}} {heads}", *(_line(label, part, row, width) for label, part, row in rows)]
+    lines = [
+        f"{'':<{width}} {heads}",
+        *(_line(label, part, row, width) for label, part, row in rows),
+    ]
     return "\n".join([*lines, *_passing_lines(plan)])
 
 
@@ -248,10 +287,15 @@ def _labelled(part: Part, prefix: str = "") -> Iterator[tuple[str, Part]]:
 
 
 def _line(label: str, part: Part, row: BlockRow, width: int) -> str:
-    numbers = str(part.first_block) if part.first_block == part.last_block else f"{part.first_block} to {part.last_block}"
+    numbers = (
+        str(part.first_block)
+        if part.first_block == part.last_block
+        else f"{part.first_block} to {part.last_block}"
+    )
     return (
         f"{label:<{width}} {numbers:>9} {len(part.forward):>11} {size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10} "
-        f"{row.num_recomputed:>6} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}" + (" <- peak" if row.is_peak else "")
+        f"{row.num_recomputed:>6} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}"
+        + (" <- peak" if row.is_peak else "")
     )
 
 
@@ -260,10 +304,18 @@ def _passing_lines(plan: Plan) -> list[str]:
     if not found:
         return ["nothing passes a block by"]
     storages, whole = plan.outline.storages, plan.hierarchy
-    lines = [f"{len(found)} storages pass blocks by, {size_text(sum(storages[p.storage].num_bytes for p in found))}:"]
+    lines = [
+        f"{len(found)} storages pass blocks by, {size_text(sum(storages[p.storage].num_bytes for p in found))}:"
+    ]
     for passage in found[:_NUM_PASSING]:
         storage, is_kept = storages[passage.storage], plan.stays.kept(passage.storage)
-        fate = "kept for the backward" if is_kept else "made again in the backward" if plan.runs_again(passage.storage) else "not kept"
+        fate = (
+            "kept for the backward"
+            if is_kept
+            else "made again in the backward"
+            if plan.runs_again(passage.storage)
+            else "not kept"
+        )
         lines.append(
             f"  {storage.name}, {size_text(storage.num_bytes)}: block {passage.made_in} ({whole.block(passage.made_in).name}) to block "
             f"{passage.read_in} ({whole.block(passage.read_in).name}), {fate}"
@@ -272,5 +324,7 @@ def _passing_lines(plan: Plan) -> list[str]:
     if rest:
         all_bytes = sum(storages[p.storage].num_bytes for p in rest)
         kept_bytes = sum(storages[p.storage].num_bytes for p in rest if plan.stays.kept(p.storage))
-        lines.append(f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept")
+        lines.append(
+            f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept"
+        )
     return lines

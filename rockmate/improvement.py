@@ -23,14 +23,20 @@ from rockmate.schedule import Schedule
 from rockmate.simulate import Simulation
 
 _MAX_ROUNDS = 500
-_ROUND = 0.5  # of the excess, after which prices are taken anew: an evicted value may have been an input
+_ROUND = (
+    0.5  # of the excess, after which prices are taken anew: an evicted value may have been an input
+)
 
 
-def spend_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule:
+def spend_room(
+    graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int
+) -> Schedule:
     """The schedule without those recomputations whose values fit in the budget all the while."""
     ranges = LiveRanges(graph, costs, schedule, simulation)
     for position, least_extra in _drops_by_price(ranges, budget_bytes):
-        if ranges.is_dropped(position) or (len(least_extra) == 1 and not _fits(ranges, least_extra, budget_bytes)):
+        if ranges.is_dropped(position) or (
+            len(least_extra) == 1 and not _fits(ranges, least_extra, budget_bytes)
+        ):
             continue
         extra = ranges.extra_for_drop(position)
         if _fits(ranges, extra, budget_bytes):
@@ -54,7 +60,10 @@ def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, li
     in_order = np.argsort(areas / times_ms, kind="stable")
     extra = list(zip(first.tolist(), last.tolist(), num_bytes.tolist(), strict=True))
     begin = np.searchsorted(run, np.arange(len(runs) + 1)).tolist()
-    return [(int(runs[at]), extra[begin[at] : begin[at + 1]]) for at in in_order[fits[in_order]].tolist()]
+    return [
+        (int(runs[at]), extra[begin[at] : begin[at + 1]])
+        for at in in_order[fits[in_order]].tolist()
+    ]
 
 
 def _largest_between(values: Ints, first: Ints, last: Ints) -> Ints:
@@ -80,10 +89,15 @@ def _fits(ranges: LiveRanges, extra: Sequence[Extra], budget_bytes: int) -> bool
     together = in_use.copy()
     for first, last, num_bytes in extra:
         together[first : last + 1] += num_bytes
-    return all(first > last or int(together[first : last + 1].max()) <= budget_bytes for first, last, _ in extra)
+    return all(
+        first > last or int(together[first : last + 1].max()) <= budget_bytes
+        for first, last, _ in extra
+    )
 
 
-def make_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int) -> Schedule | None:
+def make_room(
+    graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int
+) -> Schedule | None:
     """The schedule with values evicted wherever it exceeds the budget; None if nothing is left to evict.
 
     At the largest excess, values go in order of the time that they cost for each byte of the excess and each run that exceeds.
@@ -103,7 +117,9 @@ def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
     evicted = False
     enough = budget_bytes + int((int(ranges.bytes_in_use[worst]) - budget_bytes) * (1 - _ROUND))
     for storage in _by_price(ranges, worst, budget_bytes):
-        gap = ranges.gap_around(storage, worst)  # anew, with the runs: an eviction since may read it, or have been an input
+        gap = ranges.gap_around(
+            storage, worst
+        )  # anew, with the runs: an eviction since may read it, or have been an input
         remake = ranges.remake(storage, gap[1]) if gap else None
         if gap and remake and _fits_before(ranges, remake, gap[1], budget_bytes):
             ranges.evict(remake, gap)
@@ -120,12 +136,18 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
     """
     ops = ranges.graph.op_accesses
     excess = int(ranges.bytes_in_use[worst]) - budget_bytes
-    num_exceeding = np.concatenate([[0], np.cumsum(ranges.bytes_in_use > budget_bytes)])  # before each position
+    num_exceeding = np.concatenate(
+        [[0], np.cumsum(ranges.bytes_in_use > budget_bytes)]
+    )  # before each position
     gaps = ranges.gaps_around(worst)
-    useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (num_exceeding[gaps.following] - num_exceeding[gaps.last + 1])
+    useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (
+        num_exceeding[gaps.following] - num_exceeding[gaps.last + 1]
+    )
     prices = ranges.costs.again_table[0][ops.producer[gaps.storage]] / useful
     columns = (prices, gaps.order, gaps.storage, useful)
-    waiting = list(zip(*(column.tolist() for column in columns), repeat(False)))  # the last: whether the price counts every run
+    waiting = list(
+        zip(*(column.tolist() for column in columns), repeat(False))
+    )  # the last: whether the price counts every run
     heapify(waiting)
     while waiting:
         _, order, storage, useful_bytes, is_whole = heappop(waiting)

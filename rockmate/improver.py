@@ -38,12 +38,20 @@ class Improver:
         full = self.with_room_spent(fits, budget_bytes)
         return better(fits, full if full.peak_bytes <= budget_bytes else None)
 
-    def made_to_fit(self, candidate: Candidate, budget_bytes: int, costs: Costs | None = None) -> Candidate | None:
+    def made_to_fit(
+        self, candidate: Candidate, budget_bytes: int, costs: Costs | None = None
+    ) -> Candidate | None:
         """The schedule with values evicted until it fits, by other costs if there are any; None if that cannot be."""
         for _ in range(_ATTEMPTS):
             if candidate.peak_bytes <= budget_bytes:
                 return candidate
-            schedule = make_room(self._graph, costs or self._costs, candidate.schedule, candidate.simulation, budget_bytes)
+            schedule = make_room(
+                self._graph,
+                costs or self._costs,
+                candidate.schedule,
+                candidate.simulation,
+                budget_bytes,
+            )
             if schedule is None:
                 return None
             candidate = self.evaluated(schedule)
@@ -51,7 +59,9 @@ class Improver:
 
     def with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The schedule with values kept where there is room for them; it may exceed the budget, since the room is estimated."""
-        schedule = spend_room(self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes)
+        schedule = spend_room(
+            self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes
+        )
         return candidate if schedule is candidate.schedule else self.evaluated(schedule)
 
     def with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
@@ -61,7 +71,11 @@ class Improver:
         """
         tried: set[Op] = set()
         num_in_vain = 0
-        while num_in_vain < _MOST_IN_VAIN and (position := self._fullest_that_can_wait(candidate, budget_bytes, tried)) is not None:
+        while (
+            num_in_vain < _MOST_IN_VAIN
+            and (position := self._fullest_that_can_wait(candidate, budget_bytes, tried))
+            is not None
+        ):
             tried.add(self._graph.ops[candidate.schedule.steps[position]])
             found = self._put_off(candidate, position, budget_bytes)
             candidate, num_in_vain = (candidate, num_in_vain + 1) if found is None else (found, 0)
@@ -80,17 +94,29 @@ class Improver:
     def _own_bytes(self) -> list[int]:
         return own_bytes(self._graph, self._costs).tolist()
 
-    def _fullest_that_can_wait(self, candidate: Candidate, budget_bytes: int, tried: set[Op]) -> int | None:
+    def _fullest_that_can_wait(
+        self, candidate: Candidate, budget_bytes: int, tried: set[Op]
+    ) -> int | None:
         """Of the runs that may be worth putting off, `tried` aside, the position of that with most bytes in use."""
         in_use = candidate.simulation.live_bytes
-        waiting = {op.index for op in self._can_wait - tried if self._own_bytes[op.index] >= _LEAST_OWN * budget_bytes}
+        waiting = {
+            op.index
+            for op in self._can_wait - tried
+            if self._own_bytes[op.index] >= _LEAST_OWN * budget_bytes
+        }
         places = (place for place, index in enumerate(candidate.schedule.steps) if index in waiting)
-        return max((place for place in places if in_use[place] >= _FULL * budget_bytes), key=in_use.__getitem__, default=None)
+        return max(
+            (place for place in places if in_use[place] >= _FULL * budget_bytes),
+            key=in_use.__getitem__,
+            default=None,
+        )
 
     def _put_off(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
         """What is faster with the run at `position` made where there is room for it, None if nothing is."""
         schedule, simulation = candidate.schedule, candidate.simulation
-        for place in places_with_room(self._graph, self._costs, schedule, simulation, position, budget_bytes):
+        for place in places_with_room(
+            self._graph, self._costs, schedule, simulation, position, budget_bytes
+        ):
             found = self.evaluated(put_off(self._graph, schedule, position, place))
             if found.peak_bytes <= budget_bytes:
                 found = self.with_room_spent(found, budget_bytes)

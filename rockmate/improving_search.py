@@ -18,7 +18,19 @@ from typing import Protocol
 from tqdm import tqdm
 
 from rockmate.attempts import Attempts
-from rockmate.candidate import MAX_EXCESS, Candidate, above, better, by_peak, by_time, evenly, falling, fitting, is_worth_improving, spread
+from rockmate.candidate import (
+    MAX_EXCESS,
+    Candidate,
+    above,
+    better,
+    by_peak,
+    by_time,
+    evenly,
+    falling,
+    fitting,
+    is_worth_improving,
+    spread,
+)
 from rockmate.costs import Costs, unit_times
 from rockmate.family import Family, ScheduleMaker
 from rockmate.graph import Graph, Op
@@ -34,7 +46,9 @@ _RATHER_NEAR = 2.5e-3  # ... it before more than a grid of them is looked at
 _SOMEWHAT_NEAR = 5e-3  # ... it before runs are put off, among many budgets
 _NOT_FAR = 1e-2  # ... it before anything is given room and made to fit again
 _FAR = 2e-2  # ... it before more is given room, and more is brought down to the budget
-_LIMITS = 3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+_LIMITS = (
+    3  # on saved bytes, tried in search of the one for which a schedule of one level just fits
+)
 _CLOSELY = 1e-3  # of the budget, between one that fits and one that exceeds: ends that
 _MAX_STARTS = 3  # tried in turn until one can be made to fit
 _TIGHT = 1.5  # times the minimum, below which it matters where improvement starts
@@ -44,11 +58,19 @@ _STEP_UP = 1.15  # from one budget to the next, by which a schedule is raised
 _TOPS = (1, 3, 6)  # such steps, after which it is lowered again
 _STEP_DOWN = 1.05  # from one budget to the next, by which what recomputes nothing is brought down, with runs put off on the way
 _STEPS_DOWN = (1.1, 1.15, 1.3, 1.6, 2.0, inf)  # likewise, with none put off
-_BACK = 9  # places among many budgets, from which far from the bound a schedule is brought down as well
-_STEPS_DOWN_OF_LONG, _TOPS_OF_LONG = (1.6, 2.0), (3,)  # likewise, of a long step: all of them take too long
+_BACK = (
+    9  # places among many budgets, from which far from the bound a schedule is brought down as well
+)
+_STEPS_DOWN_OF_LONG, _TOPS_OF_LONG = (
+    (1.6, 2.0),
+    (3,),
+)  # likewise, of a long step: all of them take too long
 _LEAST_OF_MINIMUM = 0.9  # what is fastest at the minimum may need less, but seldom less than that
 _MOST_RUNS_SHRUNK = 10_000  # in all schedules from which the smallest peak is sought
-_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = 0.06, 0.01  # of the peak, in one step towards the smallest
+_LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = (
+    0.06,
+    0.01,
+)  # of the peak, in one step towards the smallest
 
 
 class Proposals(Protocol):
@@ -83,7 +105,14 @@ class Proposals(Protocol):
 class ImprovingSearch:
     """The search of the default strategy."""
 
-    def __init__(self, graph: Graph, costs: Costs, proposals: Proposals, *, backward: Sequence[Op] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        proposals: Proposals,
+        *,
+        backward: Sequence[Op] | None = None,
+    ) -> None:
         """Nothing is solved before it is asked for.
 
         Args:
@@ -97,7 +126,9 @@ class ImprovingSearch:
         self._improver = Improver(graph, costs)
         self._known: dict[int, Candidate] = {}
         self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
-        self._baseline = self._improver.evaluated(with_nothing_again(graph, graph.backward_ops if backward is None else backward))
+        self._baseline = self._improver.evaluated(
+            with_nothing_again(graph, graph.backward_ops if backward is None else backward)
+        )
 
     @property
     def num_unproved(self) -> int:
@@ -112,7 +143,10 @@ class ImprovingSearch:
         """
         if budget_bytes >= self.minimum().peak_bytes:
             return self._best_within(budget_bytes)
-        if budget_bytes < _LEAST_OF_MINIMUM * self.minimum().peak_bytes or self._fastest_at_minimum.peak_bytes > budget_bytes:
+        if (
+            budget_bytes < _LEAST_OF_MINIMUM * self.minimum().peak_bytes
+            or self._fastest_at_minimum.peak_bytes > budget_bytes
+        ):
             return None
         return self._fastest_at_minimum
 
@@ -125,7 +159,12 @@ class ImprovingSearch:
         best = self._found_within(budget_bytes)
         if self._is_near_bound(best, budget_bytes, _FAR) or self._improver.is_long:
             return best
-        return better(best, self._improver.improved(self._found_within(self._rung_below(budget_bytes)), budget_bytes))
+        return better(
+            best,
+            self._improver.improved(
+                self._found_within(self._rung_below(budget_bytes)), budget_bytes
+            ),
+        )
 
     def _rung_below(self, budget_bytes: int) -> int:
         """The next smaller of the budgets that grow by one factor from the minimum on; the minimum for itself."""
@@ -138,7 +177,11 @@ class ImprovingSearch:
         if budget_bytes not in self._known:
             proposed, put_off = self._first_within(budget_bytes)
             is_near = self._is_near_bound(put_off, budget_bytes, _CLOSE)
-            self._known[budget_bytes] = put_off if is_near else better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+            self._known[budget_bytes] = (
+                put_off
+                if is_near
+                else better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+            )
         return self._known[budget_bytes]
 
     def first_within(self, budget_bytes: int) -> Candidate | None:
@@ -150,16 +193,25 @@ class ImprovingSearch:
     def _first_within(self, budget_bytes: int) -> tuple[Candidate, Candidate]:
         """The fastest that comes of proposals, and the fastest of these and of schedules with runs put off on the way down."""
         if budget_bytes not in self._known_first:
-            best = self._improved_starts(fitting(self._smallest, budget_bytes)[0], self._of_one_level(budget_bytes), budget_bytes)
+            best = self._improved_starts(
+                fitting(self._smallest, budget_bytes)[0],
+                self._of_one_level(budget_bytes),
+                budget_bytes,
+            )
             put_off = self._put_off_on_the_way_down(best, budget_bytes)
             if not self._is_near_bound(put_off, budget_bytes, _CLOSE):
-                best = self._improved_starts(best, self._of_several_levels(budget_bytes), budget_bytes)
+                best = self._improved_starts(
+                    best, self._of_several_levels(budget_bytes), budget_bytes
+                )
             self._known_first[budget_bytes] = best, put_off
         return self._known_first[budget_bytes]
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
-        return falling(evenly(self.minimum().peak_bytes, self._baseline.peak_bytes, FRONTIER_POINTS), self.best_within)
+        return falling(
+            evenly(self.minimum().peak_bytes, self._baseline.peak_bytes, FRONTIER_POINTS),
+            self.best_within,
+        )
 
     def minimum(self) -> Candidate:
         """The schedule of the smallest peak."""
@@ -172,9 +224,15 @@ class ImprovingSearch:
         The smallest always, of long schedules few others.
         """
         found = [self._baseline, *self._proposed_smallest]
-        starts = sorted(found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps)))
+        starts = sorted(
+            found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))
+        )
         num_runs = accumulate(len(start.schedule.steps) for start in starts)
-        shrunk = [start for start, number in zip(starts, num_runs, strict=True) if start is starts[0] or number <= _MOST_RUNS_SHRUNK]
+        shrunk = [
+            start
+            for start, number in zip(starts, num_runs, strict=True)
+            if start is starts[0] or number <= _MOST_RUNS_SHRUNK
+        ]
         return [*found, *(smaller for start in shrunk for smaller in self._shrunk(start))]
 
     @cached_property
@@ -189,7 +247,9 @@ class ImprovingSearch:
         """What the schedule becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
         found, share = list[Candidate](), _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._improver.made_to_fit(candidate, int(candidate.peak_bytes * (1 - share)), self._counted)
+            smaller = self._improver.made_to_fit(
+                candidate, int(candidate.peak_bytes * (1 - share)), self._counted
+            )
             if smaller is None:
                 share /= 2
             else:
@@ -211,7 +271,9 @@ class ImprovingSearch:
 
     # --- many budgets together -----------------------------------------------------------------------------------------------
 
-    def best_within_each(self, budgets: Iterable[int], *, progress: bool = False) -> dict[int, Candidate]:
+    def best_within_each(
+        self, budgets: Iterable[int], *, progress: bool = False
+    ) -> dict[int, Candidate]:
         """Schedules for many budgets, in much less time than one by one takes, since each begins with those of its neighbours.
 
         A larger budget never takes longer. Near the bound they are as fast as those of `best_within`; where that is far, near the
@@ -219,13 +281,21 @@ class ImprovingSearch:
         """
         asked = sorted(set(budgets), reverse=True)
         in_order = [budget for budget in asked if budget >= self.minimum().peak_bytes]
-        below = {budget: best for budget in asked[len(in_order) :] if (best := self.best_within(budget)) is not None}
+        below = {
+            budget: best
+            for budget in asked[len(in_order) :]
+            if (best := self.best_within(budget)) is not None
+        }
         found: list[Candidate] = []
         attempts = Attempts(self._improver)
-        for budget_bytes in tqdm(in_order, desc="planning", unit="budget", disable=not (progress and in_order)):
+        for budget_bytes in tqdm(
+            in_order, desc="planning", unit="budget", disable=not (progress and in_order)
+        ):
             found.append(self._below_larger(found, budget_bytes, attempts))
         if found:
-            found[-1] = min((*below.values(), self._smallest_raised(found[-1], in_order[-1])), key=by_time)
+            found[-1] = min(
+                (*below.values(), self._smallest_raised(found[-1], in_order[-1])), key=by_time
+            )
         self._improve_from_smaller(found, in_order, attempts)
         self._improve_from_larger(found, in_order, attempts)
         self._improve_from_smaller(found, in_order, attempts)
@@ -235,9 +305,13 @@ class ImprovingSearch:
         """What comes of the schedule for the smallest budget when it is given more room and less again, where it is far from the bound."""
         if self._is_near_bound(candidate, budget_bytes, _FAR):
             return candidate
-        return self._once_up_and_down(self._improver.with_runs_put_off(candidate, budget_bytes), budget_bytes)
+        return self._once_up_and_down(
+            self._improver.with_runs_put_off(candidate, budget_bytes), budget_bytes
+        )
 
-    def _below_larger(self, larger: Sequence[Candidate], budget_bytes: int, attempts: Attempts) -> Candidate:
+    def _below_larger(
+        self, larger: Sequence[Candidate], budget_bytes: int, attempts: Attempts
+    ) -> Candidate:
         """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
         best = fitting(self._smallest, budget_bytes)[0]
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
@@ -252,26 +326,42 @@ class ImprovingSearch:
         far_above = [self._baseline] if len(larger) < _BACK else [self._baseline, larger[-_BACK]]
         for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():
             lowered = attempts.improved(start, budget_bytes, best.time_ms)
-            if lowered is not None and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms:
+            if (
+                lowered is not None
+                and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms
+            ):
                 best = better(best, self._improver.with_runs_put_off(lowered, budget_bytes))
         return best
 
-    def _improve_from_smaller(self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts) -> None:
+    def _improve_from_smaller(
+        self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts
+    ) -> None:
         """From the smallest budget up, has each schedule be no slower than the one before, and tries that with the room there is."""
         for place in range(len(found) - 2, -1, -1):
             smaller = found[place + 1]
-            if smaller.time_ms < found[place].time_ms or not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                found[place] = better(found[place], attempts.improved(smaller, budgets[place], found[place].time_ms))
+            if smaller.time_ms < found[place].time_ms or not self._is_near_bound(
+                found[place], budgets[place], _RATHER_NEAR
+            ):
+                found[place] = better(
+                    found[place], attempts.improved(smaller, budgets[place], found[place].time_ms)
+                )
 
-    def _improve_from_larger(self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts) -> None:
+    def _improve_from_larger(
+        self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts
+    ) -> None:
         """From the largest budget down, tries what came of the one before where that may be faster."""
         for place in range(1, len(found)):
             if not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                found[place] = better(found[place], attempts.improved(found[place - 1], budgets[place], found[place].time_ms))
+                found[place] = better(
+                    found[place],
+                    attempts.improved(found[place - 1], budgets[place], found[place].time_ms),
+                )
 
     # --- starts --------------------------------------------------------------------------------------------------------------
 
-    def _improved_starts(self, best: Candidate, starts: Iterable[tuple[float, list[Candidate]]], budget_bytes: int) -> Candidate:
+    def _improved_starts(
+        self, best: Candidate, starts: Iterable[tuple[float, list[Candidate]]], budget_bytes: int
+    ) -> Candidate:
         """The fastest of `best` and what comes of groups of schedules, each with how near to the bound makes it not worth it.
 
         Of a group, the first that can be made to fit counts.
@@ -289,10 +379,16 @@ class ImprovingSearch:
             return
         found = self._improver.evaluated(schedule)
         yield _NEAR, [found]
-        limit_bytes, low, high = found.simulation.saved_bytes, 0, self._baseline.simulation.saved_bytes
+        limit_bytes, low, high = (
+            found.simulation.saved_bytes,
+            0,
+            self._baseline.simulation.saved_bytes,
+        )
         tried: list[Candidate] = []
         while len(tried) < _LIMITS and high - low > _CLOSELY * budget_bytes:
-            limit_bytes -= found.peak_bytes - budget_bytes  # a byte more or less that is saved is one of the peak, as a rule
+            limit_bytes -= (
+                found.peak_bytes - budget_bytes
+            )  # a byte more or less that is saved is one of the peak, as a rule
             if not low < limit_bytes < high:
                 limit_bytes = (low + high) // 2
             schedule = self._proposals.saving(limit_bytes)
@@ -300,7 +396,9 @@ class ImprovingSearch:
                 break
             found = self._improver.evaluated(schedule)
             tried.append(found)
-            low, high = (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
+            low, high = (
+                (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
+            )
         yield _NEAR, fitting(tried, budget_bytes)[:1]
         yield _NEAR, above(tried, budget_bytes)[:1]
 
@@ -315,15 +413,28 @@ class ImprovingSearch:
         exceeding = above([*grid, *around], budget_bytes)
         yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
         if budget_bytes < _TIGHT * self.minimum().peak_bytes:
-            yield from ((_RATHER_NEAR, [exceeding[index]]) for index in spread(len(exceeding), _TIGHT_STARTS)[1:])
-        yield from ((_FAR, [smallest]) for smallest in self._proposed_smallest if smallest.time_ms > self._baseline.time_ms)
+            yield from (
+                (_RATHER_NEAR, [exceeding[index]])
+                for index in spread(len(exceeding), _TIGHT_STARTS)[1:]
+            )
+        yield from (
+            (_FAR, [smallest])
+            for smallest in self._proposed_smallest
+            if smallest.time_ms > self._baseline.time_ms
+        )
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
         starts = [ladder.above(budget_bytes) for ladder in self._ladders]
         if not (self._improver.is_long or self._is_near_bound(best, budget_bytes, _FAR)):
-            starts += [candidate for candidate in self._several_levels.grid() if candidate.peak_bytes > MAX_EXCESS * budget_bytes]
-        found = (self._improver.improved(start, budget_bytes) for start in starts if start is not None)
+            starts += [
+                candidate
+                for candidate in self._several_levels.grid()
+                if candidate.peak_bytes > MAX_EXCESS * budget_bytes
+            ]
+        found = (
+            self._improver.improved(start, budget_bytes) for start in starts if start is not None
+        )
         return [candidate for candidate in found if candidate is not None]
 
     def _put_off_on_the_way_down(self, best: Candidate, budget_bytes: int) -> Candidate:
@@ -334,7 +445,9 @@ class ImprovingSearch:
             if self._is_near_bound(best, budget_bytes, _CLOSE):
                 return best
             rung = rung_beside(budget_bytes)
-            best = best if rung is None else better(best, self._improved_put_off(rung, budget_bytes))
+            best = (
+                best if rung is None else better(best, self._improved_put_off(rung, budget_bytes))
+            )
         return best
 
     # --- improvement ---------------------------------------------------------------------------------------------------------
@@ -352,7 +465,11 @@ class ImprovingSearch:
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
         found = better(found, self._up_and_down(faster, budget_bytes))
-        if self._improver.is_long or self._is_near_bound(found, budget_bytes, _FAR) or slower.schedule == faster.schedule:
+        if (
+            self._improver.is_long
+            or self._is_near_bound(found, budget_bytes, _FAR)
+            or slower.schedule == faster.schedule
+        ):
             return found
         return better(found, self._up_and_down(slower, budget_bytes))
 
@@ -392,7 +509,9 @@ class ImprovingSearch:
             found = None if found is None else self._improver.improved(found, budget_bytes)
         return found
 
-    def _first_improved(self, starts: Sequence[Candidate], budget_bytes: int, known_ms: float) -> Candidate | None:
+    def _first_improved(
+        self, starts: Sequence[Candidate], budget_bytes: int, known_ms: float
+    ) -> Candidate | None:
         """What comes of the first of `starts` that can be made to fit, None if none can.
 
         Making room takes time, so a start that does not fit and takes no less than `known_ms` is left out.
@@ -413,4 +532,6 @@ class ImprovingSearch:
 
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self._baseline.time_ms
-        return candidate.time_ms <= max(self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms)
+        return candidate.time_ms <= max(
+            self._proposals.bound_ms(budget_bytes) + near * least_ms, least_ms
+        )

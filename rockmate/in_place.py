@@ -76,7 +76,10 @@ _ELEMENTWISE_BACKWARD = {
 
 _FORMS: dict[Any, InPlaceForm] = {
     **{target: InPlaceForm(variant, (0,), "out") for target, variant in _ELEMENTWISE.items()},
-    **{target: InPlaceForm(variant, (0, 1), "grad_input") for target, variant in _ELEMENTWISE_BACKWARD.items()},
+    **{
+        target: InPlaceForm(variant, (0, 1), "grad_input")
+        for target, variant in _ELEMENTWISE_BACKWARD.items()
+    },
     _aten.add.Tensor: InPlaceForm(_aten.add.out, (0, 1), "out"),
     _aten.sub.Tensor: InPlaceForm(_aten.sub.out, (0, 1), "out"),
     _aten.mul.Tensor: InPlaceForm(_aten.mul.out, (0, 1), "out"),
@@ -97,15 +100,21 @@ _FORMS: dict[Any, InPlaceForm] = {
     # A row's largest value and its sum are taken before the row is written.
     _aten._softmax.default: InPlaceForm(_aten._softmax.out, (0,), "out"),
     _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),
-    _aten._softmax_backward_data.default: InPlaceForm(_aten._softmax_backward_data.out, (0,), "grad_input"),
-    _aten._log_softmax_backward_data.default: InPlaceForm(_aten._log_softmax_backward_data.out, (0,), "out"),
+    _aten._softmax_backward_data.default: InPlaceForm(
+        _aten._softmax_backward_data.out, (0,), "grad_input"
+    ),
+    _aten._log_softmax_backward_data.default: InPlaceForm(
+        _aten._log_softmax_backward_data.out, (0,), "out"
+    ),
     _aten.addmm.default: InPlaceForm(_aten.addmm.out, (0,), "out"),
     dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
     cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),
 }
 
 
-_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = WeakKeyDictionary()  # asked for by every schedule of a graph
+_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = (
+    WeakKeyDictionary()
+)  # asked for by every schedule of a graph
 
 
 def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
@@ -156,7 +165,9 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
             continue
         if _is_saved_untraced(graph, operand):
             continue
-        if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(graph, op, operand):
+        if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(
+            graph, op, operand
+        ):
             yield operand
 
 

@@ -14,12 +14,18 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 _aten = torch.ops.aten
-CHUNK_BYTES = 1 << 20  # of a piece of the cross entropy's gradient or of dropout: large enough to hide the calls, small beside the whole
-DRAWN_AT_ONCE = 1 << 15  # elements of a mask: their random numbers, eight bytes each, stay in the cache
+CHUNK_BYTES = (
+    1 << 20
+)  # of a piece of the cross entropy's gradient or of dropout: large enough to hide the calls, small beside the whole
+DRAWN_AT_ONCE = (
+    1 << 15
+)  # elements of a mask: their random numbers, eight bytes each, stay in the cache
 _FRACTION_BITS = 53  # of a float64
 
 
-def dropout_mask(size: list[int], stride: list[int], device: torch.device, probability: float) -> torch.Tensor:
+def dropout_mask(
+    size: list[int], stride: list[int], device: torch.device, probability: float
+) -> torch.Tensor:
     """The mask that dropout draws on CPU, bitwise, without its input.
 
     Args:
@@ -33,7 +39,12 @@ def dropout_mask(size: list[int], stride: list[int], device: torch.device, proba
         return mask.fill_(False)
     num_elements = mask.numel()
     is_small = num_elements < 2 * DRAWN_AT_ONCE
-    if is_small or is_fake(mask) or mask.untyped_storage().nbytes() != num_elements or not _draws_whole_numbers():
+    if (
+        is_small
+        or is_fake(mask)
+        or mask.untyped_storage().nbytes() != num_elements
+        or not _draws_whole_numbers()
+    ):
         return mask.bernoulli_(1.0 - probability)
     _draw(mask.as_strided((num_elements,), (1,)), 1.0 - probability, None)
     return mask
@@ -123,8 +134,14 @@ def batch_norm_again(
     the result. Takes the arguments of `_native_batch_norm_legit_functional` and returns
     what it returns, less the new statistics.
     """
-    assert training, "batch normalisation in inference mode updates nothing and is recomputed as it is"
-    return *_aten._native_batch_norm_legit.no_stats(values, weight, bias, training, momentum, eps), None, None
+    assert training, (
+        "batch normalisation in inference mode updates nothing and is recomputed as it is"
+    )
+    return (
+        *_aten._native_batch_norm_legit.no_stats(values, weight, bias, training, momentum, eps),
+        None,
+        None,
+    )
 
 
 def normalize_again(
@@ -151,7 +168,9 @@ def normalize_again(
         What the first run returned, less the running statistics.
     """
     scale = inverse_deviation if weight is None else inverse_deviation * weight
-    result = _aten._native_batch_norm_legit_no_training(values, scale, bias, mean, torch.ones_like(mean), 0.0, 0.0)[0]
+    result = _aten._native_batch_norm_legit_no_training(
+        values, scale, bias, mean, torch.ones_like(mean), 0.0, 0.0
+    )[0]
     return result, mean.clone(), inverse_deviation.clone(), None, None
 
 
@@ -164,9 +183,15 @@ def can_normalize_again(*tensors: torch.Tensor | None) -> bool:
     """Whether `normalize_again` gives the same bits for tensors laid out like these, of which the first holds the values."""
     values, *vectors = [tensor for tensor in tensors if tensor is not None]
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    is_dense = values.is_contiguous() or values.is_contiguous(memory_format=layouts.get(values.ndim, torch.contiguous_format))
+    is_dense = values.is_contiguous() or values.is_contiguous(
+        memory_format=layouts.get(values.ndim, torch.contiguous_format)
+    )
     is_full = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
-    return is_dense and is_full and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+    return (
+        is_dense
+        and is_full
+        and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+    )
 
 
 _OFFSET = torch.int16
@@ -195,7 +220,9 @@ def pool_again(
         padding: on each side.
         dilation: from one value of a window to the next.
     """
-    indices = offsets + _first_in_window(offsets, values.shape[-1], stride or kernel, padding, dilation)
+    indices = offsets + _first_in_window(
+        offsets, values.shape[-1], stride or kernel, padding, dilation
+    )
     return values.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), indices
 
 
@@ -211,17 +238,28 @@ def offsets_to_keep(
     """What `pool_again` needs of the first run, (1, ..., rows, columns): its indices less the first of each window, a quarter as large."""
     (indices,) = results
     offsets = torch.empty((1, *indices.shape), dtype=_OFFSET, device=indices.device)
-    torch.sub(indices, _first_in_window(indices, values.shape[-1], stride or kernel, padding, dilation), out=offsets[0])
+    torch.sub(
+        indices,
+        _first_in_window(indices, values.shape[-1], stride or kernel, padding, dilation),
+        out=offsets[0],
+    )
     return offsets
 
 
 def _first_in_window(
-    pooled: torch.Tensor, width: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    pooled: torch.Tensor,
+    width: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> torch.Tensor:
     """(rows, columns): the flat index of the first value in each window that is no padding."""
     firsts = []
     for dim in (-2, -1):
-        places = torch.arange(pooled.shape[dim], device=pooled.device) * stride[dim % len(stride)] - padding[dim % len(padding)]
+        places = (
+            torch.arange(pooled.shape[dim], device=pooled.device) * stride[dim % len(stride)]
+            - padding[dim % len(padding)]
+        )
         firsts.append(places.where(places >= 0, places % dilation[dim % len(dilation)]))
     return firsts[0].unsqueeze(1) * width + firsts[1]
 
@@ -236,7 +274,11 @@ def can_pool_again(
 ) -> bool:
     """Whether `pool_again` serves for values laid out like these; arguments as of `max_pool2d_with_indices`."""
     largest = (kernel[0] - 1) * dilation[0] * values.shape[-1] + (kernel[-1] - 1) * dilation[-1]
-    return values.device.type == "cpu" and values.is_contiguous() and largest <= torch.iinfo(_OFFSET).max
+    return (
+        values.device.type == "cpu"
+        and values.is_contiguous()
+        and largest <= torch.iinfo(_OFFSET).max
+    )
 
 
 def cross_entropy_backward(
@@ -274,12 +316,16 @@ def cross_entropy_backward(
         rows = slice(start, min(start + step, num_rows))
         scores = log_probabilities[rows]
         row_gradient = gradient[rows] if gradient.ndim else gradient
-        piece = _aten.nll_loss_backward(row_gradient, scores, target[rows], weight, reduction, ignore_index, total_weight)
+        piece = _aten.nll_loss_backward(
+            row_gradient, scores, target[rows], weight, reduction, ignore_index, total_weight
+        )
         _aten._log_softmax_backward_data.out(piece, scores, 1, scores.dtype, out=result[rows])
     return result
 
 
-def target_weight(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
+def target_weight(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
     """What `nll_loss` divides by in its mean: how many targets count, or the sum of their classes' weights.
 
     Args:

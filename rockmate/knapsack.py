@@ -40,21 +40,29 @@ def knapsack_of(
     value_bytes = [storage.num_bytes for storage in values]
     numbered: list[KnapsackOp] = []
     for op in ops:
-        inputs, outputs = (tuple(number[s] for s in storages if s in number) for storages in (op.reads, op.writes))
+        inputs, outputs = (
+            tuple(number[s] for s in storages if s in number) for storages in (op.reads, op.writes)
+        )
         if not outputs:
             continue
         is_late = op.phase is Phase.LATE
         can_run_again = is_late or op.recompute_target is not None
         if with_states and can_run_again and not is_late and state_bytes(op):
             inputs += (len(value_bytes),)
-            numbered.append(KnapsackOp(time_ms=0.0, inputs=(), outputs=inputs[-1:], recomputable=False))
+            numbered.append(
+                KnapsackOp(time_ms=0.0, inputs=(), outputs=inputs[-1:], recomputable=False)
+            )
             value_bytes.append(state_bytes(op))
         time_ms = 0.0 if is_late else costs.again[op.index].time_ms
-        numbered.append(KnapsackOp(time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=can_run_again))
+        numbered.append(
+            KnapsackOp(time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=can_run_again)
+        )
     problem = Knapsack(
         ops=tuple(numbered),
         value_bytes=tuple(value_bytes),
-        required=frozenset(number[storage] for op in readers for storage in op.reads if storage in number),
+        required=frozenset(
+            number[storage] for op in readers for storage in op.reads if storage in number
+        ),
         forced=frozenset(number[storage] for storage in kept if storage in number),
     )
     return problem, values

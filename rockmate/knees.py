@@ -26,7 +26,10 @@ def knees(points: Sequence[Point], *, max_num: int = 3, min_depth: float = 0.05)
     if len(hull) < 3:
         return []
     (left, top), (right, bottom) = points[hull[0]], points[hull[-1]]
-    scaled = [((points[index][0] - left) / (right - left), (points[index][1] - bottom) / (top - bottom)) for index in hull]
+    scaled = [
+        ((points[index][0] - left) / (right - left), (points[index][1] - bottom) / (top - bottom))
+        for index in hull
+    ]
     corners = [0, len(hull) - 1]
     for _ in range(max_num):
         depth, vertex = max(

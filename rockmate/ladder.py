@@ -10,7 +10,9 @@ from rockmate.candidate import Candidate
 class Ladder:
     """Rungs at budgets that fall by one factor, from the peak of a schedule on. Which they are does not depend on what is asked for."""
 
-    def __init__(self, top: Candidate, factor: float, improved: Callable[[Candidate, int], Candidate | None]) -> None:
+    def __init__(
+        self, top: Candidate, factor: float, improved: Callable[[Candidate, int], Candidate | None]
+    ) -> None:
         """Nothing is brought down yet.
 
         Args:
@@ -39,7 +41,9 @@ class Ladder:
 
     def _place_above(self, budget_bytes: int) -> int:
         if not 1 <= budget_bytes <= self._budgets[0]:
-            raise ValueError(f"a budget of {budget_bytes:,} bytes is not between 1 and the {self._budgets[0]:,} of the ladder's top")
+            raise ValueError(
+                f"a budget of {budget_bytes:,} bytes is not between 1 and the {self._budgets[0]:,} of the ladder's top"
+            )
         while int(self._budgets[-1] / self._factor) >= budget_bytes:
             self._build(len(self._rungs))
         return max(place for place, budget in enumerate(self._budgets) if budget >= budget_bytes)

@@ -53,7 +53,11 @@ def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
     """The gradient, and every call whose values depend on it."""
     found = {gradient}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target not in _MADE_ANEW and not found.isdisjoint(node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and node.target not in _MADE_ANEW
+            and not found.isdisjoint(node.all_input_nodes)
+        ):
             found.add(node)
     return found
 
@@ -65,7 +69,9 @@ def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> No
             raise InseparableError(node, "is not known to be linear in the gradient of the loss")
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and value.dtype is torch.float16:
-            raise InseparableError(node, "is in float16, where gradients vanish that are scaled only afterwards")
+            raise InseparableError(
+                node, "is in float16, where gradients vanish that are scaled only afterwards"
+            )
 
 
 def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
@@ -78,13 +84,19 @@ def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
     if target in _SUMS:
         return all(value in dependent or _is_zero(value) for value in node.args[:2])
     if target is _aten.where.self:
-        return node.args[0] not in dependent and all(value in dependent or _is_zero(value) for value in node.args[1:])
+        return node.args[0] not in dependent and all(
+            value in dependent or _is_zero(value) for value in node.args[1:]
+        )
     if target in (_aten.masked_fill.Scalar, _aten.masked_fill.Tensor):
         return inside == [node.args[0]] and _is_zero(node.args[2])
     if target is _aten.cat.default:
-        return isinstance(node.args[0], tuple | list) and all(value in dependent for value in node.args[0])
+        return isinstance(node.args[0], tuple | list) and all(
+            value in dependent for value in node.args[0]
+        )
     if target in (_aten.scatter.src, _aten.scatter_add.default):
-        return node.args[2] not in dependent and all(value in dependent or _is_zero(value) for value in (node.args[0], node.args[3]))
+        return node.args[2] not in dependent and all(
+            value in dependent or _is_zero(value) for value in (node.args[0], node.args[3])
+        )
     return False
 
 

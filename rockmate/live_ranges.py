@@ -73,7 +73,11 @@ class Remake:
             live += op.written_bytes
             peak = max(peak, live + self.costs.again[op.index].overhead_bytes)
             for made in {*op.reads, *op.writes}:
-                if made.index != self.storage and made.producer in runs and last_reader.get(made, op) is op:
+                if (
+                    made.index != self.storage
+                    and made.producer in runs
+                    and last_reader.get(made, op) is op
+                ):
                     live -= made.num_bytes
         return peak
 
@@ -86,7 +90,9 @@ class LiveRanges:
     out, which stay.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation) -> None:
+    def __init__(
+        self, graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation
+    ) -> None:
         """Reads the ranges off `schedule`; `simulation` is what the simulator says of it."""
         self.graph = graph
         self.costs = costs
@@ -96,17 +102,27 @@ class LiveRanges:
         self._dropped: set[int] = set()
         self._inserted: dict[int, set[int]] = {}
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
-        self._accesses = schedule.accesses or Accesses.of(graph, schedule.forward, schedule.backward)
+        self._accesses = schedule.accesses or Accesses.of(
+            graph, schedule.forward, schedule.backward
+        )
         self._num_bits = self._accesses.num_bits
         counted = self._accesses.keys[~graph.op_accesses.is_result[self._accesses.storage]]
         self._events = array("q", counted.tobytes())
-        self._events.append(len(graph.storages) << self._num_bits)  # behind every event stands another
+        self._events.append(
+            len(graph.storages) << self._num_bits
+        )  # behind every event stands another
         self._order_of: dict[int, int] = {}  # of the events that evictions add
-        self._with_state: dict[Op, list[int]] = {}  # positions at which ops run that need a state to run again
-        for position in np.flatnonzero(graph.op_accesses.state_bytes[self._accesses.steps]).tolist():
+        self._with_state: dict[
+            Op, list[int]
+        ] = {}  # positions at which ops run that need a state to run again
+        for position in np.flatnonzero(
+            graph.op_accesses.state_bytes[self._accesses.steps]
+        ).tolist():
             self._with_state.setdefault(self.op_at(position), []).append(position)
         self._remakes: dict[int, dict[int, Remake | None]] = {}  # by position, then storage
-        self._relying: dict[int, list[tuple[int, int]]] = {}  # position and storage of those that need another storage to be live
+        self._relying: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # position and storage of those that need another storage to be live
 
     def runs_again(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
@@ -166,7 +182,9 @@ class LiveRanges:
         events = np.frombuffer(self._events, dtype=np.int64)[:-1]
         storage, at = split_keys(events, self._num_bits)
         is_read = events & READ == READ
-        place = np.flatnonzero((at[:-1] < position) & (at[1:] > position) & is_read[1:] & ops.is_evictable[storage[1:]])
+        place = np.flatnonzero(
+            (at[:-1] < position) & (at[1:] > position) & is_read[1:] & ops.is_evictable[storage[1:]]
+        )
         makers = np.flatnonzero(~is_read)
         made = makers[np.searchsorted(makers, place, side="right") - 1]
         order = at[made] * len(ops.num_bytes) + storage[made]
@@ -194,7 +212,9 @@ class LiveRanges:
             for needed, maker in read:
                 if maker in runs:
                     continue
-                before = needed << num_bits | position << KIND_BITS  # asked more often than anything else: no calls
+                before = (
+                    needed << num_bits | position << KIND_BITS
+                )  # asked more often than anything else: no calls
                 event = events[bisect_left(events, before)]
                 if event == before or (event & READ and event >> num_bits == needed):
                     live.append(needed)
@@ -251,17 +271,29 @@ class LiveRanges:
         """
         accesses = self._accesses
         is_result = self.graph.op_accesses.is_result[accesses.storage]
-        made = np.flatnonzero(accesses.is_made & ~accesses.is_last & ~accesses.is_first[accesses.position] & ~is_result)
+        made = np.flatnonzero(
+            accesses.is_made
+            & ~accesses.is_last
+            & ~accesses.is_first[accesses.position]
+            & ~is_result
+        )
         made = made[np.argsort(accesses.position[made], kind="stable")]
         position = accesses.position[made]
-        return position, accesses.position[made - 1] + 1, position - 1, self.graph.op_accesses.num_bytes[accesses.storage[made]]
+        return (
+            position,
+            accesses.position[made - 1] + 1,
+            position - 1,
+            self.graph.op_accesses.num_bytes[accesses.storage[made]],
+        )
 
     def extra_for_drop(self, position: int) -> list[Extra]:
         """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
         extra: list[Extra] = []
         for storage in self.op_at(position).writes:
             place = self._place(self._event(storage.index, position, MADE))
-            if not self._is_of(place - 1, storage.index) or not self._is_read(place + 1, storage.index):
+            if not self._is_of(place - 1, storage.index) or not self._is_read(
+                place + 1, storage.index
+            ):
                 continue
             end = self._position(self._events[place - 1])
             extra.append((end + 1, position - 1, storage.num_bytes))
@@ -301,7 +333,10 @@ class LiveRanges:
         return place
 
     def _serves_nobody(self, position: int) -> bool:
-        made = [(storage.index, self._event(storage.index, position, MADE)) for storage in self.op_at(position).writes]
+        made = [
+            (storage.index, self._event(storage.index, position, MADE))
+            for storage in self.op_at(position).writes
+        ]
         places = [(storage, self._place(event)) for storage, event in made]
         return not any(self._is_read(place + 1, storage) for storage, place in places)
 
@@ -309,13 +344,20 @@ class LiveRanges:
         """The schedule with all changes made."""
         if not self._inserted and not self._dropped:
             return self._schedule
-        forward, backward = self._changed(0, len(self._schedule.forward)), self._changed(len(self._schedule.forward), len(self._steps))
+        forward, backward = (
+            self._changed(0, len(self._schedule.forward)),
+            self._changed(len(self._schedule.forward), len(self._steps)),
+        )
         return finish(self.graph, forward, backward)
 
     def _changed(self, begin: int, end: int) -> list[int]:
         """The runs from one position to another, with all changes made."""
         steps: list[int] = []
-        for position in sorted(position for position in self._inserted.keys() | self._dropped if begin <= position < end):
+        for position in sorted(
+            position
+            for position in self._inserted.keys() | self._dropped
+            if begin <= position < end
+        ):
             steps += self._steps[begin:position]
             steps += sorted(self._inserted.get(position, ()))
             begin = position + (position in self._dropped)

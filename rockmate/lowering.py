@@ -45,7 +45,11 @@ def _make(storage: Storage, at_hand: set[Storage], steps: list[int]) -> None:
         if pending[-1] in at_hand or producer is None or producer.phase is Phase.BACKWARD:
             pending.pop()
             continue
-        missing = [s for s in producer.reads if s not in at_hand and s.producer and s.producer.phase is not Phase.BACKWARD]
+        missing = [
+            s
+            for s in producer.reads
+            if s not in at_hand and s.producer and s.producer.phase is not Phase.BACKWARD
+        ]
         if missing:
             pending.extend(reversed(missing))
             continue
@@ -62,7 +66,10 @@ def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> 
 
 
 def lower_sequence(
-    graph: Graph, chain: BlockChain, sequence: RotorSequence, saved_of: Callable[[int, int, int], Collection[Storage]]
+    graph: Graph,
+    chain: BlockChain,
+    sequence: RotorSequence,
+    saved_of: Callable[[int, int, int], Collection[Storage]],
 ) -> Schedule:
     """The schedule of a rotor sequence.
 
@@ -83,7 +90,9 @@ def lower_sequence(
             available = {*uncounted, *saved_of(step.first, step.last, step.option)}
             steps += backward_steps(block, available | ({block.input} if block.input else set()))
             continue
-        first, last = (step.stage, step.stage) if isinstance(step, ForwardOnly) else (step.first, step.last)
+        first, last = (
+            (step.stage, step.stage) if isinstance(step, ForwardOnly) else (step.first, step.last)
+        )
         for op in chain.span(first, last).forward:
             if op not in ran or not all(storage in uncounted for storage in op.writes):
                 steps.append(op.index)

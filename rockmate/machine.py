@@ -110,7 +110,11 @@ class Machine:
 
 def known_machines() -> list[str]:
     """Names of the machines whose descriptions come with this package."""
-    return sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in _shipped().iterdir()
+        if entry.name.endswith(".toml")
+    )
 
 
 def load_machine(machine: str | Path | Machine) -> Machine:
@@ -159,20 +163,38 @@ def _read(name: str, origin: str, text: str) -> Machine:
         raise MachineError(msg) from error
     unknown = content.keys() - {"device", *_NUMBERS, *_TABLES}
     if unknown:
-        raise MachineError(f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}")
+        raise MachineError(
+            f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}"
+        )
     if content.get("device") not in _DEVICES:
-        raise MachineError(f"{origin} has device = {content.get('device')!r}; write one of {', '.join(map(repr, _DEVICES))}.")
+        raise MachineError(
+            f"{origin} has device = {content.get('device')!r}; write one of {', '.join(map(repr, _DEVICES))}."
+        )
     tables = {table: _figures(origin, f"[{table}]", content.get(table, {})) for table in _TABLES}
-    _refuse_other_keys(origin, "[efficiency]", tables["efficiency"], _EFFICIENCIES, are_required=True)
-    _refuse_other_keys(origin, "[nanoseconds_per_element]", tables["nanoseconds_per_element"], _ELEMENT_KINDS)
-    numbers = _figures(origin, "the file", {key: content[key] for key in _NUMBERS if key in content})
+    _refuse_other_keys(
+        origin, "[efficiency]", tables["efficiency"], _EFFICIENCIES, are_required=True
+    )
+    _refuse_other_keys(
+        origin, "[nanoseconds_per_element]", tables["nanoseconds_per_element"], _ELEMENT_KINDS
+    )
+    numbers = _figures(
+        origin, "the file", {key: content[key] for key in _NUMBERS if key in content}
+    )
     _refuse_other_keys(origin, "the file", numbers, _NUMBERS, are_required=True)
     if not tables["peak_tflops"]:
-        raise MachineError(f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as `float32 = 19.5`.")
-    if not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in tables["peak_tflops"]):
-        raise MachineError(f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(tables['peak_tflops'])}.")
+        raise MachineError(
+            f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as `float32 = 19.5`."
+        )
+    if not all(
+        isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in tables["peak_tflops"]
+    ):
+        raise MachineError(
+            f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(tables['peak_tflops'])}."
+        )
     if any(share > 1 for share in tables["efficiency"].values()):
-        raise MachineError(f"{origin} has an efficiency above 1: {tables['efficiency']}. It is the share of a peak that is reached.")
+        raise MachineError(
+            f"{origin} has an efficiency above 1: {tables['efficiency']}. It is the share of a peak that is reached."
+        )
     return Machine(
         name=name,
         device=content["device"],
@@ -187,13 +209,24 @@ def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
     if not isinstance(values, dict):
         raise MachineError(f"{origin} has {values!r} where {place} is a table. {_how_to()}")
     for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise MachineError(f"{origin} has {key} = {value!r} in {place}; write a number above 0.")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
+            raise MachineError(
+                f"{origin} has {key} = {value!r} in {place}; write a number above 0."
+            )
     return dict(values)
 
 
 def _refuse_other_keys(
-    origin: str, place: str, found: Mapping[str, float], allowed: tuple[str, ...], *, are_required: bool = False
+    origin: str,
+    place: str,
+    found: Mapping[str, float],
+    allowed: tuple[str, ...],
+    *,
+    are_required: bool = False,
 ) -> None:
     wrong = [key for key in found if key not in allowed]
     missing = [key for key in allowed if key not in found] if are_required else []

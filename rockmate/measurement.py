@@ -51,7 +51,9 @@ class TensorDifference:
     where: str
 
 
-def tensor_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, small: float = 0.0) -> TensorDifference:
+def tensor_difference(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, small: float = 0.0
+) -> TensorDifference:
     """How `ours` differs from `reference`, by name.
 
     Args:
@@ -59,7 +61,11 @@ def tensor_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor
         reference: the same names, and what the differences are relative to.
         small: a tensor whose largest value is below this share of the largest of all is held against that share.
     """
-    least_scale = small * max((_largest(tensor) for tensor in reference.values()), default=0.0) if small else 0.0
+    least_scale = (
+        small * max((_largest(tensor) for tensor in reference.values()), default=0.0)
+        if small
+        else 0.0
+    )
     worst, where = 0.0, ""
     for name in ours.keys() | reference.keys():
         relative = _relative_difference(ours.get(name), reference.get(name), least_scale)
@@ -68,7 +74,9 @@ def tensor_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor
     return TensorDifference(equal=not where, largest_relative=worst, where=where)
 
 
-def _relative_difference(ours: Tensor | None, reference: Tensor | None, least_scale: float) -> float | None:
+def _relative_difference(
+    ours: Tensor | None, reference: Tensor | None, least_scale: float
+) -> float | None:
     """None when bitwise equal."""
     if ours is None or reference is None or ours.shape != reference.shape:
         return float("inf")
@@ -94,17 +102,27 @@ def run_step(call: Callable[..., Any], sample_input: Any, *, seed: int) -> None:
     torch.manual_seed(seed)
     outputs = call(*args, **kwargs)
     ends = differentiated(outputs, has_labels=kwargs.get("labels") is not None)
-    torch.autograd.backward(ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends])
+    torch.autograd.backward(
+        ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends]
+    )
 
 
 def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
     """The tensors of a model's output that a training step starts its backward from: the loss, or all that require a gradient."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None and has_labels and isinstance(outputs, tuple | list) and isinstance(outputs[0], Tensor) and not outputs[0].ndim:
+    if (
+        loss is None
+        and has_labels
+        and isinstance(outputs, tuple | list)
+        and isinstance(outputs[0], Tensor)
+        and not outputs[0].ndim
+    ):
         loss = outputs[0]
     if isinstance(loss, Tensor) and loss.requires_grad:
         return [loss]
-    found = [tensor for tensor in flatten(outputs, what="the model's output")[0] if tensor.requires_grad]
+    found = [
+        tensor for tensor in flatten(outputs, what="the model's output")[0] if tensor.requires_grad
+    ]
     if not found:
         msg = "no output of the model requires a gradient, so there is no step to measure. Return the loss, or what it is made of."
         raise UnsupportedModelError(msg)
@@ -184,7 +202,11 @@ class SideBySide:
         with _kept(self._model), collection_put_off():
             peak_bytes = self._peak(module)
             eager_ms, planned_ms, differences = self._train(module)
-        alone = Measurement(peak_bytes=peak_bytes, median_ms=statistics.median(planned_ms), num_steps=self._num_steps)
+        alone = Measurement(
+            peak_bytes=peak_bytes,
+            median_ms=statistics.median(planned_ms),
+            num_steps=self._num_steps,
+        )
         if self.eager_peak_bytes is None:
             return alone
         ratios = [ours / theirs for ours, theirs in zip(planned_ms, eager_ms, strict=True)]
@@ -196,7 +218,10 @@ class SideBySide:
             eager_ms=statistics.median(eager_ms),
             ratio=statistics.median(ratios),
             ratio_spread=max(ratios) - min(ratios),
-            gradients=max(differences, key=lambda difference: (not difference.equal, difference.largest_relative)),
+            gradients=max(
+                differences,
+                key=lambda difference: (not difference.equal, difference.largest_relative),
+            ),
             gradient_tolerance=_tolerance(self._model),
         )
 
@@ -205,7 +230,9 @@ class SideBySide:
         self._model.zero_grad(set_to_none=False)
         return activation_peak(lambda: run_step(call, self._sample, seed=0), self._device)
 
-    def _train(self, module: RockmateModule) -> tuple[list[float], list[float], list[TensorDifference]]:
+    def _train(
+        self, module: RockmateModule
+    ) -> tuple[list[float], list[float], list[TensorDifference]]:
         """Times of eager's steps and of the planned ones in ms, and how each step's gradients differ."""
         eager_ms, planned_ms, differences = [], [], []
         for step in range(self._num_steps + 1):
@@ -216,13 +243,19 @@ class SideBySide:
                     reference = _gradients(self._model, copied=True)
             planned_ms.append(self._timed_step(module, seed=step))
             if reference:
-                differences.append(tensor_difference(_gradients(self._model, copied=False), reference, small=_SMALL))
+                differences.append(
+                    tensor_difference(
+                        _gradients(self._model, copied=False), reference, small=_SMALL
+                    )
+                )
             _descend(self._model)
         return eager_ms[1:], planned_ms[1:], differences  # the first step warms up
 
     def _timed_step(self, call: Callable[..., Any], *, seed: int) -> float:
         self._model.zero_grad(set_to_none=False)
-        gc.collect(1)  # what the last step left; the older objects of planner and model need no walk
+        gc.collect(
+            1
+        )  # what the last step left; the older objects of planner and model need no walk
         _wait_for(self._device)
         begin = time.perf_counter()
         run_step(call, self._sample, seed=seed)
@@ -231,7 +264,11 @@ class SideBySide:
 
 
 def _tolerance(model: nn.Module) -> float:
-    ulp = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters() if parameter.dtype.is_floating_point)
+    ulp = max(
+        torch.finfo(parameter.dtype).eps
+        for parameter in model.parameters()
+        if parameter.dtype.is_floating_point
+    )
     return _TOLERANCE if ulp <= torch.finfo(torch.float32).eps else _TOLERANCE_ULPS * ulp
 
 
@@ -242,7 +279,11 @@ def _wait_for(device: torch.device) -> None:
 
 def _gradients(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
     """The gradients by name, in host memory where they are copied or the device is another."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return {name: gradient.to("cpu", copy=copied) for name, gradient in found.items()}
 
 
@@ -251,7 +292,9 @@ def _descend(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-_LEARNING_RATE / (1.0 + _largest(parameter.grad)))
+                parameter.add_(
+                    parameter.grad, alpha=-_LEARNING_RATE / (1.0 + _largest(parameter.grad))
+                )
 
 
 @contextmanager
@@ -261,7 +304,9 @@ def _kept(model: nn.Module) -> Iterator[None]:
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
-    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
     try:
         with torch.random.fork_rng(devices):
             yield

@@ -42,7 +42,9 @@ Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
 _BLOCK_8BIT = 256
 _LEAST_NUMEL_8BIT = 4096
-_CPU_RESERVE_BYTES = 16 << 20  # by which a process grows at its first steps: scratch of math libraries, code, the C heap; 8 to 10 MB seen
+_CPU_RESERVE_BYTES = (
+    16 << 20
+)  # by which a process grows at its first steps: scratch of math libraries, code, the C heap; 8 to 10 MB seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,9 @@ class MemoryLimit:
         if self.steps_in_backward:
             gradient_bytes = 3 * max((parameter.nbytes for parameter in parameters), default=0)
         else:
-            gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
+            gradient_bytes = sum(
+                parameter.nbytes for parameter in parameters if parameter.grad is None
+            )
         return Holdings(
             present_bytes=present_bytes(next(model.parameters()).device),
             gradient_bytes=gradient_bytes,
@@ -114,7 +118,9 @@ class MemoryLimit:
                 f"{size_text(holdings.state_bytes)} of optimizer state are still to come. Ask for more than {holdings.total_bytes}, train "
                 "fewer parameters, or take an optimizer with less state."
             )
-            raise InfeasibleMemoryLimitError(msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes)
+            raise InfeasibleMemoryLimitError(
+                msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes
+            )
         return limit_bytes - holdings.total_bytes
 
 
@@ -138,7 +144,9 @@ def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]
     rule = _RULES.get(type(optimizer).__name__.lower())
     if rule is None:
         return 0
-    settings = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    settings = {
+        id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
+    }
     return sum(
         rule(parameter, settings[id(parameter)])
         for parameter in parameters
@@ -180,7 +188,10 @@ def _rmsprop(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
 
 def _adafactor(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
     numel = parameter.numel()
-    rest, (rows, columns) = math.prod(parameter.shape[:-2]), parameter.shape[-2:] if parameter.ndim >= 2 else (0, 0)
+    rest, (rows, columns) = (
+        math.prod(parameter.shape[:-2]),
+        parameter.shape[-2:] if parameter.ndim >= 2 else (0, 0),
+    )
     second = 4 * rest * (rows + columns) if parameter.ndim >= 2 else 4 * numel
     return second + (4 * numel if settings.get("beta1") is not None else 0)
 
@@ -197,5 +208,8 @@ _RULES: dict[str, Rule] = {
     "sgd_momentum": _momentum,
     "rmsprop": _rmsprop,
     "adafactor": _adafactor,
-    **dict.fromkeys(("adam8bit", "adamw8bit", "adam_8bit", "adamw_8bit", "adamw_bnb_8bit", "pagedadamw8bit"), _adam_8bit),
+    **dict.fromkeys(
+        ("adam8bit", "adamw8bit", "adam_8bit", "adamw_8bit", "adamw_bnb_8bit", "pagedadamw8bit"),
+        _adam_8bit,
+    ),
 }

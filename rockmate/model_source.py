@@ -55,7 +55,9 @@ class SourcedModel:
     sample_input: Any
 
 
-def load_model(source: str, shape: SampleShape | None = None, *, device: str = "cpu", dtype: str | None = None) -> SourcedModel:
+def load_model(
+    source: str, shape: SampleShape | None = None, *, device: str = "cpu", dtype: str | None = None
+) -> SourcedModel:
     """The model that `source` names.
 
     Args:
@@ -79,7 +81,9 @@ def load_model(source: str, shape: SampleShape | None = None, *, device: str = "
             )
         return _from_function(source, device)
     if source.endswith(".py"):
-        raise ModelSourceError(f"{source!r} is a Python file, and which function of it makes the model is not said. {_FUNCTION_HINT}")
+        raise ModelSourceError(
+            f"{source!r} is a Python file, and which function of it makes the model is not said. {_FUNCTION_HINT}"
+        )
     return _from_configuration(source, shape or SampleShape(), device, dtype or "float32")
 
 
@@ -95,7 +99,9 @@ def _from_function(source: str, device: str) -> SourcedModel:
         hint = " It is called without arguments." if isinstance(error, TypeError) else ""
         raise ModelSourceError(f"{source} failed: {_last_line(error)}.{hint}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ModelSourceError(f"{source} returned {_described(made)}, not (model, sample_input), whose model is a torch.nn.Module.")
+        raise ModelSourceError(
+            f"{source} returned {_described(made)}, not (model, sample_input), whose model is a torch.nn.Module."
+        )
     model, sample_input = made
     return SourcedModel(title=f"{source}: {_size(model)}", model=model, sample_input=sample_input)
 
@@ -109,7 +115,9 @@ def _function(source: str) -> Callable[[], Any]:
     path, _, name = source.partition(":")
     if path.endswith(".py") or "/" in path:
         dotted = path.removesuffix(".py").removeprefix("./").replace("/", ".")
-        raise ModelSourceError(f"{path!r} is a path. Write the module as it is imported from here: {dotted}:{name or 'function'}")
+        raise ModelSourceError(
+            f"{path!r} is a path. Write the module as it is imported from here: {dotted}:{name or 'function'}"
+        )
     if not path or not name.isidentifier():
         raise ModelSourceError(f"{source!r} names no function. {_FUNCTION_HINT}")
     with _importing_from_here():
@@ -123,7 +131,11 @@ def _function(source: str) -> Callable[[], Any]:
             raise ModelSourceError(f"cannot import {path!r}: {_last_line(error)}.") from error
     function = getattr(module, name, None)
     if not callable(function):
-        defined = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module.__name__]
+        defined = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
         known = f" It has {', '.join(sorted(defined)[:8])}." if defined else ""
         raise ModelSourceError(f"module {path!r} has no function {name!r}.{known} {_FUNCTION_HINT}")
     return function
@@ -171,17 +183,28 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
     if type(model).__name__.endswith("LMHeadModel"):
         model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
     sample = make_sample(model, shape)
-    as_model = {name: value.to(_DTYPES[dtype]) if value.is_floating_point() else value for name, value in sample.items()}
+    as_model = {
+        name: value.to(_DTYPES[dtype]) if value.is_floating_point() else value
+        for name, value in sample.items()
+    }
     sample = {name: value.to(device) for name, value in as_model.items()}
-    shapes = ", ".join(f"{name} {' x '.join(map(str, value.shape))}" for name, value in sample.items())
-    return SourcedModel(title=f"{type(model).__name__} ({source}): {_size(model)}, {shapes}", model=model, sample_input=sample)
+    shapes = ", ".join(
+        f"{name} {' x '.join(map(str, value.shape))}" for name, value in sample.items()
+    )
+    return SourcedModel(
+        title=f"{type(model).__name__} ({source}): {_size(model)}, {shapes}",
+        model=model,
+        sample_input=sample,
+    )
 
 
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelSourceError(f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, as cpu.") from error
+        raise ModelSourceError(
+            f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, as cpu."
+        ) from error
 
 
 def _configuration(transformers: Any, source: str) -> Any:
@@ -196,9 +219,13 @@ def _configuration(transformers: Any, source: str) -> Any:
         return read(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         if is_here:
-            raise ModelSourceError(f"{source!r} is no configuration that transformers knows: {_first_line(error)}") from error
+            raise ModelSourceError(
+                f"{source!r} is no configuration that transformers knows: {_first_line(error)}"
+            ) from error
     try:
-        return read(source)  # a name that is not in the cache: its configuration, if the network allows
+        return read(
+            source
+        )  # a name that is not in the cache: its configuration, if the network allows
     except (OSError, ValueError, KeyError) as error:
         msg = f"there is no model {source!r} here, nor can its configuration be fetched: {_first_line(error)} {_FORMS}"
         raise ModelSourceError(msg) from error

@@ -19,7 +19,13 @@ from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.cut_output import refusing_gradients
 from rockmate.data_parallel import SHARDED, finds_unused_parameters
 from rockmate.emit import Program
-from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError, RockmateError, SignatureMismatchError, UnsupportedModelError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    InvalidBudgetError,
+    RockmateError,
+    SignatureMismatchError,
+    UnsupportedModelError,
+)
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan import Plan
 from rockmate.request import PlanRequest
@@ -79,7 +85,9 @@ class PlannedCall:
 class _Runnable:
     """A planned call, ready to run on its model, and the watch over what it was planned for."""
 
-    def __init__(self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool) -> None:
+    def __init__(
+        self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool
+    ) -> None:
         self.planned = planned
         self.family = family
         self.is_adapted = is_adapted
@@ -106,7 +114,10 @@ class _Runnable:
 
     def warn_of_hooks(self, model: nn.Module) -> None:
         """Warns of parameters with a tensor hook that the plan does not count."""
-        size = {name: 2 * parameter.nbytes for name, parameter in model.named_parameters(remove_duplicate=False)}
+        size = {
+            name: 2 * parameter.nbytes
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
         hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
         if hooked:
             largest = max(hooked, key=size.__getitem__)
@@ -138,7 +149,11 @@ class _Forward:
         self.__doc__ = function.__doc__
 
     def __get__(self, module: RockmateModule | None, owner: type | None = None) -> Any:
-        return self.function if module is None else types.MethodType(module.__dict__["_forward_of_model"], module)
+        return (
+            self.function
+            if module is None
+            else types.MethodType(module.__dict__["_forward_of_model"], module)
+        )
 
 
 def _of_original(name: str) -> Callable[..., Any]:
@@ -217,19 +232,39 @@ class RockmateModule(nn.Module):
 
             given = [*planner_options, *(["strategy"] if strategy else [])]
             if given or sample_input is None:
-                what = f"{', '.join(given)} cannot be given" if given else "a sample must be given, too,"
-                made_with = ", ".join(f"{name}={value!r}" for name, value in {"strategy": plan.strategy, **plan.options}.items())
-                way_out = "Leave that out, or give a budget instead of the plan." if given else "Give the sample that it was made for."
+                what = (
+                    f"{', '.join(given)} cannot be given"
+                    if given
+                    else "a sample must be given, too,"
+                )
+                made_with = ", ".join(
+                    f"{name}={value!r}"
+                    for name, value in {"strategy": plan.strategy, **plan.options}.items()
+                )
+                way_out = (
+                    "Leave that out, or give a budget instead of the plan."
+                    if given
+                    else "Give the sample that it was made for."
+                )
                 msg = f"{what} with a plan, which has been made with {made_with}. {way_out}"
                 raise TypeError(msg)
             options: dict[str, Any] = dict(plan.options)
-            self._use(capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan))
+            self._use(
+                capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan)
+            )
             self._runnables[0].warn_of_hooks(model)
             return
         limit = None
         if memory_limit is not None:
-            limit = MemoryLimit(limit=memory_limit, optimizer=optimizer, steps_in_backward=steps_in_backward)
-        request = PlanRequest(budget=budget, memory_limit=limit, strategy=strategy or "rockmate", options=planner_options)
+            limit = MemoryLimit(
+                limit=memory_limit, optimizer=optimizer, steps_in_backward=steps_in_backward
+            )
+        request = PlanRequest(
+            budget=budget,
+            memory_limit=limit,
+            strategy=strategy or "rockmate",
+            options=planner_options,
+        )
         self._request = request if replan or sample_input is None else None
         self._replan = replan
         self._refuses_larger = larger == "refuse"
@@ -260,11 +295,19 @@ class RockmateModule(nn.Module):
         self._samples: list[_Sample] = []  # one for each set of keywords
         self._num_runs = 0
 
-    def _use(self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False) -> None:
+    def _use(
+        self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
+    ) -> None:
         family = family or StepFamily(self.original, call)
         self._runnables.insert(0, _Runnable(call, self.original, family, is_adapted=is_adapted))
-        if len(self._runnables) > _MAX_PLANS:  # what has been planned for serves other shapes, too, so it goes last
-            adapted = [place for place, runnable in enumerate(self._runnables) if place and runnable.is_adapted]
+        if (
+            len(self._runnables) > _MAX_PLANS
+        ):  # what has been planned for serves other shapes, too, so it goes last
+            adapted = [
+                place
+                for place, runnable in enumerate(self._runnables)
+                if place and runnable.is_adapted
+            ]
             del self._runnables[adapted[-1] if adapted else _MAX_PLANS]
 
     @property
@@ -334,7 +377,9 @@ class RockmateModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _apart_from_dynamo(self, args, kwargs)
-        self.__dict__["_num_runs"] += 1  # past `nn.Module.__setattr__`, which takes as long as an op
+        self.__dict__["_num_runs"] += (
+            1  # past `nn.Module.__setattr__`, which takes as long as an op
+        )
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         tensors, call = flatten_call(args, kwargs, self._optional)
@@ -359,7 +404,9 @@ class RockmateModule(nn.Module):
         if changed:
             for runnable in self._runnables:
                 runnable.runner.release_accumulators()
-        fitting = [runnable for runnable in self._runnables if not runnable.difference(self.original)]
+        fitting = [
+            runnable for runnable in self._runnables if not runnable.difference(self.original)
+        ]
         for runnable in fitting:
             if call == runnable.planned.call:
                 self._runnables.remove(runnable)
@@ -383,15 +430,25 @@ class RockmateModule(nn.Module):
 
     def _check_size(self, call: CallSignature) -> None:
         """Raises for a call that is larger than every sample, in the arguments that both have, if such are refused."""
-        pairs = [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples] if self._refuses_larger else []
+        pairs = (
+            [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
+            if self._refuses_larger
+            else []
+        )
         sized = [pair for pair in pairs if has_same_form(*pair)]
         if sized and not any(is_no_larger(*pair) for pair in sized):
             check_call(self._samples[0].call, call)
 
-    def _planned_for_shapes(self, alike: Sequence[_Runnable], call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
+    def _planned_for_shapes(
+        self, alike: Sequence[_Runnable], call: CallSignature, tensors: Sequence[Tensor]
+    ) -> _Runnable:
         """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
-        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[:1]  # which may be the last of its kind
-        larger = [runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)]
+        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[
+            :1
+        ]  # which may be the last of its kind
+        larger = [
+            runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)
+        ]
         family = alike[-1].family  # all of them are of one
         adapted = family.resized(larger[-1], call) if larger else None
         if adapted is None:
@@ -405,7 +462,9 @@ class RockmateModule(nn.Module):
         logger.info("the schedule of the sample serves smaller tensors: %s", call)
         return self._runnables[0]
 
-    def _planned_within(self, step: CapturedStep, family: StepFamily, budget_bytes: int) -> _Runnable:
+    def _planned_within(
+        self, step: CapturedStep, family: StepFamily, budget_bytes: int
+    ) -> _Runnable:
         assert self._request is not None
         try:
             planned = self._request.call_of_step(step, budget_bytes)
@@ -419,13 +478,19 @@ class RockmateModule(nn.Module):
         self._log_plan("its tensors have other shapes than the sample's")
         return self._runnables[0]
 
-    def _planned_now(self, reason: str, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
+    def _planned_now(
+        self, reason: str, call: CallSignature, tensors: Sequence[Tensor]
+    ) -> _Runnable:
         """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
         assert self._request is not None
-        sample = next((sample for sample in self._samples if has_same_form(sample.call, call)), None)
+        sample = next(
+            (sample for sample in self._samples if has_same_form(sample.call, call)), None
+        )
         if sample is None:
             sample = _Sample(call, self._share_bytes(call))
-        planned = self._request.planned_call(self.original, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes)
+        planned = self._request.planned_call(
+            self.original, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes
+        )
         if sample not in self._samples:
             self._samples.append(sample)
         self._use(planned)
@@ -437,10 +502,14 @@ class RockmateModule(nn.Module):
     def _share_bytes(self, call: CallSignature) -> int | None:
         """What a share of the sample's peak stands for in a call with other keywords; None if that has the size of a sample."""
         pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
-        is_sample_sized = any(pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs)
+        is_sample_sized = any(
+            pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs
+        )
         if not self._runnables or is_sample_sized:
             return None
-        fitting = [runnable for runnable in self._runnables if not runnable.difference(self.original)]
+        fitting = [
+            runnable for runnable in self._runnables if not runnable.difference(self.original)
+        ]
         return (fitting or self._runnables)[0].planned.plan.budget_bytes
 
     def _log_plan(self, reason: str) -> None:
@@ -466,10 +535,18 @@ class RockmateModule(nn.Module):
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
-        module._request, module._replan, module._refuses_larger = self._request, self._replan, self._refuses_larger
+        module._request, module._replan, module._refuses_larger = (
+            self._request,
+            self._replan,
+            self._refuses_larger,
+        )
         module._samples = list(self._samples)
-        planned = next((runnable.planned for runnable in self._runnables if not runnable.is_adapted), None)
-        apart = planned is not None and bool(untraced_modules(self.original, untraced_names(planned.plan.options)))
+        planned = next(
+            (runnable.planned for runnable in self._runnables if not runnable.is_adapted), None
+        )
+        apart = planned is not None and bool(
+            untraced_modules(self.original, untraced_names(planned.plan.options))
+        )
         if apart and self._request is None:
             msg = (
                 "the plan runs untraced submodules of the module that it was loaded for, so a copy cannot share it. Copy the model itself "
@@ -527,13 +604,17 @@ def _run_as_it_is(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping
 _apart_from_dynamo: Callable[..., Any] = torch.compiler.disable(_run_as_it_is)
 
 
-def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan: Plan | None) -> None:
+def _check_arguments(
+    budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
+) -> None:
     names = [
-        name for name, value in (("budget", budget), ("memory_limit", memory_limit), ("plan", plan)) if value is not None
+        name
+        for name, value in (("budget", budget), ("memory_limit", memory_limit), ("plan", plan))
+        if value is not None
     ]
     if not names:
         msg = (
-            "budget None: give RockmateModule a budget (bytes, \"6GiB\", or a fraction in (0, 1]), a memory_limit for the whole device, "
+            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), a memory_limit for the whole device, '
             "or a plan."
         )
         raise InvalidBudgetError(msg)
@@ -547,7 +628,9 @@ def _check_arguments(budget: Budget | None, memory_limit: int | str | None, plan
         )
         raise TypeError(msg)
     if budget is not None:
-        parse_budget(budget, 1 << 62)  # one that cannot be read is told before the work, not after it
+        parse_budget(
+            budget, 1 << 62
+        )  # one that cannot be read is told before the work, not after it
 
 
 def _with_signature_of(model: nn.Module) -> Callable[..., Any]:

@@ -47,7 +47,9 @@ class ModuleTrail:
         last_trace_start = max((first for first, _, path in self.spans if not path), default=0)
         result: dict[int, str] = {}
         for first, past_last, path in self.spans:
-            if first < last_trace_start:  # an earlier trace of the same module: the tracer runs it more than once
+            if (
+                first < last_trace_start
+            ):  # an earlier trace of the same module: the tracer runs it more than once
                 continue
             for number in range(first, past_last):
                 result.setdefault(number, path)
@@ -60,7 +62,9 @@ def module_trail(model: nn.Module) -> Iterator[ModuleTrail]:
     trail = ModuleTrail()
 
     def enter(path: str) -> Callable[..., None]:
-        return lambda module, inputs: trail.entered.append((torch.autograd._get_sequence_nr(), path))
+        return lambda module, inputs: trail.entered.append(
+            (torch.autograd._get_sequence_nr(), path)
+        )
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         first, path = trail.entered.pop()

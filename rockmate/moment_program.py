@@ -91,14 +91,29 @@ class _Stretch:
         self._number = number
         instants = program.instants
         self.in_use = instants[number].in_use
-        self.saved = {s: self._choose("saved", s.index) for op in program.ops for s in op.writes if s not in self.in_use}
+        self.saved = {
+            s: self._choose("saved", s.index)
+            for op in program.ops
+            for s in op.writes
+            if s not in self.in_use
+        }
         self.again = {op: self._choose("again", op.index) for op in program.repeatable}
-        self.state = {op: self._choose("state", op.index) for op in program.kept} if number + 1 < len(instants) else self.again
+        self.state = (
+            {op: self._choose("state", op.index) for op in program.kept}
+            if number + 1 < len(instants)
+            else self.again
+        )
         early = {op for other in instants[: number + 1] for op in (*other.before, other.op)}
         self._early = dict.fromkeys(sorted(early, key=lambda op: op.index))
-        self._sure = {op for other in instants[number:] for op in other.after} | {other.op for other in instants[number + 1 :]}
+        self._sure = {op for other in instants[number:] for op in other.after} | {
+            other.op for other in instants[number + 1 :]
+        }
         is_open = number > 0  # of what may run before the first moment nothing is said
-        open_ops = [op for op in program.backward if op not in self._early and op not in self._sure] if is_open else []
+        open_ops = (
+            [op for op in program.backward if op not in self._early and op not in self._sure]
+            if is_open
+            else []
+        )
         self.late = {op: self._choose("late", op.index) for op in open_ops}
 
     def _choose(self, what: str, index: int) -> pulp.LpVariable:
@@ -160,14 +175,22 @@ class _MomentProgram:
         self.instants = instants
         self.readers = readers
         self.backward = instants[0].after
-        self.repeatable = [op for op in ops if op.phase is Phase.LATE or op.recompute_target is not None]
-        self.kept = {op: state_bytes(op) for op in self.repeatable if op.phase is Phase.FORWARD and state_bytes(op)}
+        self.repeatable = [
+            op for op in ops if op.phase is Phase.LATE or op.recompute_target is not None
+        ]
+        self.kept = {
+            op: state_bytes(op)
+            for op in self.repeatable
+            if op.phase is Phase.FORWARD and state_bytes(op)
+        }
         self._stretches = [_Stretch(self, number) for number in range(len(instants))]
         self._write()
 
     def choose(self, name: str) -> pulp.LpVariable:
         """A further variable, 0 or 1; without whole numbers it may lie between."""
-        return self.program.add_variable(name, 0, 1, cat=pulp.LpContinuous if self._is_relaxed else pulp.LpBinary)
+        return self.program.add_variable(
+            name, 0, 1, cat=pulp.LpContinuous if self._is_relaxed else pulp.LpBinary
+        )
 
     @cached_property
     def _most_ms(self) -> float:
@@ -175,7 +198,11 @@ class _MomentProgram:
 
     @cached_property
     def _again_ms(self) -> dict[Op, float]:
-        return {op: self._costs.again[op.index].time_ms for op in self.repeatable if op.phase is Phase.FORWARD}
+        return {
+            op: self._costs.again[op.index].time_ms
+            for op in self.repeatable
+            if op.phase is Phase.FORWARD
+        }
 
     @property
     def _scale(self) -> float:
@@ -186,10 +213,16 @@ class _MomentProgram:
         outcome = run(self.program, time_limit_s, "highs" if has_highs() else "cbc")
         if outcome.status is Status.INFEASIBLE:
             return inf, True
-        return max(0.0, outcome.bound / self._scale - _HAIR * self._most_ms), outcome.status is Status.OPTIMAL
+        return max(
+            0.0, outcome.bound / self._scale - _HAIR * self._most_ms
+        ), outcome.status is Status.OPTIMAL
 
     def _write(self) -> None:
-        objective = [stretch.again[op] * (ms * self._scale) for stretch in self._stretches for op, ms in self._again_ms.items()]
+        objective = [
+            stretch.again[op] * (ms * self._scale)
+            for stretch in self._stretches
+            for op, ms in self._again_ms.items()
+        ]
         self.program.setObjective(pulp.lpSum(objective))
         for stretch, instant in zip(self._stretches, self.instants, strict=True):
             _bound_bytes(self.program, stretch.bytes_at_moment(), instant.room_bytes)
@@ -201,14 +234,20 @@ class _MomentProgram:
 
     def _is_after(self, number: int, op: Op) -> Term:
         """1 where a backward op runs after a moment; all do after the first, and none after the end."""
-        return self._stretches[number].is_late(op) if 0 < number < len(self._stretches) else int(number == 0)
+        return (
+            self._stretches[number].is_late(op)
+            if 0 < number < len(self._stretches)
+            else int(number == 0)
+        )
 
     def _want(self, begin: int, end: int) -> None:
         """What is read from one moment to another, or to the end, is saved at the first or made again in between."""
         stretch, again = self._stretches[begin], self._again_in(begin, end)
         for op in self.kept if stretch.state is not stretch.again else ():
             self.program += stretch.state[op] >= again[op]
-        rows: dict[tuple[Storage, Op | None], Term] = {(storage, op): runs for op, runs in again.items() for storage in op.reads}
+        rows: dict[tuple[Storage, Op | None], Term] = {
+            (storage, op): runs for op, runs in again.items() for storage in op.reads
+        }
         for op in self.backward:
             is_between = self._is_after(begin, op) - self._is_after(end, op)
             if not isinstance(is_between, int):

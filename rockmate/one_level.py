@@ -21,7 +21,9 @@ from rockmate.solver_time import SolverTime
 class OneLevel:
     """The schedules of one level of a graph, by the bytes that they may save."""
 
-    def __init__(self, graph: Graph, chain: BlockChain, costs: Costs, *, solver_time: SolverTime) -> None:
+    def __init__(
+        self, graph: Graph, chain: BlockChain, costs: Costs, *, solver_time: SolverTime
+    ) -> None:
         """Prepares the knapsack.
 
         Args:
@@ -33,7 +35,9 @@ class OneLevel:
         self._graph, self._chain, self._time_limit_s = graph, chain, solver_time.limit_s
         held = {storage for storage in graph.storages if storage.is_output}
         self._held_bytes = sum(storage.num_bytes for storage in held)
-        problem, self._values = knapsack_of(graph.forward_ops, graph.backward_ops, costs, at_hand=held)
+        problem, self._values = knapsack_of(
+            graph.forward_ops, graph.backward_ops, costs, at_hand=held
+        )
         with solver_time.for_one_solve() as time_limit_s:
             self._curve = Curve(problem, time_limit_s=time_limit_s)
 

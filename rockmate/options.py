@@ -106,7 +106,9 @@ class OptionSolver:
         if solved is None:
             num_unproved = self.num_unproved
             options = self._solve(block)
-            solved = self._solved.of[key] = SolvedBlock(options, is_proved=self.num_unproved == num_unproved)
+            solved = self._solved.of[key] = SolvedBlock(
+                options, is_proved=self.num_unproved == num_unproved
+            )
         elif key not in self._used and not solved.is_proved:
             self.num_unproved += 1
         self._used.add(key)
@@ -114,7 +116,9 @@ class OptionSolver:
 
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()
-        problem, values = knapsack_of(block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept)
+        problem, values = knapsack_of(
+            block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept
+        )
         solutions = self.solve(problem, self.max_options)
         return [{values[value] for value in solution.saved} for solution in solutions]
 
@@ -124,14 +128,27 @@ class OptionSolver:
             solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
         if any(solution.status is not Status.OPTIMAL for solution in solutions):
             self.num_unproved += 1
-            logger.warning("a block of %d ops was not solved to the end in %.3g s", len(problem.ops), time_limit_s)
+            logger.warning(
+                "a block of %d ops was not solved to the end in %.3g s",
+                len(problem.ops),
+                time_limit_s,
+            )
         return solutions
 
     def forward_only(self, block: Block) -> PartSimulation:
         """The forward that saves nothing but its output."""
         after = {block.output} if block.output else set()
-        part = simulate_part(self.graph, _indices(block), self.costs, before=(), after=after, uncounted=self._uncounted)
-        output_bytes = block.output.num_bytes if block.output else 0  # counted, even if the user or an earlier block holds it
+        part = simulate_part(
+            self.graph,
+            _indices(block),
+            self.costs,
+            before=(),
+            after=after,
+            uncounted=self._uncounted,
+        )
+        output_bytes = (
+            block.output.num_bytes if block.output else 0
+        )  # counted, even if the user or an earlier block holds it
         return PartSimulation(peak_bytes=max(part.peak_bytes, output_bytes), time_ms=part.time_ms)
 
     def _solve(self, block: Block) -> tuple[BlockOption, ...]:
@@ -145,26 +162,52 @@ class OptionSolver:
         own = set(block.backward)
         made = {storage for op in block.backward for storage in op.writes}
         given = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
-        left = {s for s in made if any(reader not in own for reader in self.graph.readers.get(s, ())) or s.is_kept_to_end}
+        left = {
+            s
+            for s in made
+            if any(reader not in own for reader in self.graph.readers.get(s, ()))
+            or s.is_kept_to_end
+        }
         return given, left
 
     def _measure(
-        self, block: Block, saved: set[Storage], position: dict[Storage, int], gradients: tuple[set[Storage], set[Storage]]
+        self,
+        block: Block,
+        saved: set[Storage],
+        position: dict[Storage, int],
+        gradients: tuple[set[Storage], set[Storage]],
     ) -> BlockOption:
         boundary = {block.output} if block.output else set()
         kept = saved | boundary
-        forward = simulate_part(self.graph, _indices(block), self.costs, before=(), after=kept, uncounted=self._uncounted)
+        forward = simulate_part(
+            self.graph,
+            _indices(block),
+            self.costs,
+            before=(),
+            after=kept,
+            uncounted=self._uncounted,
+        )
         entering = {block.input} if block.input else set()
         steps = backward_steps(block, {*saved, *boundary, *entering, *self._uncounted})
         given, left = gradients
-        backward = simulate_part(self.graph, steps, self.costs, before=kept | given, after=left, again=True)
-        states = sum(state_bytes(self.graph.ops[index]) for index in steps if self.graph.ops[index].phase is Phase.FORWARD)
+        backward = simulate_part(
+            self.graph, steps, self.costs, before=kept | given, after=left, again=True
+        )
+        states = sum(
+            state_bytes(self.graph.ops[index])
+            for index in steps
+            if self.graph.ops[index].phase is Phase.FORWARD
+        )
         saved_bytes = sum(storage.num_bytes for storage in kept) + states
         return BlockOption(
             saved=tuple(sorted(position[storage] for storage in saved)),
             saved_bytes=saved_bytes,
-            forward=PartSimulation(peak_bytes=max(forward.peak_bytes + states, saved_bytes), time_ms=forward.time_ms),
-            backward=PartSimulation(peak_bytes=backward.peak_bytes + states, time_ms=backward.time_ms),
+            forward=PartSimulation(
+                peak_bytes=max(forward.peak_bytes + states, saved_bytes), time_ms=forward.time_ms
+            ),
+            backward=PartSimulation(
+                peak_bytes=backward.peak_bytes + states, time_ms=backward.time_ms
+            ),
         )
 
 

@@ -28,7 +28,9 @@ from rockmate.graph import Graph, Op, Phase, Storage
 from rockmate.partition import BlockChain
 from rockmate.signature import CallSignature
 
-_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?')
+_FRAME = re.compile(
+    r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
+)
 _NOT_COMPARED = {"name", "aliases", "module", "source"}
 
 
@@ -48,7 +50,12 @@ class StorageKind(StrEnum):
     @property
     def is_static(self) -> bool:
         """Whether it lives throughout and is never counted."""
-        return self in (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.CONSTANT, StorageKind.INPUT)
+        return self in (
+            StorageKind.PARAMETER,
+            StorageKind.BUFFER,
+            StorageKind.CONSTANT,
+            StorageKind.INPUT,
+        )
 
     @property
     def is_result(self) -> bool:
@@ -170,7 +177,13 @@ class Outline:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal steps, in every process and on every machine: SHA-256 of all that is compared, without the call."""
-        compared = [self.inputs, self.outputs, self.updates, *map(_compared, self.storages), *map(_compared, self.ops)]
+        compared = [
+            self.inputs,
+            self.outputs,
+            self.updates,
+            *map(_compared, self.storages),
+            *map(_compared, self.ops),
+        ]
         return digest(compared)
 
     @cached_property
@@ -184,7 +197,11 @@ class Outline:
             return f"the plan is for calls like\n  {self.call}\nand the sample is\n  {other.call}"
         if self.fingerprint == other.fingerprint:
             return ""
-        found = self._different_inputs(other) or self._different_ops(other) or "the two steps differ in what they return or keep"
+        found = (
+            self._different_inputs(other)
+            or self._different_ops(other)
+            or "the two steps differ in what they return or keep"
+        )
         if self.torch_version != other.torch_version:
             found += f" (the plan was made with PyTorch {self.torch_version}, and this is {other.torch_version})"
         return found
@@ -195,14 +212,26 @@ class Outline:
         A schedule for this step then is one for `other`.
         """
         pairs = zip(self.storages, other.storages, strict=False)
-        return self.is_wired_like(other) and all(mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs)
+        return self.is_wired_like(other) and all(
+            mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs
+        )
 
     def is_wired_like(self, other: Outline) -> bool:
         """Whether `other` has the same ops in the same wiring, on tensors of any size."""
-        if len(self.ops) != len(other.ops) or len(self.storages) != len(other.storages) or self.outputs != other.outputs:
+        if (
+            len(self.ops) != len(other.ops)
+            or len(self.storages) != len(other.storages)
+            or self.outputs != other.outputs
+        ):
             return False
-        same_ops = all(_wiring(mine) == _wiring(theirs) for mine, theirs in zip(self.ops, other.ops, strict=True))
-        return same_ops and all(mine.kind == theirs.kind for mine, theirs in zip(self.storages, other.storages, strict=True))
+        same_ops = all(
+            _wiring(mine) == _wiring(theirs)
+            for mine, theirs in zip(self.ops, other.ops, strict=True)
+        )
+        return same_ops and all(
+            mine.kind == theirs.kind
+            for mine, theirs in zip(self.storages, other.storages, strict=True)
+        )
 
     def _different_inputs(self, other: Outline) -> str:
         mine, theirs = dict(self.inputs), dict(other.inputs)
@@ -276,8 +305,12 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
     return Outline(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
-        inputs=tuple((_role_text(role), _tensor_text(node.meta["val"])) for node, role in graph.inputs),
-        outputs=tuple((_role_text(role), graph.storage_of[node].index) for node, role in graph.outputs),
+        inputs=tuple(
+            (_role_text(role), _tensor_text(node.meta["val"])) for node, role in graph.inputs
+        ),
+        outputs=tuple(
+            (_role_text(role), graph.storage_of[node].index) for node, role in graph.outputs
+        ),
         updates=tuple(storage.index for storage in graph.updates),
         storages=tuple(storages),
         ops=tuple(_outline_op(op, source_of) for op in graph.ops),
@@ -295,14 +328,20 @@ def outline_chain(chain: BlockChain) -> OutlineChain:
         )
         for block in chain.blocks
     )
-    return OutlineChain(blocks=tuple(blocks), carried=tuple(sorted(storage.index for storage in chain.carried)))
+    return OutlineChain(
+        blocks=tuple(blocks), carried=tuple(sorted(storage.index for storage in chain.carried))
+    )
 
 
 def _keywords(call: CallSignature) -> dict[int, str]:
     """The keyword of each input that is one, by the index of its tensor."""
     places = [object() for _ in call.tensors]
     _, given = call.structure.rebuild(places)
-    return {places.index(value): name for name, value in given.items() if any(value is place for place in places)}
+    return {
+        places.index(value): name
+        for name, value in given.items()
+        if any(value is place for place in places)
+    }
 
 
 def _outline_op(op: Op, source_of: Mapping[str, str]) -> OutlineOp:
@@ -329,7 +368,9 @@ def _kind(storage: Storage, role: Role | None) -> StorageKind:
     if storage.is_kept_to_end:
         return StorageKind.RETURNED_GRADIENT
     assert storage.producer is not None, f"{storage} has neither a role nor a producer"
-    return StorageKind.GRADIENT if storage.producer.phase is Phase.BACKWARD else StorageKind.ACTIVATION
+    return (
+        StorageKind.GRADIENT if storage.producer.phase is Phase.BACKWARD else StorageKind.ACTIVATION
+    )
 
 
 def _role_text(role: Role) -> str:
@@ -353,7 +394,9 @@ def _value_text(value: Any) -> str:
         fake = value.meta["val"]
         return _tensor_text(fake) if isinstance(fake, torch.Tensor) else "tensors"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in sorted(value.items()))}}}"
+        return (
+            f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in sorted(value.items()))}}}"
+        )
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_value_text, value))}]"
     return repr(value)
@@ -380,4 +423,6 @@ def _source(stack_trace: str) -> str:
     roots = [Path(root) for root in sys.path if root and path.is_relative_to(root)]
     if roots:
         path = path.relative_to(max(roots, key=lambda root: len(root.parts)))
-    return f"{path.as_posix()}:{frame['line']} in {frame['function']}" + (f": {frame['code'].strip()}" if frame["code"] else "")
+    return f"{path.as_posix()}:{frame['line']} in {frame['function']}" + (
+        f": {frame['code'].strip()}" if frame["code"] else ""
+    )

@@ -18,8 +18,19 @@ from dataclasses import dataclass, replace
 
 from rockmate.graph import Graph, Op, Phase, Storage
 
-_SMALL_SHARES = (1e-3, 3e-4, 1e-4, 3e-5)  # of all activation bytes: a storage below may be carried rather than prevent a cut
-_LIFETIMES = (24, 48, 96, 200, 1 << 60)  # in forward ops: a storage that lives longer may be carried
+_SMALL_SHARES = (
+    1e-3,
+    3e-4,
+    1e-4,
+    3e-5,
+)  # of all activation bytes: a storage below may be carried rather than prevent a cut
+_LIFETIMES = (
+    24,
+    48,
+    96,
+    200,
+    1 << 60,
+)  # in forward ops: a storage that lives longer may be carried
 _MAX_BLOCKS = 100
 _MIN_LARGE_OPS = 3
 
@@ -72,7 +83,11 @@ class BlockChain:
         """The same blocks with the late and backward ops of each in the order in which they stand in `order`."""
         place = {op: position for position, op in enumerate(order)}
         return replace(
-            self, blocks=tuple(replace(block, backward=tuple(sorted(block.backward, key=place.__getitem__))) for block in self.blocks)
+            self,
+            blocks=tuple(
+                replace(block, backward=tuple(sorted(block.backward, key=place.__getitem__)))
+                for block in self.blocks
+            ),
         )
 
     def __str__(self) -> str:
@@ -81,7 +96,12 @@ class BlockChain:
             f"output {block.output.num_bytes if block.output else 0:>12,} B  {block.name}"
             for index, block in enumerate(self.blocks)
         ]
-        return "\n".join([*rows, f"carried: {len(self.carried)} storages, {sum(s.num_bytes for s in self.carried):,} B"])
+        return "\n".join(
+            [
+                *rows,
+                f"carried: {len(self.carried)} storages, {sum(s.num_bytes for s in self.carried):,} B",
+            ]
+        )
 
 
 def partition(graph: Graph) -> BlockChain:
@@ -92,11 +112,17 @@ def partition(graph: Graph) -> BlockChain:
     tried: dict[tuple[int, ...], BlockChain] = {}
     for share, lifetime in itertools.product(_SMALL_SHARES, _LIFETIMES):
         small = total * share
-        carried = frozenset(s for s, (born, last) in lives.items() if last > born and (s.num_bytes <= small or last - born > lifetime))
+        carried = frozenset(
+            s
+            for s, (born, last) in lives.items()
+            if last > born and (s.num_bytes <= small or last - born > lifetime)
+        )
         boundary_at = _cuts(forward, lives, carried)
         cuts = tuple(_merge_small(forward, sorted(boundary_at), small))
         if cuts not in tried:
-            tried[cuts] = _assemble(graph, forward, cuts, carried, [boundary_at[cut] for cut in cuts])
+            tried[cuts] = _assemble(
+                graph, forward, cuts, carried, [boundary_at[cut] for cut in cuts]
+            )
     return min(tried.values(), key=_floor)
 
 
@@ -112,7 +138,9 @@ def _forward_lives(forward: Sequence[Op]) -> dict[Storage, tuple[int, int]]:
     return lives
 
 
-def _cuts(forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]) -> dict[int, Storage]:
+def _cuts(
+    forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]
+) -> dict[int, Storage]:
     """Positions after which exactly one storage that is not carried crosses, and that storage; the first position for each."""
     begins: list[list[Storage]] = [[] for _ in forward]
     ends: list[list[Storage]] = [[] for _ in forward]
@@ -151,12 +179,19 @@ def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> li
 
 def _floor(chain: BlockChain) -> int:
     """Bytes that every plan over these blocks about needs: what is carried, and all of the largest block."""
-    sizes = [sum(s.num_bytes for op in block.forward for s in op.writes if s not in chain.carried) for block in chain.blocks]
+    sizes = [
+        sum(s.num_bytes for op in block.forward for s in op.writes if s not in chain.carried)
+        for block in chain.blocks
+    ]
     return sum(storage.num_bytes for storage in chain.carried) + max(sizes)
 
 
 def _assemble(
-    graph: Graph, forward: Sequence[Op], cuts: Sequence[int], carried: frozenset[Storage], boundaries: Sequence[Storage]
+    graph: Graph,
+    forward: Sequence[Op],
+    cuts: Sequence[int],
+    carried: frozenset[Storage],
+    boundaries: Sequence[Storage],
 ) -> BlockChain:
     block_of: dict[Op, int] = {}
     carried |= {storage for op in forward if op.recompute_target is None for storage in op.writes}
@@ -172,7 +207,8 @@ def _assemble(
     for op in graph.ops:
         members[block_of[op]][op.phase is not Phase.FORWARD].append(op)
     blocks = [
-        Block(tuple(ahead), tuple(back), inputs[index], outputs[index]) for index, (ahead, back) in enumerate(members)
+        Block(tuple(ahead), tuple(back), inputs[index], outputs[index])
+        for index, (ahead, back) in enumerate(members)
     ]
     return BlockChain(tuple(blocks), carried | extra)
 
@@ -188,16 +224,28 @@ def _assign_backward(graph: Graph, block_of: dict[Op, int]) -> None:
     for op in graph.backward_ops:
         if op.phase is Phase.BACKWARD:
             own = by_sequence.get(op.node.meta.get("seq_nr", -1), last)
-            above = [block_of[s.producer] for s in op.reads if s.producer and s.producer.phase is Phase.BACKWARD]
+            above = [
+                block_of[s.producer]
+                for s in op.reads
+                if s.producer and s.producer.phase is Phase.BACKWARD
+            ]
             block_of[op] = min([own, *above])
     for op in reversed(graph.backward_ops):  # a late op belongs where its first reader is
         if op.phase is Phase.LATE:
-            readers = [block_of[user] for storage in op.writes for user in graph.readers.get(storage, ()) if user in block_of]
+            readers = [
+                block_of[user]
+                for storage in op.writes
+                for user in graph.readers.get(storage, ())
+                if user in block_of
+            ]
             block_of[op] = max(readers, default=last)
 
 
 def _read_from_afar(
-    graph: Graph, block_of: Mapping[Op, int], boundaries: Sequence[Storage], carried: frozenset[Storage]
+    graph: Graph,
+    block_of: Mapping[Op, int],
+    boundaries: Sequence[Storage],
+    carried: frozenset[Storage],
 ) -> frozenset[Storage]:
     """Storages of the forward that the backward of a block reads though they are neither its own nor its input."""
     far = set()
@@ -206,7 +254,12 @@ def _read_from_afar(
         entering = boundaries[block - 1] if block else None
         for storage in op.reads:
             producer = storage.producer
-            if producer is None or producer.phase is not Phase.FORWARD or storage is entering or storage in carried:
+            if (
+                producer is None
+                or producer.phase is not Phase.FORWARD
+                or storage is entering
+                or storage in carried
+            ):
                 continue
             if block_of[producer] != block:
                 far.add(storage)
@@ -233,7 +286,11 @@ def wiring_of(block: Block) -> tuple[int, ...]:
     """
     number: dict[Storage, int] = defaultdict(itertools.count().__next__)
     ops = (*block.forward, *block.backward)
-    wiring = [-1 if storage.is_static else number[storage] for op in ops for storage in (*op.reads, *op.writes)]
+    wiring = [
+        -1 if storage.is_static else number[storage]
+        for op in ops
+        for storage in (*op.reads, *op.writes)
+    ]
     return *wiring, *(number.get(end, -1) if end else -1 for end in (block.input, block.output))
 
 
@@ -241,7 +298,9 @@ def storages_of(block: Block) -> list[Storage]:
     """Every storage that a block touches, static ones left out, in order of appearance."""
     found: dict[Storage, None] = {}
     for op in (*block.forward, *block.backward):
-        found.update({storage: None for storage in (*op.reads, *op.writes) if not storage.is_static})
+        found.update(
+            {storage: None for storage in (*op.reads, *op.writes) if not storage.is_static}
+        )
     return list(found)
 
 

@@ -114,7 +114,11 @@ class Plan:
 
     def runs_again(self, storage: int) -> bool:
         """Whether the op that makes a storage runs more than once."""
-        return any(self.num_again[index] for index, op in enumerate(self.outline.ops) if storage in op.writes)
+        return any(
+            self.num_again[index]
+            for index, op in enumerate(self.outline.ops)
+            if storage in op.writes
+        )
 
     @property
     def loss_block(self) -> ChunkingNote:
@@ -151,7 +155,11 @@ class Plan:
     @property
     def optimality_gap(self) -> float:
         """How far the plan may be from the fastest schedule that `lower_bound_ms` is for, as a share of the time of no recomputation."""
-        return (self.predicted_ms - self.lower_bound_ms) / self.baseline_ms if self.baseline_ms else 0.0
+        return (
+            (self.predicted_ms - self.lower_bound_ms) / self.baseline_ms
+            if self.baseline_ms
+            else 0.0
+        )
 
     @property
     def peak_op(self) -> OutlineOp:
@@ -161,15 +169,31 @@ class Plan:
     @property
     def held_at_peak_bytes(self) -> int:
         """Bytes of outputs beside the loss that are held at the peak, if they are a tenth of it or more; else 0."""
-        outputs = [index for index, storage in enumerate(self.outline.storages) if storage.kind is StorageKind.OUTPUT]
-        made = {index for run in self.schedule.steps[: self.simulation.peak_position + 1] for index in self.outline.ops[run].writes}
+        outputs = [
+            index
+            for index, storage in enumerate(self.outline.storages)
+            if storage.kind is StorageKind.OUTPUT
+        ]
+        made = {
+            index
+            for run in self.schedule.steps[: self.simulation.peak_position + 1]
+            for index in self.outline.ops[run].writes
+        }
         held = sum(self.outline.storages[index].num_bytes for index in outputs if index in made)
-        return held if len(outputs) > 1 and self.options.get("outputs") == "all" and 10 * held >= self.predicted_peak_bytes else 0
+        return (
+            held
+            if len(outputs) > 1
+            and self.options.get("outputs") == "all"
+            and 10 * held >= self.predicted_peak_bytes
+            else 0
+        )
 
     def peak_place(self) -> str:
         """Where the peak is, in words."""
         op = self.peak_op
-        half = "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
+        half = (
+            "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
+        )
         again = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
         return f"{again}{op.name} ({op.module or 'no single submodule'}) in the {half}"
 
@@ -201,20 +225,29 @@ class Plan:
             f"{len(self.passages)} storages pass blocks by, {self._kept_in_passing()}"
         )
         if "loss_chunks" in self.options:
-            lines.append(f"loss block          {self.loss_block.text} ({self.loss_block.module or 'no single submodule'})")
+            lines.append(
+                f"loss block          {self.loss_block.text} ({self.loss_block.module or 'no single submodule'})"
+            )
         if self.held_at_peak_bytes:
             lines.append(
-                f"outputs             {size_text(self.held_at_peak_bytes)} of the peak are outputs beside the loss; with outputs=\"loss\" "
+                f'outputs             {size_text(self.held_at_peak_bytes)} of the peak are outputs beside the loss; with outputs="loss" '
                 "they are planned like any other value"
             )
         if self.lower_bound_ms:
-            lines.append(f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above")
+            lines.append(
+                f"lower bound         {self.lower_bound_ms:.1f} ms within the budget; the plan is {self.optimality_gap:.1%} above"
+            )
         if self.num_unproved_blocks:
-            lines.append(f"solver              {self.num_unproved_blocks} answers not proved the best; a larger time_limit_s may help")
+            lines.append(
+                f"solver              {self.num_unproved_blocks} answers not proved the best; a larger time_limit_s may help"
+            )
         return "\n".join(lines)
 
     def _kept_in_passing(self) -> str:
-        sizes = [(self.outline.storages[passage.storage].num_bytes, self.stays.kept(passage.storage)) for passage in self.passages]
+        sizes = [
+            (self.outline.storages[passage.storage].num_bytes, self.stays.kept(passage.storage))
+            for passage in self.passages
+        ]
         return f"{size_text(sum(size for size, kept in sizes if kept))} of {size_text(sum(size for size, _ in sizes))} kept"
 
     # --- reports -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,15 @@ from rockmate.bounds import KnownBound
 from rockmate.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.costs import Cost, Costs
 from rockmate.errors import PlanFileError
-from rockmate.outline import Outline, OutlineBlock, OutlineChain, OutlineOp, OutlineStorage, StorageKind, digest
+from rockmate.outline import (
+    Outline,
+    OutlineBlock,
+    OutlineChain,
+    OutlineOp,
+    OutlineStorage,
+    StorageKind,
+    digest,
+)
 from rockmate.plan import Plan
 from rockmate.schedule import Schedule
 from rockmate.stays import Stays
@@ -68,7 +76,11 @@ def plan_text(plan: Plan) -> str:
         "num_distinct_calls": plan.costs.num_distinct,
     }
     content["digest"] = _digest(content)
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_value_text(value)}" for key, value in content.items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(key)}: {_value_text(value)}" for key, value in content.items())
+        + "\n}\n"
+    )
 
 
 def read_plan(text: str, *, origin: str = "the text") -> Plan:
@@ -96,7 +108,9 @@ def read_plan(text: str, *, origin: str = "the text") -> Plan:
 
 def _value_text(value: Any) -> str:
     """JSON with an entry a line in lists of lines, rows and objects."""
-    if isinstance(value, list | tuple) and any(isinstance(item, str | list | tuple | dict) for item in value):
+    if isinstance(value, list | tuple) and any(
+        isinstance(item, str | list | tuple | dict) for item in value
+    ):
         return "[\n" + ",\n".join(f" {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
     return json.dumps(value, allow_nan=False)
 
@@ -143,12 +157,21 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         inputs=tuple((what, tensor) for what, tensor in content["inputs"]),
         outputs=tuple((what, storage) for what, storage in content["outputs"]),
         updates=tuple(content["updates"]),
-        storages=tuple(_built(OutlineStorage, row, kind=StorageKind) for row in content["storages"]),
+        storages=tuple(
+            _built(OutlineStorage, row, kind=StorageKind) for row in content["storages"]
+        ),
         ops=tuple(_built(OutlineOp, row) for row in content["ops"]),
     )
     schedule = _schedule(content["schedule"])
-    rows = [(Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d)) for a, b, c, d in content["costs"]]
-    costs = Costs(first=tuple(row[0] for row in rows), again=tuple(row[1] for row in rows), num_distinct=content["num_distinct_calls"])
+    rows = [
+        (Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d))
+        for a, b, c, d in content["costs"]
+    ]
+    costs = Costs(
+        first=tuple(row[0] for row in rows),
+        again=tuple(row[1] for row in rows),
+        num_distinct=content["num_distinct_calls"],
+    )
     if len(rows) != len(outline.ops):
         msg = f"{len(rows)} costs for {len(outline.ops)} ops"
         raise ValueError(msg)
@@ -163,19 +186,34 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         simulation=Stays(outline, schedule).simulation(costs),
         costs=costs,
         outline=outline,
-        chain=OutlineChain(blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]), carried=tuple(content["carried"])),
+        chain=OutlineChain(
+            blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]),
+            carried=tuple(content["carried"]),
+        ),
         options=content["options"],
         chunking_notes=KnownNotes(
             loss_block=ChunkingNote(module=module, text=text),
-            feed_forward=tuple(ChunkingNote(module=module, text=text) for module, text in content.get("feed_forward", ())),
+            feed_forward=tuple(
+                ChunkingNote(module=module, text=text)
+                for module, text in content.get("feed_forward", ())
+            ),
         ),
     )
 
 
-def _built(cls: Callable[..., Any], row: Mapping[str, Any], **converters: Callable[[Any], Any]) -> Any:
+def _built(
+    cls: Callable[..., Any], row: Mapping[str, Any], **converters: Callable[[Any], Any]
+) -> Any:
     """A dataclass from a JSON object: lists become tuples."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return cls(**{name: converters[name](value) if name in converters else value for name, value in values.items()})
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+    }
+    return cls(
+        **{
+            name: converters[name](value) if name in converters else value
+            for name, value in values.items()
+        }
+    )
 
 
 def _schedule(rows: list[Any]) -> Schedule:
@@ -198,7 +236,9 @@ def _fault(outline: Outline, schedule: Schedule) -> str:
     num_ops = len(outline.ops)
     for position, index in enumerate(schedule.steps):
         if index >= num_ops:
-            return f"step {position} of the schedule runs op {index}, and the last is op {num_ops - 1}"
+            return (
+                f"step {position} of the schedule runs op {index}, and the last is op {num_ops - 1}"
+            )
         op = outline.ops[index]
         if position < len(schedule.forward) and op.phase != "forward":
             return f"step {position} of the schedule runs {op.name} in the forward, which is an op of the backward"
@@ -206,17 +246,23 @@ def _fault(outline: Outline, schedule: Schedule) -> str:
             return f"step {position} of the schedule runs {op.name} again, which can run only once"
         seen.add(index)
     for index, op in enumerate(outline.ops):
-        is_needed = op.delivers or any(outline.storages[storage].kind.is_result for storage in op.writes)
+        is_needed = op.delivers or any(
+            outline.storages[storage].kind.is_result for storage in op.writes
+        )
         if is_needed and index not in seen:
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"
     drawn = [index for index in dict.fromkeys(schedule.steps) if outline.ops[index].is_random]
-    if drawn != sorted(drawn) or any(op.is_random and index not in seen for index, op in enumerate(outline.ops)):
+    if drawn != sorted(drawn) or any(
+        op.is_random and index not in seen for index, op in enumerate(outline.ops)
+    ):
         return "the schedule draws random numbers in another order than the model"
     return ""
 
 
 def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
-    for number, (row, expected) in enumerate(zip(rows, plan.schedule.rows(plan.outline.names), strict=True)):
+    for number, (row, expected) in enumerate(
+        zip(rows, plan.schedule.rows(plan.outline.names), strict=True)
+    ):
         if row.split() != expected.split():
             msg = f"step {number} of the schedule in {origin} reads {row!r} and would have to read {expected!r}."
             raise PlanFileError(msg)

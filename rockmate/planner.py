@@ -113,8 +113,16 @@ class Planner:
                 untraced=untraced,
             )
         if modules_with_checkpointing(model):
-            logger.warning("gradient checkpointing is off in the planned forward: the plan recomputes instead")
-        self._prepare(step, target, allow_chunking=allow_chunking, time_limit_s=time_limit_s, progress=progress)
+            logger.warning(
+                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
+            )
+        self._prepare(
+            step,
+            target,
+            allow_chunking=allow_chunking,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
 
     @classmethod
     def of(
@@ -130,20 +138,38 @@ class Planner:
         planner = cls.__new__(cls)
         planner.timings = {}
         target = None if machine is None else load_machine(machine)
-        planner._prepare(step, target, allow_chunking=allow_chunking, time_limit_s=time_limit_s, progress=progress)
+        planner._prepare(
+            step,
+            target,
+            allow_chunking=allow_chunking,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
         return planner
 
     def _prepare(
-        self, step: CapturedStep, target: Machine | None, *, allow_chunking: bool | None, time_limit_s: float, progress: bool
+        self,
+        step: CapturedStep,
+        target: Machine | None,
+        *,
+        allow_chunking: bool | None,
+        time_limit_s: float,
+        progress: bool,
     ) -> None:
         self._step, self._machine, self.allow_chunking = step, target, allow_chunking
         known: dict[Hashable, Cost] = {}
 
         def costs_of(graph: Graph) -> Costs:
-            return measure_costs(graph, progress=progress, known=known) if target is None else estimate_costs(graph, target)
+            return (
+                measure_costs(graph, progress=progress, known=known)
+                if target is None
+                else estimate_costs(graph, target)
+            )
 
         with self._timed("costs"):
-            self._variants = Variants(self._step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
+            self._variants = Variants(
+                self._step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s
+            )
         with self._timed("solve"):
             self._variants.plain.search("rockmate").minimum()
         self.baseline_peak_bytes = self._variants.plain.baseline.peak_bytes
@@ -203,17 +229,24 @@ class Planner:
         asked = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in listed})
         plans = self.planned_together(asked, progress=progress)
         alone = [budget_bytes for budget_bytes in asked if budget_bytes not in plans]
-        for budget_bytes in tqdm(alone, desc="planning", unit="budget", disable=not (progress and alone)):
+        for budget_bytes in tqdm(
+            alone, desc="planning", unit="budget", disable=not (progress and alone)
+        ):
             plan = self._plan_within(budget_bytes, "rockmate")
             if plan is not None:
                 plans[budget_bytes] = plan
         return dict(sorted(plans.items()))
 
-    def planned_together(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
+    def planned_together(
+        self, budgets: Sequence[int], *, progress: bool = False
+    ) -> dict[int, Plan]:
         """Those of `plans` that are planned together, budgets in bytes; none where they are too few."""
         with collection_put_off():
             found = self._variants.best_within_each(budgets, progress=progress)
-            return {budget_bytes: self._as_plan(budget_bytes, "rockmate", *best) for budget_bytes, best in found.items()}
+            return {
+                budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
+                for budget_bytes, best in found.items()
+            }
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
         """A module that trains within `budget`; see `plan`. It refuses calls of other shapes, which `RockmateModule` itself plans for."""
@@ -269,10 +302,15 @@ class Planner:
         minimum_bytes = self._variants.least(strategy).simulation.peak_bytes
         smallest = self.plan(minimum_bytes, strategy=strategy)
         return InfeasibleBudgetError(
-            budget_bytes, minimum_bytes, where=smallest.peak_place(), slowdown=smallest.predicted_ratio
+            budget_bytes,
+            minimum_bytes,
+            where=smallest.peak_place(),
+            slowdown=smallest.predicted_ratio,
         )
 
-    def _as_plan(self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate) -> Plan:
+    def _as_plan(
+        self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate
+    ) -> Plan:
         return Plan(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=candidate.simulation.peak_bytes,

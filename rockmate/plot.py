@@ -44,7 +44,13 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     planned_label = f"RockmateModule, peak {planned.peak_bytes / _MIB:.0f} MiB"
     _curve(axes, planned, _PLANNED_COLOR, label=planned_label)
     budget_mib = result.plan.budget_bytes / _MIB
-    axes.axhline(budget_mib, color=_BUDGET_COLOR, linestyle=(0, (5, 3)), linewidth=1.4, label=f"budget {budget_mib:.0f} MiB")
+    axes.axhline(
+        budget_mib,
+        color=_BUDGET_COLOR,
+        linestyle=(0, (5, 3)),
+        linewidth=1.4,
+        label=f"budget {budget_mib:.0f} MiB",
+    )
     _phase_boundary(axes, eager, backward_mark, _EAGER_COLOR)
     _phase_boundary(axes, planned, backward_mark, _PLANNED_COLOR)
 
@@ -58,7 +64,9 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     axes.set_xlabel("time since the forward was called (ms)", color=_INK)
     axes.set_ylabel("live activation memory (MiB)", color=_INK)
     axes.plot([], [], color=_INK, linewidth=1.0, linestyle=_DOTTED, label="end of forward")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False, labelcolor=_INK)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False, labelcolor=_INK
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
@@ -71,14 +79,19 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
 def peak_note(plan: Plan) -> str:
     """Where the plan's peak is and the largest of what is in memory there, a line each."""
     live = plan.live_at_peak()
-    lines = [f"peak in {plan.peak_place()}", *(f"{size_text(num_bytes)}  {text}" for text, num_bytes in live[:_NUM_NAMED])]
+    lines = [
+        f"peak in {plan.peak_place()}",
+        *(f"{size_text(num_bytes)}  {text}" for text, num_bytes in live[:_NUM_NAMED]),
+    ]
     rest = live[_NUM_NAMED:]
     if rest:
         lines.append(f"{size_text(sum(num_bytes for _, num_bytes in rest))}  in {len(rest)} more")
     return "\n".join(lines)
 
 
-def _name_peak(axes: Any, memory: Timeline, note: str, *, longest_ms: float, top_mib: float) -> None:
+def _name_peak(
+    axes: Any, memory: Timeline, note: str, *, longest_ms: float, top_mib: float
+) -> None:
     seconds, live = max(memory.points, key=lambda point: point[1])
     peak_ms, peak_mib = 1e3 * seconds, live / _MIB
     is_late = peak_ms > longest_ms / 2

@@ -27,7 +27,11 @@ def can_wait(graph: Graph) -> frozenset[Op]:
     parameter that another op makes the gradient of: the hooks of that parameter wait for its last read, and what they must see whole with
     them.
     """
-    parameters = {role.name: graph.storage_of[node] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    parameters = {
+        role.name: graph.storage_of[node]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
     contributions = Counter(parameters[role.name] for _, role in graph.initial_deliveries)
     contributions.update(parameters[role.name] for op in graph.ops for _, role in op.delivers)
     return frozenset(
@@ -46,7 +50,14 @@ def own_bytes(graph: Graph, costs: Costs) -> Ints:
     return graph.op_accesses.written_bytes + costs.first_table[1]
 
 
-def places_with_room(graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, position: int, budget_bytes: int) -> list[int]:
+def places_with_room(
+    graph: Graph,
+    costs: Costs,
+    schedule: Schedule,
+    simulation: Simulation,
+    position: int,
+    budget_bytes: int,
+) -> list[int]:
     """Positions right before which the run at `position` could stand within the budget: the one of most room, and the last.
 
     None where the runs beside it need as much, so that nothing is gained. An estimate: what the run reads is taken to stay until then,
@@ -63,7 +74,9 @@ def places_with_room(graph: Graph, costs: Costs, schedule: Schedule, simulation:
         if place > position:
             before[place - position - 1] += graph.ops[schedule.steps[place]].writes[0].num_bytes
     before_next = np.append(before[1:], before[-1])
-    has_room = np.logical_and.accumulate(in_use <= budget_bytes) & (before_next + own[steps[position]] <= budget_bytes)
+    has_room = np.logical_and.accumulate(in_use <= budget_bytes) & (
+        before_next + own[steps[position]] <= budget_bytes
+    )
     behind = np.flatnonzero(has_room)  # of these runs
     if not len(behind):
         return []
@@ -75,7 +88,9 @@ def _staying_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
     """Bytes at each run of what the run at `position` reads and would otherwise have been released by then."""
     accesses, ops = schedule.accesses, graph.op_accesses
     assert accesses is not None
-    reads = np.flatnonzero((accesses.position == position) & ~accesses.is_made & ~ops.is_held[accesses.storage])
+    reads = np.flatnonzero(
+        (accesses.position == position) & ~accesses.is_made & ~ops.is_held[accesses.storage]
+    )
     lasts = np.flatnonzero(accesses.is_last)
     ends = accesses.position[lasts[np.searchsorted(lasts, reads)]]
     staying = np.zeros(len(schedule.steps), dtype=np.int64)
@@ -88,4 +103,13 @@ def _staying_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
 def put_off(graph: Graph, schedule: Schedule, position: int, place: int) -> Schedule:
     """The schedule with the run at `position`, of the backward, right before `place`, which is behind it."""
     steps, num_forward = schedule.steps, len(schedule.forward)
-    return finish(graph, schedule.forward, [*steps[num_forward:position], *steps[position + 1 : place], steps[position], *steps[place:]])
+    return finish(
+        graph,
+        schedule.forward,
+        [
+            *steps[num_forward:position],
+            *steps[position + 1 : place],
+            steps[position],
+            *steps[place:],
+        ],
+    )

@@ -19,8 +19,13 @@ from rockmate.solver_time import SolverTime
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
 _FEW_SLOTS = 50  # of such a table: only its tight end matters
-_SHORT_SPANS = (1, 2)  # in blocks, of such a table: longer ones take as long as all others, and evictions then reach as low without
-_ONE_SLOT = 1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
+_SHORT_SPANS = (
+    1,
+    2,
+)  # in blocks, of such a table: longer ones take as long as all others, and evictions then reach as low without
+_ONE_SLOT = (
+    1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
+)
 
 
 class SolverProposals:
@@ -57,7 +62,11 @@ class SolverProposals:
     def num_unproved(self) -> int:
         """How many solves so far have stopped at their time limit."""
         one_level = self._one_level.num_unproved if "_one_level" in self.__dict__ else 0
-        return self._certificate.num_cut_short + one_level + sum(table.solver.num_unproved for table in self._tables)
+        return (
+            self._certificate.num_cut_short
+            + one_level
+            + sum(table.solver.num_unproved for table in self._tables)
+        )
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of so many bytes beats."""
@@ -79,8 +88,13 @@ class SolverProposals:
     def smallest(self) -> Sequence[ScheduleMaker]:
         """The tightest of a table that counts ops, and of one where blocks are all or nothing, so that nothing fits Rotor alone."""
         counted = unit_times(self._costs)
-        tightest = self._table(counted, max_slots=_FEW_SLOTS, spans=_SHORT_SPANS).makers()[:_SMALLEST]
-        return [*tightest, *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1]]
+        tightest = self._table(counted, max_slots=_FEW_SLOTS, spans=_SHORT_SPANS).makers()[
+            :_SMALLEST
+        ]
+        return [
+            *tightest,
+            *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1],
+        ]
 
     @cached_property
     def _one_level(self) -> OneLevel:

@@ -18,14 +18,21 @@ CPU_STATE_BYTES = 5056
 
 def is_random(target: Any) -> bool:
     """Whether a call of this target draws random numbers (an attention op bears the tag even without dropout)."""
-    if target is dropout_mask or getattr(target, "draws", False):  # an untraced submodule says so itself
+    if target is dropout_mask or getattr(
+        target, "draws", False
+    ):  # an untraced submodule says so itself
         return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 def _generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+        return torch.cuda.default_generators[
+            device.index if device.index is not None else torch.cuda.current_device()
+        ]
     return torch.default_generator
 
 

@@ -20,11 +20,25 @@ from torch import fx
 
 from rockmate.capture import Capture, RoleKind
 from rockmate.random_state import is_random
-from rockmate.separation import Form, InseparableError, Piece, Rows, add_piece, is_elementwise, rows_within, separate
+from rockmate.separation import (
+    Form,
+    InseparableError,
+    Piece,
+    Rows,
+    add_piece,
+    is_elementwise,
+    rows_within,
+    separate,
+)
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
-_PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_PRODUCTS: dict[Any, int] = {
+    _aten.mm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.bmm.default: 0,
+    _aten.baddbmm.default: 1,
+}
 """Matrix products, and the place of the operand whose rows their result has."""
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
@@ -72,7 +86,11 @@ class Refusal:
     block: str = ""
 
     def __str__(self) -> str:
-        return f"{self.call} in {self.module or 'no single submodule'} {self.reason}" if self.call else self.reason
+        return (
+            f"{self.call} in {self.module or 'no single submodule'} {self.reason}"
+            if self.call
+            else self.reason
+        )
 
 
 def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refusal:
@@ -84,17 +102,31 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
     """
     losses = _losses(capture)
     if len(losses) != 1:
-        return Refusal(call="", module="", reason=f"the step has {len(losses)} differentiable outputs, and a loss block has one")
+        return Refusal(
+            call="",
+            module="",
+            reason=f"the step has {len(losses)} differentiable outputs, and a loss block has one",
+        )
     if _numel(losses[0]) != 1:
-        return Refusal(call="", module="", reason="the step's differentiable output is no scalar, so the loss is computed outside of it")
+        return Refusal(
+            call="",
+            module="",
+            reason="the step's differentiable output is no scalar, so the loss is computed outside of it",
+        )
     before_loss = _ancestors(losses, capture)
-    products = [node for node in capture.joint.graph.nodes if node.target in _PRODUCTS and node in before_loss]
+    products = [
+        node
+        for node in capture.joint.graph.nodes
+        if node.target in _PRODUCTS and node in before_loss
+    ]
     if not products:
         return Refusal(call="", module="", reason="no matrix product comes before the loss")
     return region_of(capture, products[-1], at_once=at_once)
 
 
-def find_feed_forward(capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0) -> dict[fx.Node, Region | Refusal]:
+def find_feed_forward(
+    capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0
+) -> dict[fx.Node, Region | Refusal]:
     """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin.
 
     Products of the forward that widen a value and cannot run in chunks with what follows are among them, with what keeps them from it.
@@ -110,9 +142,17 @@ def find_feed_forward(capture: Capture, loss_block: Region | Refusal, *, least_b
     for node in capture.joint.graph.nodes:
         if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
             continue
-        if isinstance(loss_block, Refusal) and loss_block.block and _module(node) == loss_block.block:
+        if (
+            isinstance(loss_block, Refusal)
+            and loss_block.block
+            and _module(node) == loss_block.block
+        ):
             continue
-        block = region_of(capture, node, halves=halves) if node.target in _PRODUCTS else _refused_product(node)
+        block = (
+            region_of(capture, node, halves=halves)
+            if node.target in _PRODUCTS
+            else _refused_product(node)
+        )
         if isinstance(block, Region):
             if node in block.forward and block.backward and _is_narrowed(block, _numel(node)):
                 found[node] = block
@@ -127,7 +167,9 @@ def _widens(node: fx.Node) -> bool:
     if node.target in _PRODUCTS:
         operand = node.args[_PRODUCTS[node.target]]
         return isinstance(operand, fx.Node) and 2 * _numel(node) >= 3 * _numel(operand)
-    tensors = [value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and _numel(value)]
+    tensors = [
+        value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and _numel(value)
+    ]
     if node.op != "call_function" or len(tensors) < 3:
         return False
     result, rows, weight = map(_shape, tensors)
@@ -138,9 +180,19 @@ def _widens(node: fx.Node) -> bool:
 def _refused_product(node: fx.Node) -> Refusal:
     """Why a matrix product that is none of `_PRODUCTS` has no rows."""
     module = _module(node)
-    groups = [value for value in node.all_input_nodes if _numel(value) and not value.meta["val"].is_floating_point()]
-    reason = "multiplies rows group by group, and which rows a group has depends on values" if groups else "has no rule for rows"
-    return Refusal(call=InseparableError(node, reason).call, module=module, reason=reason, block=module)
+    groups = [
+        value
+        for value in node.all_input_nodes
+        if _numel(value) and not value.meta["val"].is_floating_point()
+    ]
+    reason = (
+        "multiplies rows group by group, and which rows a group has depends on values"
+        if groups
+        else "has no rule for rows"
+    )
+    return Refusal(
+        call=InseparableError(node, reason).call, module=module, reason=reason, block=module
+    )
 
 
 def _module(node: fx.Node) -> str:
@@ -149,11 +201,18 @@ def _module(node: fx.Node) -> str:
 
 def _is_narrowed(region: Region, num_elements: int) -> bool:
     """Whether all that leaves the region by rows has fewer elements."""
-    leaving = [node for node in region.pieces if any(user not in region.pieces for user in node.users)]
-    return all(_numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows) for node in leaving)
+    leaving = [
+        node for node in region.pieces if any(user not in region.pieces for user in node.users)
+    ]
+    return all(
+        _numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows)
+        for node in leaving
+    )
 
 
-def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None) -> Region | Refusal:
+def region_of(
+    capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None
+) -> Region | Refusal:
     """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
     module = _module(product)
     halves = halves or Halves(capture)
@@ -164,7 +223,11 @@ def region_of(capture: Capture, product: fx.Node, *, at_once: bool = False, halv
         try:
             return _region(capture, product, operand, rows, module, halves, at_once=at_once)
         except InseparableError as error:
-            refusals.append(Refusal(call=error.call, module=_module(error.node), reason=error.reason, block=module))
+            refusals.append(
+                Refusal(
+                    call=error.call, module=_module(error.node), reason=error.reason, block=module
+                )
+            )
     return refusals[0]
 
 
@@ -178,13 +241,22 @@ def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
 
 
 def _region(
-    capture: Capture, product: fx.Node, operand: fx.Node, rows: Rows, module: str, halves: Halves, *, at_once: bool
+    capture: Capture,
+    product: fx.Node,
+    operand: fx.Node,
+    rows: Rows,
+    module: str,
+    halves: Halves,
+    *,
+    at_once: bool,
 ) -> Region:
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
     joined = frozenset() if at_once else halves.backward
     given = {operand: rows}
     num_rows, least = prod(_shape(operand)[rows.start : rows.stop]), _numel(product) // 2
-    if _numel(product) > _numel(operand):  # what is as narrow as the operand is none of the region's large values
+    if _numel(product) > _numel(
+        operand
+    ):  # what is as narrow as the operand is none of the region's large values
         least = max(least, _numel(operand) + 1)
     if not num_rows or num_rows < 2:
         raise InseparableError(product, "has a single row")
@@ -192,13 +264,17 @@ def _region(
     while True:
         nodes = _members(capture, parts, given, starts, least, joined)
         pieces = separate(nodes, given, num_rows, joined=joined)
-        more = _further_elementwise(pieces, num_rows, least) or ({} if at_once else _further_products(pieces, num_rows, least))
+        more = _further_elementwise(pieces, num_rows, least) or (
+            {} if at_once else _further_products(pieces, num_rows, least)
+        )
         if not more:
             break
         starts += more
         given |= dict(more.values())
     held = _held_outputs(capture)
-    outputs = [node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least]
+    outputs = [
+        node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least
+    ]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
         given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
         readers = [user for node in given for user in node.users if user not in given]
@@ -219,7 +295,9 @@ def _region(
     )
 
 
-def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
+def _further_products(
+    pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
+) -> dict[fx.Node, tuple[fx.Node, Rows]]:
     """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
     found = {}
     for value in _large_from_outside(pieces, least):
@@ -235,14 +313,20 @@ def _further_products(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
     return found
 
 
-def _further_elementwise(pieces: Mapping[fx.Node, Piece], num_rows: int, least: int) -> dict[fx.Node, tuple[fx.Node, Rows]]:
+def _further_elementwise(
+    pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
+) -> dict[fx.Node, tuple[fx.Node, Rows]]:
     """Elementwise calls that broadcast small operands to a large value that the region takes by rows, and an operand with the rows.
 
     Class weights along the vocabulary times a gradient along the tokens is one: no reason to have it as a whole.
     """
     found = {}
     for made, rows in _large_from_outside(pieces, least).items():
-        if made in pieces or not is_elementwise(made) or any(_num_own(operand) >= least for operand in made.all_input_nodes):
+        if (
+            made in pieces
+            or not is_elementwise(made)
+            or any(_num_own(operand) >= least for operand in made.all_input_nodes)
+        ):
             continue
         for operand in made.all_input_nodes:
             shift = len(_shape(made)) - len(_shape(operand))
@@ -254,7 +338,12 @@ def _further_elementwise(pieces: Mapping[fx.Node, Piece], num_rows: int, least: 
 
 def _large_from_outside(pieces: Mapping[fx.Node, Piece], least: int) -> dict[fx.Node, Rows]:
     """Large values that the region takes by rows from outside, and where they have them."""
-    return {value: rows for piece in pieces.values() for value, rows in piece.slices.items() if _numel(value) >= least}
+    return {
+        value: rows
+        for piece in pieces.values()
+        for value, rows in piece.slices.items()
+        if _numel(value) >= least
+    }
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -276,7 +365,11 @@ class Halves:
 
 def _losses(capture: Capture) -> list[fx.Node]:
     differentiable = {role.index for _, role in capture.inputs if role.kind is RoleKind.TANGENT}
-    return [node for node, role in capture.outputs if role.kind is RoleKind.OUTPUT and role.index in differentiable]
+    return [
+        node
+        for node, role in capture.outputs
+        if role.kind is RoleKind.OUTPUT and role.index in differentiable
+    ]
 
 
 def _ancestors(ends: Iterable[fx.Node], capture: Capture) -> set[fx.Node]:
@@ -292,8 +385,14 @@ def _members(
     joined: Collection[fx.Node],
 ) -> list[fx.Node]:
     """The calls of the region that begins with `starts`: those that read or make its large values, and what lies between."""
-    calls = [node for node in capture.joint.graph.nodes if node.op == "call_function" and node not in given]
-    num_rows = next(prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in given.items())
+    calls = [
+        node
+        for node in capture.joint.graph.nodes
+        if node.op == "call_function" and node not in given
+    ]
+    num_rows = next(
+        prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in given.items()
+    )
     members: set[fx.Node] = set(starts)
     large: set[fx.Node] = set()
     pieces: dict[fx.Node, Piece] = {}
@@ -302,15 +401,23 @@ def _members(
         if node in members or not large.isdisjoint(node.all_input_nodes):
             members.add(node)
             add_piece(node, pieces, forms, members, num_rows, joined)
-            if _makes_several(node) or (_numel(node) >= least and isinstance(forms.get(node), Rows)):
+            if _makes_several(node) or (
+                _numel(node) >= least and isinstance(forms.get(node), Rows)
+            ):
                 large.add(node)
     for part in parts:
         inside = members.intersection(part)
-        members |= _reached(inside, part, lambda node: node.users) & _reached(inside, part, lambda node: node.all_input_nodes)
+        members |= _reached(inside, part, lambda node: node.users) & _reached(
+            inside, part, lambda node: node.all_input_nodes
+        )
     return [node for node in calls if node in members]
 
 
-def _reached(starts: Iterable[fx.Node], within: Collection[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def _reached(
+    starts: Iterable[fx.Node],
+    within: Collection[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+) -> set[fx.Node]:
     """What can be reached from `starts` step by step without leaving `within`."""
     found: set[fx.Node] = set()
     pending = list(starts)
@@ -334,7 +441,11 @@ def _numel(node: fx.Node) -> int:
 def _num_own(node: fx.Node) -> int:
     """Elements that a value has in memory: fewer than it shows where it is expanded."""
     value = node.meta.get("val")
-    return value.untyped_storage().nbytes() // value.element_size() if isinstance(value, torch.Tensor) else 0
+    return (
+        value.untyped_storage().nbytes() // value.element_size()
+        if isinstance(value, torch.Tensor)
+        else 0
+    )
 
 
 def _memories(node: fx.Node) -> set[int]:
@@ -343,4 +454,9 @@ def _memories(node: fx.Node) -> set[int]:
 
 
 def _held_outputs(capture: Capture) -> set[int]:
-    return {memory for node, role in capture.outputs if role.kind is RoleKind.OUTPUT for memory in _memories(node)}
+    return {
+        memory
+        for node, role in capture.outputs
+        if role.kind is RoleKind.OUTPUT
+        for memory in _memories(node)
+    }

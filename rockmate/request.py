@@ -34,7 +34,9 @@ class PlanRequest:
     strategy: str = "rockmate"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def planned_call(self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None) -> PlannedCall:
+    def planned_call(
+        self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
+    ) -> PlannedCall:
         """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`.
 
         Args:
@@ -49,8 +51,12 @@ class PlanRequest:
         if budget is None:
             assert self.memory_limit is not None
             planner.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
-            budget = self.memory_limit.activation_budget_bytes(model)  # a process holds more once it has planned
-        return self._agreed_call(planner, budget, asked_for=budget if self.memory_limit is None else None)
+            budget = self.memory_limit.activation_budget_bytes(
+                model
+            )  # a process holds more once it has planned
+        return self._agreed_call(
+            planner, budget, asked_for=budget if self.memory_limit is None else None
+        )
 
     def call_of_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
         """Measures and plans for a step of other sizes, within a number of bytes; errors as for `Planner.plan`.
@@ -59,11 +65,17 @@ class PlanRequest:
         """
         from rockmate.planner import Planner
 
-        settings = {name: value for name, value in self.options.items() if name not in {*step.options, "untraced"}}
+        settings = {
+            name: value
+            for name, value in self.options.items()
+            if name not in {*step.options, "untraced"}
+        }
         asked_for = budget_bytes if self.memory_limit is None else None
         return self._agreed_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
 
-    def _agreed_call(self, planner: Planner, budget: Budget, *, asked_for: Budget | None) -> PlannedCall:
+    def _agreed_call(
+        self, planner: Planner, budget: Budget, *, asked_for: Budget | None
+    ) -> PlannedCall:
         """The call that all ranks of a data-parallel group plan alike."""
         call = planner.planned_call(budget, strategy=self.strategy)
         plan = agreed_plan(call.plan, asked_for=(asked_for, self.strategy))

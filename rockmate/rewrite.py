@@ -16,7 +16,11 @@ from rockmate.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
 _FAR = 20  # nodes, behind which what is read of a gradient is worth a copy
-_REDUCED_IN_PLACE = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default)
+_REDUCED_IN_PLACE = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.binary_cross_entropy.default,
+)
 
 
 def rewrite(joint: fx.GraphModule) -> None:
@@ -26,7 +30,11 @@ def rewrite(joint: fx.GraphModule) -> None:
             _split_dropout(node)
         elif node.target is _aten.native_dropout_backward.default:
             _apply_dropout_to_gradient(node)
-        elif node.target in (_aten._assert_async.msg, _aten._assert_async.default, _aten._assert_tensor_metadata.default):
+        elif node.target in (
+            _aten._assert_async.msg,
+            _aten._assert_async.default,
+            _aten._assert_tensor_metadata.default,
+        ):
             joint.graph.erase_node(node)
         elif node.target is _aten.native_batch_norm_backward.default:
             _forget_running_statistics(node)
@@ -55,7 +63,10 @@ def _split_dropout(node: fx.Node) -> None:
     mask_fake = items[1].meta["val"]
     graph = node.graph
     with graph.inserting_before(node):
-        mask = graph.call_function(dropout_mask, (list(mask_fake.shape), list(mask_fake.stride()), fake.device, probability))
+        mask = graph.call_function(
+            dropout_mask,
+            (list(mask_fake.shape), list(mask_fake.stride()), fake.device, probability),
+        )
         output = graph.call_function(dropout_apply, (values, mask, probability))
     _replace(items[1], mask)
     _replace(items[0], output)
@@ -89,7 +100,11 @@ def _forget_running_statistics(node: fx.Node) -> None:
 def _fuse_cross_entropy_backward(node: fx.Node) -> None:
     """Takes the backwards of `nll_loss` and `log_softmax` in one step where the first has no other use."""
     gradient, scores, dim, dtype = node.args
-    if not (isinstance(gradient, fx.Node) and isinstance(scores, fx.Node) and gradient.target is _aten.nll_loss_backward.default):
+    if not (
+        isinstance(gradient, fx.Node)
+        and isinstance(scores, fx.Node)
+        and gradient.target is _aten.nll_loss_backward.default
+    ):
         return
     fake = scores.meta["val"]
     if len(gradient.users) != 1 or fake.ndim != 2 or dim not in (1, -1) or dtype != fake.dtype:
@@ -112,14 +127,20 @@ def _split_convolution_backward(node: fx.Node) -> None:
     *args, mask = node.args
     values = node.meta["val"]
     assert isinstance(mask, list | tuple)
-    if not (mask[0] and mask[1]) or values[0].device.type != "cpu" or any(user.target is not operator.getitem for user in node.users):
+    if (
+        not (mask[0] and mask[1])
+        or values[0].device.type != "cpu"
+        or any(user.target is not operator.getitem for user in node.users)
+    ):
         return
     parts = []
     for wanted in ([True, False, False], [False, *mask[1:]]):
         with node.graph.inserting_before(node):
             part = node.graph.call_function(node.target, (*args, wanted))  # pyright: ignore[reportArgumentType]
         part.meta = dict(node.meta)
-        part.meta["val"] = tuple(value if is_wanted else None for value, is_wanted in zip(values, wanted, strict=True))
+        part.meta["val"] = tuple(
+            value if is_wanted else None for value, is_wanted in zip(values, wanted, strict=True)
+        )
         parts.append(part)
     for user in list(node.users):
         user.replace_input_with(node, parts[0] if user.args[1] == 0 else parts[1])
@@ -153,7 +174,9 @@ def _move_views(node: fx.Node, left: set[int]) -> None:
         base = moved.pop()
         for user in base.users:
             if _memories(user.meta.get("val")) & left:
-                args, kwargs = fx.map_arg((user.args, user.kwargs), lambda argument: argument.meta["val"])
+                args, kwargs = fx.map_arg(
+                    (user.args, user.kwargs), lambda argument: argument.meta["val"]
+                )
                 assert callable(user.target)
                 with node.meta["val"].fake_mode:
                     user.meta["val"] = user.target(*args, **kwargs)
@@ -162,7 +185,9 @@ def _move_views(node: fx.Node, left: set[int]) -> None:
 
 def _memories(value: Any) -> set[int]:
     values = value if isinstance(value, tuple | list) else (value,)
-    return {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}
+    return {
+        tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)
+    }
 
 
 def _copy_slices_read_late(graph: fx.Graph) -> None:
@@ -172,7 +197,11 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     The rest is needed until its own last reader has run, so the copy is made behind that (a view counts as a reader).
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    given = [_memories(node.meta.get("val")) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    given = [
+        _memories(node.meta.get("val"))
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+    ]
     held = set().union(*given)  # by somebody else, so that nothing would go
     for node in list(graph.nodes):
         slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
@@ -180,7 +209,9 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
             continue
         readers = {part: sorted(part.users, key=order.__getitem__) for part in slices}
         for part in slices:
-            rest_read = max((readers[other][-1] for other in slices if other is not part), key=order.__getitem__)
+            rest_read = max(
+                (readers[other][-1] for other in slices if other is not part), key=order.__getitem__
+            )
             if order[readers[part][0]] > order[rest_read] + _FAR:
                 _copy_out(part, behind=max(rest_read, part, key=order.__getitem__))
 

@@ -45,32 +45,63 @@ class Runner:
     def __init__(self, program: Program, model: nn.Module) -> None:
         self.program = program
         arguments = (*program.forward_arguments, *program.backward_arguments)
-        roles = [a.what for a in arguments if isinstance(a.what, Role)] + [*program.results, *program.gradients]
+        roles = [a.what for a in arguments if isinstance(a.what, Role)] + [
+            *program.results,
+            *program.gradients,
+        ]
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
         self.binding = Binding(model, list(dict.fromkeys([*names, *program.delivered])))
-        self.parameter_names = [role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT]
-        self.dispatch = torch._C._AutoDispatchBelowAutograd if program.runs_below_autograd else contextlib.nullcontext
+        self.parameter_names = [
+            role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
+        ]
+        self.dispatch = (
+            torch._C._AutoDispatchBelowAutograd
+            if program.runs_below_autograd
+            else contextlib.nullcontext
+        )
         self.delivered_names = program.delivered
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
-        outputs = {role.index: place for place, role in enumerate(program.results) if role.kind is RoleKind.OUTPUT}
+        outputs = {
+            role.index: place
+            for place, role in enumerate(program.results)
+            if role.kind is RoleKind.OUTPUT
+        }
         self.outputs = [outputs[index] for index in range(len(outputs))]
-        self.updates = [place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT]
-        self.changed_inputs = [role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE]
-        self.non_differentiable = [index for index in range(len(outputs)) if index not in program.differentiable]
+        self.updates = [
+            place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT
+        ]
+        self.changed_inputs = [
+            role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE
+        ]
+        self.non_differentiable = [
+            index for index in range(len(outputs)) if index not in program.differentiable
+        ]
         self.read_in_forward = _Statics(program, self.binding, program.forward_arguments)
         self.read_in_backward = _Statics(program, self.binding, program.backward_arguments)
         self.backward_order = _order(program, len(outputs))
         places = {role: place for place, role in enumerate(program.gradients)}
-        self.input_gradients = {role.index: place for role, place in places.items() if role.kind is RoleKind.INPUT_GRADIENT}
-        self.parameter_gradients = [places[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.parameter_names]
+        self.input_gradients = {
+            role.index: place
+            for role, place in places.items()
+            if role.kind is RoleKind.INPUT_GRADIENT
+        }
+        self.parameter_gradients = [
+            places[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.parameter_names
+        ]
         layouts = {role: _Layout(fake) for role, fake in program.layouts.items()}
-        self.input_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT}
-        self.tangent_layouts = {role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT}
+        self.input_layouts = {
+            role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT
+        }
+        self.tangent_layouts = {
+            role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT
+        }
         self._anchors: dict[torch.device, _Anchor] = {}
         self._owners: dict[str, torch.Tensor] = {}
         self._accumulators: list[Any] = []
 
-    def run(self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """The model's output tensors, in the order of their index.
 
         Args:
@@ -80,7 +111,10 @@ class Runner:
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
         given = inputs
-        inputs = [self.input_layouts[index].of(_unwrap_if_dead(tensor)) for index, tensor in enumerate(given)]
+        inputs = [
+            self.input_layouts[index].of(_unwrap_if_dead(tensor))
+            for index, tensor in enumerate(given)
+        ]
         self._refuse_shared(given)
         owners = self.gradient_owners()
         if self.parameter_names:
@@ -92,7 +126,9 @@ class Runner:
         is_plain = not self.parameter_names and not torch._C._are_functorch_transforms_active()
         apply = _apply if is_plain else PlannedStep.apply  # which refuses such transforms
         outputs = apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
-        for index in self.changed_inputs:  # a copy in the planned layout has been changed in its place
+        for (
+            index
+        ) in self.changed_inputs:  # a copy in the planned layout has been changed in its place
             if inputs[index] is not given[index]:
                 given[index].detach().copy_(inputs[index])
         return outputs
@@ -116,7 +152,11 @@ class Runner:
         owners = [holder[key] for holder, key in self._owner_places]
         if self._owners and all(map(operator.is_, owners, self._owners.values())):
             return self._owners
-        derived = [name for name, owner in zip(self.delivered_names, owners, strict=True) if not owner.is_leaf]
+        derived = [
+            name
+            for name, owner in zip(self.delivered_names, owners, strict=True)
+            if not owner.is_leaf
+        ]
         if derived:
             msg = (
                 f"{derived[0]} is computed from other tensors in this call (functional_call, a swapped parameter), so its gradient has no "
@@ -124,7 +164,9 @@ class Runner:
             )
             raise SignatureMismatchError(msg)
         # Nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it.
-        self._accumulators = [torch.autograd.graph.get_gradient_edge(owner).node for owner in owners]
+        self._accumulators = [
+            torch.autograd.graph.get_gradient_edge(owner).node for owner in owners
+        ]
         self._owners = dict(zip(self.delivered_names, owners, strict=True))
         return self._owners
 
@@ -152,7 +194,11 @@ class PlannedStep(torch.autograd.Function):
             values = program.forward(runner.read_in_forward.present(inputs))
         for place in runner.updates:
             role = program.results[place]
-            target = inputs[role.index] if role.kind is RoleKind.INPUT_UPDATE else runner.binding[role.name]
+            target = (
+                inputs[role.index]
+                if role.kind is RoleKind.INPUT_UPDATE
+                else runner.binding[role.name]
+            )
             target.detach().copy_(values[place])
         outputs = tuple([values[place] for place in runner.outputs])
         kept: list[torch.Tensor | None] = list(values[len(program.results) :])
@@ -166,7 +212,9 @@ class PlannedStep(torch.autograd.Function):
         ctx.owners = owners  # pyright: ignore
         ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
         ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
-        ctx.set_materialize_grads(False)  # outputs without a gradient would each get zeros of their size
+        ctx.set_materialize_grads(
+            False
+        )  # outputs without a gradient would each get zeros of their size
         ctx.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]  # pyright: ignore
         ctx.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
@@ -180,7 +228,9 @@ class PlannedStep(torch.autograd.Function):
         for place, alias in zip(program.held, saved[len(runner.read_in_backward) :], strict=True):
             kept[place] = alias
         if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
-            kept = [tensor.clone() for tensor in kept]  # the planned backward works in place on what it is given
+            kept = [
+                tensor.clone() for tensor in kept
+            ]  # the planned backward works in place on what it is given
         else:
             ctx.kept = None
         sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
@@ -193,7 +243,10 @@ class PlannedStep(torch.autograd.Function):
         inputs = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
             inputs[index] = None if is_unused(values[place]) else values[place]
-        parameters = [None if is_unused(values[place]) else values[place] for place in runner.parameter_gradients]
+        parameters = [
+            None if is_unused(values[place]) else values[place]
+            for place in runner.parameter_gradients
+        ]
         if isinstance(sink, LastHooksSink):
             parameters = sink.rests_of(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
@@ -207,13 +260,21 @@ class _Statics:
     """The static arguments of an emitted graph, and where each stands."""
 
     def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
-        self._places: list[tuple[Mapping[str, Any] | None, Any]] = []  # None stands for the inputs of the call
-        for role in (argument.what for argument in arguments if argument.kind is ArgumentKind.STATIC):
+        self._places: list[
+            tuple[Mapping[str, Any] | None, Any]
+        ] = []  # None stands for the inputs of the call
+        for role in (
+            argument.what for argument in arguments if argument.kind is ArgumentKind.STATIC
+        ):
             assert isinstance(role, Role)
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
             else:
-                self._places.append((program.constants, role.name) if role.kind is RoleKind.CONSTANT else binding.places[role.name])
+                self._places.append(
+                    (program.constants, role.name)
+                    if role.kind is RoleKind.CONSTANT
+                    else binding.places[role.name]
+                )
 
     def __len__(self) -> int:
         return len(self._places)
@@ -233,9 +294,13 @@ class _Layout:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in this layout; itself if it has it."""
         strides = tensor.stride()
-        if strides == self._strides or all(strides[dim] == self._strides[dim] for dim in self._counting):
+        if strides == self._strides or all(
+            strides[dim] == self._strides[dim] for dim in self._counting
+        ):
             return tensor
-        return torch.empty_strided(self._shape, self._strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return torch.empty_strided(
+            self._shape, self._strides, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
 
 
 class _Anchor:
@@ -265,8 +330,13 @@ def _is_awaited(parameters: Iterable[torch.Tensor]) -> bool:
 
 def _order(program: Program, num_outputs: int) -> list[int]:
     """For each argument of the backward its place among static arguments, kept values, the sink and the outputs' gradients."""
-    num_statics = sum(argument.kind is ArgumentKind.STATIC for argument in program.backward_arguments)
-    statics, kept = iter(range(num_statics)), iter(range(num_statics, num_statics + len(program.kept)))
+    num_statics = sum(
+        argument.kind is ArgumentKind.STATIC for argument in program.backward_arguments
+    )
+    statics, kept = (
+        iter(range(num_statics)),
+        iter(range(num_statics, num_statics + len(program.kept))),
+    )
     sink = num_statics + len(program.kept)
     order = []
     for argument in program.backward_arguments:

@@ -66,7 +66,10 @@ class Schedule:
         rows = []
         for position, index in enumerate(self.steps):
             half = "forward" if position < len(self.forward) else "backward"
-            again, place = " again" if position in repeated else "", " in-place" if position in self.in_place else ""
+            again, place = (
+                " again" if position in repeated else "",
+                " in-place" if position in self.in_place else "",
+            )
             rows.append(f"{half} {index} {names[index]}{again}{place}")
         return rows
 
@@ -95,17 +98,26 @@ class Schedule:
             if position < len(self.forward):
                 assert op.phase is Phase.FORWARD, f"{op} runs in the forward"
             else:
-                assert op.phase is not Phase.FORWARD or runs[index], f"{op} runs first in the backward"
+                assert op.phase is not Phase.FORWARD or runs[index], (
+                    f"{op} runs first in the backward"
+                )
             missing = [storage for storage in op.reads if storage not in made]
             assert not missing, f"{op} at {position} reads {missing} before it is made"
             assert not runs[index] or op.recompute_target is not None, f"{op} cannot run again"
             runs[index] += 1
             made.update(op.writes)
         ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
-        never = [op for op in graph.ops if not runs[op.index] and (op.delivers or op.is_random or not ends.isdisjoint(op.writes))]
+        never = [
+            op
+            for op in graph.ops
+            if not runs[op.index]
+            and (op.delivers or op.is_random or not ends.isdisjoint(op.writes))
+        ]
         assert not never, f"{never} never run"
         misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
-        assert not misplaced, f"no operand ends at {sorted(misplaced)}, whose memory an op in place could take"
+        assert not misplaced, (
+            f"no operand ends at {sorted(misplaced)}, whose memory an op in place could take"
+        )
         random_first = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
         assert random_first == sorted(random_first), "random ops draw in another order than eager's"
 
@@ -125,9 +137,14 @@ def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Sch
     accesses = Accesses.of(graph, forward, backward)
     is_needed = _is_needed(graph, accesses, len(forward))
     if not is_needed.all():
-        forward, backward = list(compress(forward, is_needed)), list(compress(backward, is_needed[len(forward) :]))
+        forward, backward = (
+            list(compress(forward, is_needed)),
+            list(compress(backward, is_needed[len(forward) :])),
+        )
         accesses = Accesses.of(graph, forward, backward)
-    return Schedule(tuple(forward), tuple(backward), _in_place(graph, accesses, len(forward)), accesses)
+    return Schedule(
+        tuple(forward), tuple(backward), _in_place(graph, accesses, len(forward)), accesses
+    )
 
 
 def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
@@ -138,8 +155,12 @@ def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
     reader, maker = accesses.position[reads], accesses.position[makers[reads]]
     num_readers = np.bincount(maker, minlength=len(steps))
     last = np.searchsorted(accesses.storage, ops.returned, side="right") - 1
-    np.add.at(num_readers, accesses.position[makers[last[accesses.storage[last] == ops.returned]]], 1)
-    is_wanted = (num_readers > 0) | ops.is_delivering[steps] | (ops.is_random[steps] & accesses.is_first)
+    np.add.at(
+        num_readers, accesses.position[makers[last[accesses.storage[last] == ops.returned]]], 1
+    )
+    is_wanted = (
+        (num_readers > 0) | ops.is_delivering[steps] | (ops.is_random[steps] & accesses.is_first)
+    )
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
     must_run = is_wanted & (num_readers == 0)
     if graph.updates:  # what the forward made of them is copied when it has ended
@@ -155,10 +176,14 @@ def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
     return ~is_pruned
 
 
-def last_reads(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> list[list[Storage]]:
+def last_reads(
+    graph: Graph, forward: Sequence[int], backward: Sequence[int]
+) -> list[list[Storage]]:
     """For each position the storages whose memory is released when that run has ended; see `Accesses.released`."""
     ends: list[list[Storage]] = [[] for _ in range(len(forward) + len(backward))]
-    for position, storage in zip(*map(np.ndarray.tolist, Accesses.of(graph, forward, backward).released(graph)), strict=True):
+    for position, storage in zip(
+        *map(np.ndarray.tolist, Accesses.of(graph, forward, backward).released(graph)), strict=True
+    ):
         ends[position].append(graph.storages[storage])
     return ends
 

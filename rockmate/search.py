@@ -39,7 +39,14 @@ class Searcher(Protocol):
 class Search:
     """The choice among families whose members are taken as they are."""
 
-    def __init__(self, graph: Graph, costs: Costs, families: Sequence[Sequence[ScheduleMaker]], *, num_unproved: int = 0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        families: Sequence[Sequence[ScheduleMaker]],
+        *,
+        num_unproved: int = 0,
+    ) -> None:
         """Judges a grid of every family.
 
         Args:
@@ -51,13 +58,18 @@ class Search:
         self.num_unproved = num_unproved
         judged = partial(evaluate, graph, costs=costs)
         self._families = [Family(makers, judged) for makers in families]
-        self._grid = [judged(no_recomputation(graph)), *(candidate for family in self._families for candidate in family.grid())]
+        self._grid = [
+            judged(no_recomputation(graph)),
+            *(candidate for family in self._families for candidate in family.grid()),
+        ]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest member whose simulated peak is at most `budget_bytes`; None if that is below the minimum."""
         if budget_bytes < self.minimum().peak_bytes:
             return None
-        around = [candidate for family in self._families for candidate in family.around(budget_bytes)]
+        around = [
+            candidate for family in self._families for candidate in family.around(budget_bytes)
+        ]
         return fitting([*self._grid, *around], budget_bytes)[0]
 
     def frontier(self) -> list[tuple[int, Candidate]]:

@@ -85,11 +85,19 @@ class InseparableError(Exception):
 
 def call_name(node: fx.Node) -> str:
     """The name of what a node calls."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    return (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def separate(
-    nodes: Sequence[fx.Node], given: Mapping[fx.Node, Rows], num_rows: int, *, joined: Collection[fx.Node] = ()
+    nodes: Sequence[fx.Node],
+    given: Mapping[fx.Node, Rows],
+    num_rows: int,
+    *,
+    joined: Collection[fx.Node] = (),
 ) -> dict[fx.Node, Piece]:
     """How each call of a region runs on one chunk.
 
@@ -121,7 +129,9 @@ def add_piece(
 ) -> None:
     """Adds how one more call of a region runs on a chunk, and the form of its result."""
     call = _Call(node, forms, region, num_rows, joined)
-    piece = pieces[node] = call.getitem(pieces) if node.target is operator.getitem else _rule(node)(call)
+    piece = pieces[node] = (
+        call.getitem(pieces) if node.target is operator.getitem else _rule(node)(call)
+    )
     if len(piece.forms) == 1 and piece.forms[0] is not None:
         forms[node] = piece.forms[0]
 
@@ -173,7 +183,9 @@ class _Call:
         form = self.forms.get(operand)
         if form is PARTIAL:
             if self.node not in self.joined or operand in self.joined:
-                raise self.refuse(f"reads {operand.name}, a sum over all rows, where only a part of them is known")
+                raise self.refuse(
+                    f"reads {operand.name}, a sum over all rows, where only a part of them is known"
+                )
             return None
         if form is None and operand in self.region:
             raise self.refuse(f"reads {operand.name}, which is a result that chunks cannot give")
@@ -197,7 +209,11 @@ class _Call:
         """Demands that an operand have its rows there: one from outside is sliced."""
         shape = _shape(operand)
         known = self.form(operand)
-        if known is None and rows.stop <= len(shape) and prod(shape[rows.start : rows.stop]) == self.num_rows:
+        if (
+            known is None
+            and rows.stop <= len(shape)
+            and prod(shape[rows.start : rows.stop]) == self.num_rows
+        ):
             wanted = rows_within(shape, rows.start, rows.stop)
             if slices.setdefault(operand, wanted) == wanted:
                 return
@@ -243,7 +259,11 @@ def is_elementwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return _RULES.get(target) is _elementwise
-    pointwise = torch.Tag.pointwise in target.tags and not is_random(target) and len(target._schema.returns) == 1
+    pointwise = (
+        torch.Tag.pointwise in target.tags
+        and not is_random(target)
+        and len(target._schema.returns) == 1
+    )
     return pointwise or _RULES.get(target) is _elementwise
 
 
@@ -254,7 +274,13 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 def _tensors(values: Iterable[Any]) -> list[fx.Node]:
     found: list[fx.Node] = []
     for value in values:
-        found += _tensors(value) if isinstance(value, tuple | list) else [value] if isinstance(value, fx.Node) else []
+        found += (
+            _tensors(value)
+            if isinstance(value, tuple | list)
+            else [value]
+            if isinstance(value, fx.Node)
+            else []
+        )
     return found
 
 
@@ -272,10 +298,14 @@ def _broadcast(call: _Call, shape: Sequence[int]) -> tuple[Rows, dict[fx.Node, R
     operands = _tensors(call.node.all_input_nodes)
     shifts = {operand: len(shape) - len(_shape(operand)) for operand in operands}
     found = {
-        Rows(rows.start + shifts[operand], rows.stop + shifts[operand]) for operand in operands if (rows := call.rows(operand)) is not None
+        Rows(rows.start + shifts[operand], rows.stop + shifts[operand])
+        for operand in operands
+        if (rows := call.rows(operand)) is not None
     }
     if len(found) != 1:
-        raise call.refuse("reads its operands' rows in different places" if found else "reads nothing by rows")
+        raise call.refuse(
+            "reads its operands' rows in different places" if found else "reads nothing by rows"
+        )
     rows = found.pop()
     slices: dict[fx.Node, Rows] = {}
     for operand in operands:
@@ -348,7 +378,11 @@ def _squeeze(call: _Call) -> Piece:
     gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
     call.outside_dims(rows, gone, len(shape))
     shift = sum(dim < rows.start for dim in gone)
-    return call.result(Rows(rows.start - shift, rows.stop - shift), args=(source, sorted(gone)), target=_aten.squeeze.dims)
+    return call.result(
+        Rows(rows.start - shift, rows.stop - shift),
+        args=(source, sorted(gone)),
+        target=_aten.squeeze.dims,
+    )
 
 
 def _along_another_dim(call: _Call) -> Piece:
@@ -375,7 +409,9 @@ def _select(call: _Call) -> Piece:
 def _pad(call: _Call) -> Piece:
     source, padding = call.args[0], call.args[1]
     rows, num_dims = call.only(source), len(call.shape)
-    call.outside_dims(rows, [num_dims - 1 - place // 2 for place, width in enumerate(padding) if width], num_dims)
+    call.outside_dims(
+        rows, [num_dims - 1 - place // 2 for place, width in enumerate(padding) if width], num_dims
+    )
     return call.result(rows)
 
 
@@ -402,7 +438,9 @@ def _new(call: _Call) -> Piece:
     source, rows = call.args[0], call.only(call.args[0])
     if _shape(source) != call.shape:
         raise call.refuse("makes a tensor of another shape")
-    return call.result(rows, args=(source, chunk_shape(call.shape, rows, CHUNK_ROWS), *call.args[2:]))
+    return call.result(
+        rows, args=(source, chunk_shape(call.shape, rows, CHUNK_ROWS), *call.args[2:])
+    )
 
 
 # --- reductions, softmax -------------------------------------------------------------------------------
@@ -441,7 +479,12 @@ def _mean(call: _Call) -> Piece:
         return piece
     dims = _dims_of(call)
     args = (call.args[0], dims, _keeps_dims(call))
-    return call.result(PARTIAL, target=_aten.sum.dim_IntList, args=args, divisor=prod(_shape(call.args[0])[dim] for dim in dims))
+    return call.result(
+        PARTIAL,
+        target=_aten.sum.dim_IntList,
+        args=args,
+        divisor=prod(_shape(call.args[0])[dim] for dim in dims),
+    )
 
 
 def _keeps_dims(call: _Call) -> bool:
@@ -532,7 +575,9 @@ def _product(call: _Call, left: fx.Node, right: fx.Node) -> tuple[Form, dict[fx.
         return PARTIAL, slices
     batch = of_left or of_right
     if batch is None or batch.stop > num_dims - 2:
-        raise call.refuse("reads nothing by rows" if batch is None else "takes rows together with another dim")
+        raise call.refuse(
+            "reads nothing by rows" if batch is None else "takes rows together with another dim"
+        )
     call.at(left, batch, slices)
     call.at(right, batch, slices)
     return batch, slices
@@ -638,17 +683,34 @@ def _elementwise_loss_backward(call: _Call) -> Piece:
 
 
 def _broadcast_shape(call: _Call) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(_shape(operand) for operand in call.node.all_input_nodes)))
+    return tuple(
+        torch.broadcast_shapes(*(_shape(operand) for operand in call.node.all_input_nodes))
+    )
 
 
 SUMMED_LOSSES: dict[Any, int] = {
-    **dict.fromkeys((_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default, _aten.soft_margin_loss.default), 2),
+    **dict.fromkeys(
+        (
+            _aten.mse_loss.default,
+            _aten.smooth_l1_loss.default,
+            _aten.huber_loss.default,
+            _aten.soft_margin_loss.default,
+        ),
+        2,
+    ),
     _aten.binary_cross_entropy.default: 3,
     _aten.binary_cross_entropy_with_logits.default: 4,
 }
 """Losses of single elements, and the place among their arguments of how they are reduced."""
 SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
-    **dict.fromkeys((_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default), 3),
+    **dict.fromkeys(
+        (
+            _aten.mse_loss_backward.default,
+            _aten.smooth_l1_loss_backward.default,
+            _aten.huber_loss_backward.default,
+        ),
+        3,
+    ),
     _aten.soft_margin_loss_backward.default: 3,
     _aten.binary_cross_entropy_backward.default: 4,
 }
@@ -660,7 +722,15 @@ _RULES: dict[Any, _Rule] = {
     _aten.nll_loss2d_backward.default: _nll_loss2d_backward,
     **dict.fromkeys(SUMMED_LOSSES, _elementwise_loss),
     **dict.fromkeys(SUMMED_LOSSES_BACKWARD, _elementwise_loss_backward),
-    **dict.fromkeys((_aten._to_copy.default, _aten.detach.default, _aten.alias.default, _aten.hardtanh_backward.default), _elementwise),
+    **dict.fromkeys(
+        (
+            _aten._to_copy.default,
+            _aten.detach.default,
+            _aten.alias.default,
+            _aten.hardtanh_backward.default,
+        ),
+        _elementwise,
+    ),
     dropout_apply: _elementwise,
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), _view),
     **dict.fromkeys((_aten.t.default, _aten.transpose.int), _transpose),
@@ -673,16 +743,45 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _split),
     _aten.constant_pad_nd.default: _pad,
     _aten.cat.default: _cat,
-    **dict.fromkeys((_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default), _like),
-    **dict.fromkeys((_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default), _new),
+    **dict.fromkeys(
+        (
+            _aten.zeros_like.default,
+            _aten.ones_like.default,
+            _aten.full_like.default,
+            _aten.empty_like.default,
+        ),
+        _like,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.new_zeros.default,
+            _aten.new_ones.default,
+            _aten.new_full.default,
+            _aten.new_empty.default,
+        ),
+        _new,
+    ),
     **dict.fromkeys((_aten.sum.dim_IntList, _aten.sum.default), _sum),
     **dict.fromkeys((_aten.mean.dim, _aten.mean.default), _mean),
-    **dict.fromkeys((_aten.amax.default, _aten.amin.default, _aten.logsumexp.default, _aten.any.dim, _aten.argmax.default), _reduction),
+    **dict.fromkeys(
+        (
+            _aten.amax.default,
+            _aten.amin.default,
+            _aten.logsumexp.default,
+            _aten.any.dim,
+            _aten.argmax.default,
+        ),
+        _reduction,
+    ),
     **dict.fromkeys((_aten.max.dim, _aten.min.dim), _reduction_with_indices),
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmax),
-    **dict.fromkeys((_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default), _softmax_backward),
     **dict.fromkeys(
-        (_aten.gather.default, _aten.scatter.value, _aten.scatter.src, _aten.scatter_add.default), _indexed
+        (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
+        _softmax_backward,
+    ),
+    **dict.fromkeys(
+        (_aten.gather.default, _aten.scatter.value, _aten.scatter.src, _aten.scatter_add.default),
+        _indexed,
     ),
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,

@@ -20,7 +20,9 @@ from rotor import Chain, Option, Stage, Table, solve_table
 
 SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
 _MAX_OPTIONS = 16  # of a span
-_MAX_SLOWDOWN = 4.0  # against the fastest of the table; slower schedules are of no use, and very long
+_MAX_SLOWDOWN = (
+    4.0  # against the fastest of the table; slower schedules are of no use, and very long
+)
 _TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
 
 
@@ -55,7 +57,9 @@ class SeveralLevels:
         """
         self.graph = graph
         self.chain = chain
-        self.solver = OptionSolver(graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved)
+        self.solver = OptionSolver(
+            graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved
+        )
         self._spans = (1,) if is_all_or_nothing else tuple(spans)
         self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
         self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}
@@ -66,10 +70,16 @@ class SeveralLevels:
         """Schedules, one for each table budget at which the least time drops; none that takes several times the least."""
         points = self.table.breakpoints()
         least_ms = min((time_ms for _, time_ms in points), default=0.0)
-        return [partial(self._from_table, budget_bytes) for budget_bytes, time_ms in points if time_ms <= _MAX_SLOWDOWN * least_ms]
+        return [
+            partial(self._from_table, budget_bytes)
+            for budget_bytes, time_ms in points
+            if time_ms <= _MAX_SLOWDOWN * least_ms
+        ]
 
     def _from_table(self, table_budget_bytes: int) -> Schedule:
-        return lower_sequence(self.graph, self.chain, self.table.sequence(table_budget_bytes), self._saved_of)
+        return lower_sequence(
+            self.graph, self.chain, self.table.sequence(table_budget_bytes), self._saved_of
+        )
 
     def _saved_of(self, first: int, last: int, option: int) -> set[Storage]:
         return storages_at(self.chain.span(first, last), self.options_of(first, last)[option].saved)
@@ -77,7 +87,9 @@ class SeveralLevels:
     def options_of(self, first: int, last: int) -> Sequence[BlockOption]:
         """The options of blocks `first` to `last` as one, from the one that saves most."""
         if (first, last) not in self._options:
-            self._options[first, last] = self.solver.options(self.chain.span(first, last))[: self._num_options]
+            self._options[first, last] = self.solver.options(self.chain.span(first, last))[
+                : self._num_options
+            ]
         return self._options[first, last]
 
     def _rotor_chain(self) -> Chain:

@@ -20,8 +20,13 @@ from rockmate.structure import Structure, flatten
 _ONLY_TENSORS = {torch.Tensor}
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 _PARTS = itemgetter("_modules", "_parameters", "_buffers")
-_STATE, _TENSOR_HOOKS = attrgetter("requires_grad", "dtype", "device", "shape"), attrgetter("_backward_hooks")
-_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STATE, _TENSOR_HOOKS = (
+    attrgetter("requires_grad", "dtype", "device", "shape"),
+    attrgetter("_backward_hooks"),
+)
+_HOOKS = itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _IS_TRAINING = attrgetter("training")  # a scripted module has it elsewhere than other attributes
 _RECORDERS = "transformers.utils.output_capturing"  # whose hooks a Hugging Face model adds to itself when it is first called
 
@@ -57,7 +62,9 @@ class CallSignature:
 
     def on(self, device: torch.device) -> CallSignature:
         """The same call with all its tensors on `device`."""
-        return replace(self, tensors=tuple(replace(tensor, device=device) for tensor in self.tensors))
+        return replace(
+            self, tensors=tuple(replace(tensor, device=device) for tensor in self.tensors)
+        )
 
     @property
     def keywords(self) -> frozenset[str]:
@@ -67,7 +74,10 @@ class CallSignature:
     @property
     def kind(self) -> CallSignature:
         """The same call, whatever its sizes and whether its inputs require a gradient."""
-        tensors = (replace(tensor, shape=(0,) * len(tensor.shape), requires_grad=False) for tensor in self.tensors)
+        tensors = (
+            replace(tensor, shape=(0,) * len(tensor.shape), requires_grad=False)
+            for tensor in self.tensors
+        )
         return replace(self, tensors=tuple(tensors))
 
     def part_in(self, other: CallSignature) -> CallSignature:
@@ -76,7 +86,10 @@ class CallSignature:
         args, named = self.structure.rebuild(list(stand_ins))
         kept = {name: value for name, value in named.items() if name in other.keywords}
         tensors, structure = flatten((args, kept), what="the call")
-        signature_of = {id(stand_in): signature for stand_in, signature in zip(stand_ins, self.tensors, strict=True)}
+        signature_of = {
+            id(stand_in): signature
+            for stand_in, signature in zip(stand_ins, self.tensors, strict=True)
+        }
         return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
 
     def __str__(self) -> str:
@@ -137,7 +150,15 @@ def flatten_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
-    named = {name: kwargs[name] for name in sorted(kwargs) if kwargs[name] is not None or name not in optional} if kwargs else {}
+    named = (
+        {
+            name: kwargs[name]
+            for name in sorted(kwargs)
+            if kwargs[name] is not None or name not in optional
+        }
+        if kwargs
+        else {}
+    )
     tensors = [*args, *named.values()]
     if set(map(type, tensors)) == _ONLY_TENSORS:
         return tensors, _call_of_tensors(len(args), tuple(named), tuple(map(_METADATA, tensors)))
@@ -146,7 +167,9 @@ def flatten_call(
 
 
 @lru_cache(maxsize=1024)
-def _call_of_tensors(num_positional: int, names: tuple[str, ...], metadata: tuple[Any, ...]) -> CallSignature:
+def _call_of_tensors(
+    num_positional: int, names: tuple[str, ...], metadata: tuple[Any, ...]
+) -> CallSignature:
     """The signature of a call of tensors only; making and comparing it would take longer than all else about a call."""
     signatures = tuple(TensorSignature(tuple(shape), *others) for shape, *others in metadata)
     return CallSignature(signatures, _structure_of_tensors(num_positional, names))
@@ -155,7 +178,9 @@ def _call_of_tensors(num_positional: int, names: tuple[str, ...], metadata: tupl
 @lru_cache(maxsize=64)
 def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
     anything = torch.empty(0)
-    return flatten(((anything,) * num_positional, dict.fromkeys(names, anything)), what="the call")[1]
+    return flatten(((anything,) * num_positional, dict.fromkeys(names, anything)), what="the call")[
+        1
+    ]
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:
@@ -180,7 +205,10 @@ def _advice(planned: CallSignature, actual: CallSignature) -> str:
 
 def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
     """Whether the calls have different keywords and are alike, but for sizes, in everything that both have."""
-    return planned.keywords != actual.keywords and planned.part_in(actual).kind == actual.part_in(planned).kind
+    return (
+        planned.keywords != actual.keywords
+        and planned.part_in(actual).kind == actual.part_in(planned).kind
+    )
 
 
 def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
@@ -188,22 +216,33 @@ def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
     if planned == actual or planned.structure != actual.structure:
         return False
     pairs = zip(planned.tensors, actual.tensors, strict=True)
-    return all(replace(mine, shape=theirs.shape) == theirs and len(mine.shape) == len(theirs.shape) for mine, theirs in pairs)
+    return all(
+        replace(mine, shape=theirs.shape) == theirs and len(mine.shape) == len(theirs.shape)
+        for mine, theirs in pairs
+    )
 
 
 def has_same_form(planned: CallSignature, actual: CallSignature) -> bool:
     """Whether the calls have the same structure and numbers of dimensions, whatever their sizes, dtypes and devices."""
-    ranks, other_ranks = ([len(tensor.shape) for tensor in call.tensors] for call in (planned, actual))
+    ranks, other_ranks = (
+        [len(tensor.shape) for tensor in call.tensors] for call in (planned, actual)
+    )
     return planned.structure == actual.structure and ranks == other_ranks
 
 
 def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:
     """Whether no tensor of a call that differs in shapes is larger than planned, in any dimension."""
     pairs = zip(actual.tensors, planned.tensors, strict=True)
-    return all(size <= limit for mine, theirs in pairs for size, limit in zip(mine.shape, theirs.shape, strict=True))
+    return all(
+        size <= limit
+        for mine, theirs in pairs
+        for size, limit in zip(mine.shape, theirs.shape, strict=True)
+    )
 
 
-def resized_call(tensors: Sequence[torch.Tensor], call: CallSignature, like: CallSignature) -> SampleCall:
+def resized_call(
+    tensors: Sequence[torch.Tensor], call: CallSignature, like: CallSignature
+) -> SampleCall:
     """A call with the sizes of another one, its values those at hand over and over: a model may not run on values made up for it.
 
     Args:
@@ -212,24 +251,41 @@ def resized_call(tensors: Sequence[torch.Tensor], call: CallSignature, like: Cal
         like: the call that has the sizes, of the same structure and numbers of dimensions.
     """
     shapes = (signature.shape for signature in like.tensors)
-    args, kwargs = call.structure.rebuild([_repeated(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)])
+    args, kwargs = call.structure.rebuild(
+        [_repeated(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+    )
     return SampleCall(args, kwargs)
 
 
 def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tensor.shape == shape:
         return tensor
-    order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride(dim), reverse=True)  # of memory, which the result keeps
+    order = sorted(
+        range(tensor.ndim), key=lambda dim: tensor.stride(dim), reverse=True
+    )  # of memory, which the result keeps
     result = tensor.detach().permute(order)
     for dim, original in enumerate(order):
-        result = result.index_select(dim, torch.arange(shape[original], device=tensor.device) % result.shape[dim])
-    return result.permute([order.index(dim) for dim in range(tensor.ndim)]).requires_grad_(tensor.requires_grad)
+        result = result.index_select(
+            dim, torch.arange(shape[original], device=tensor.device) % result.shape[dim]
+        )
+    return result.permute([order.index(dim) for dim in range(tensor.ndim)]).requires_grad_(
+        tensor.requires_grad
+    )
 
 
 def hook_keys(module: nn.Module) -> tuple[int, ...]:
     """Keys of the hooks that run around the module's forward or change its backward, those aside that only record hidden states."""
-    acting = [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) != _RECORDERS]
-    return (*module._forward_pre_hooks, *acting, *module._backward_hooks, *module._backward_pre_hooks)
+    acting = [
+        key
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__module__", None) != _RECORDERS
+    ]
+    return (
+        *module._forward_pre_hooks,
+        *acting,
+        *module._backward_hooks,
+        *module._backward_pre_hooks,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +309,18 @@ class ModelSignature:
     @classmethod
     def of(cls, model: nn.Module) -> ModelSignature:
         """The present state of `model`."""
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
         return cls(
             tuple(model.modules()),
             tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
             tuple(module.training for module in model.modules()),
-            tuple({name: value for name, value in vars(module).items() if type(value) is float} for module in model.modules()),
+            tuple(
+                {name: value for name, value in vars(module).items() if type(value) is float}
+                for module in model.modules()
+            ),
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
@@ -267,18 +329,26 @@ class ModelSignature:
 
     def difference(self, now: ModelSignature) -> str:
         """What has changed, in words; empty if nothing has."""
-        if len(self.modules) != len(now.modules) or any(a is not b for a, b in zip(self.modules, now.modules, strict=True)):
+        if len(self.modules) != len(now.modules) or any(
+            a is not b for a, b in zip(self.modules, now.modules, strict=True)
+        ):
             return "a submodule has been replaced, added or removed"
         planned, present = dict(self.tensors), dict(now.tensors)
         for name in planned.keys() | present.keys():
             if planned.get(name) != present.get(name):
-                return f"{name} was {planned.get(name, 'absent')} and is {present.get(name, 'absent')}"
+                return (
+                    f"{name} was {planned.get(name, 'absent')} and is {present.get(name, 'absent')}"
+                )
         if self.sharing != now.sharing:
             return "names that stood for one tied tensor stand for several, or the other way"
         if self.training != now.training:
             return "a submodule has changed between train and eval mode"
         for module, before, after in zip(self.modules, self.numbers, now.numbers, strict=True):
-            changed = [name for name in before if after.get(name) != before[name] and before[name] == before[name]]
+            changed = [
+                name
+                for name in before
+                if after.get(name) != before[name] and before[name] == before[name]
+            ]
             if changed:
                 return f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is {after.get(changed[0])}"
         if self.hooks != now.hooks:
@@ -306,7 +376,9 @@ class ModelWatch:
         ]
         members = self._members()
         self._identities = list(map(id, members))
-        self._tensor_places = [place for place, member in enumerate(members) if isinstance(member, torch.Tensor)]
+        self._tensor_places = [
+            place for place, member in enumerate(members) if isinstance(member, torch.Tensor)
+        ]
         self._seen = self._state_of(members)
 
     def has_changed(self) -> bool:
@@ -329,7 +401,9 @@ class ModelWatch:
             list(map(torch.Tensor.stride, tensors)),
             list(map(bool, map(_TENSOR_HOOKS, tensors))),
             list(map(_IS_TRAINING, self._modules)),
-            list(map(hook_keys, self._modules)) if any(chain.from_iterable(map(_HOOKS, self._attributes))) else [],
+            list(map(hook_keys, self._modules))
+            if any(chain.from_iterable(map(_HOOKS, self._attributes)))
+            else [],
             _autocast_state(),
         )
 

@@ -60,14 +60,24 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
         made_bytes[num_forward] += ops.tangent_bytes
     _add_states(graph, accesses, made_bytes, freed_bytes)
     after = np.cumsum(made_bytes - freed_bytes)
-    running = after + freed_bytes + np.where(accesses.is_first, costs.first_table[1][steps], costs.again_table[1][steps])
+    running = (
+        after
+        + freed_bytes
+        + np.where(accesses.is_first, costs.first_table[1][steps], costs.again_table[1][steps])
+    )
     in_place = list(schedule.in_place)
     running[in_place] -= ops.written_bytes[steps[in_place]]
     peak_position = int(running.argmax())
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
-        time_ms=float(np.cumsum(np.where(accesses.is_first, costs.first_table[0][steps], costs.again_table[0][steps]))[-1]),
+        time_ms=float(
+            np.cumsum(
+                np.where(
+                    accesses.is_first, costs.first_table[0][steps], costs.again_table[0][steps]
+                )
+            )[-1]
+        ),
         live_bytes=tuple(running.tolist()),
         saved_bytes=int(after[num_forward - 1]) if num_forward else 0,
     )

@@ -26,22 +26,37 @@ def at_sizes(program: Program, numbers: SizedNumbers) -> Program:
 def _bound(function: Any, numbers: Mapping[str, int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """A method of a generated module with numbers for names that its code takes for globals."""
     code: FunctionType = function.__func__
-    rebound = FunctionType(code.__code__, {**code.__globals__, **numbers}, code.__name__, code.__defaults__, code.__closure__)
+    rebound = FunctionType(
+        code.__code__,
+        {**code.__globals__, **numbers},
+        code.__name__,
+        code.__defaults__,
+        code.__closure__,
+    )
     return MethodType(rebound, function.__self__)
 
 
 def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> str:
     """How a program differs, at one call's sizes, from one that was emitted for those sizes, in words; empty if in nothing."""
     for half in ("forward_code", "backward_code"):
-        mine, theirs = _with_numbers(getattr(program, half), numbers.by_name).splitlines(), getattr(concrete, half).splitlines()
+        mine, theirs = (
+            _with_numbers(getattr(program, half), numbers.by_name).splitlines(),
+            getattr(concrete, half).splitlines(),
+        )
         if mine != theirs:
             pairs = zip(mine, theirs, strict=False)
-            line, other = next((pair for pair in pairs if pair[0] != pair[1]), (f"{len(mine)} lines", f"{len(theirs)} lines"))
+            line, other = next(
+                (pair for pair in pairs if pair[0] != pair[1]),
+                (f"{len(mine)} lines", f"{len(theirs)} lines"),
+            )
             return f"{line.strip()!r} instead of {other.strip()!r} in the {half.partition('_')[0]}"
     for part in ("forward_arguments", "backward_arguments", "kept"):
         if list(map(_place, getattr(program, part))) != list(map(_place, getattr(concrete, part))):
             return f"other {part}"
-    same = all(getattr(program, part) == getattr(concrete, part) for part in ("results", "gradients", "delivered", "differentiable"))
+    same = all(
+        getattr(program, part) == getattr(concrete, part)
+        for part in ("results", "gradients", "delivered", "differentiable")
+    )
     return "" if same else "other results"
 
 
@@ -51,4 +66,6 @@ def _with_numbers(code: str, numbers: Mapping[str, int]) -> str:
 
 def _place(argument: Argument) -> Any:
     """An argument in terms that two graphs of the same step share."""
-    return argument.kind, argument.what.index if isinstance(argument.what, Storage | Op) else argument.what
+    return argument.kind, argument.what.index if isinstance(
+        argument.what, Storage | Op
+    ) else argument.what

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from time import monotonic
 
 _SHARE = 0.5  # of what is left, for one solve: a hard problem leaves something for all that come after it
-_LEAST_S = 1e-3  # for a solve that comes too late: the solvers then answer from what takes polynomial time
+_LEAST_S = (
+    1e-3  # for a solve that comes too late: the solvers then answer from what takes polynomial time
+)
 
 
 class SolverTime:

@@ -23,7 +23,13 @@ def square_root(graph: Graph, chain: BlockChain) -> ScheduleMaker:
         segment = range(first, min(first + length, num_blocks))
         steps += [ForwardKeep(block, block, 0) for block in segment]
         steps += [Backward(block, block, 0) for block in reversed(segment)]
-    return partial(lower_sequence, graph, chain, RotorSequence(tuple(steps)), lambda first, last, _: _all_of(chain.span(first, last)))
+    return partial(
+        lower_sequence,
+        graph,
+        chain,
+        RotorSequence(tuple(steps)),
+        lambda first, last, _: _all_of(chain.span(first, last)),
+    )
 
 
 def _all_of(block: Block) -> set[Storage]:

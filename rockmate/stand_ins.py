@@ -32,28 +32,39 @@ _ALIGNED_BYTES = 16  # the efficient kernel reads rows in steps of so many
 
 def needs_stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> bool:
     """Whether a tensor of the model or of the sample is on another kind of device."""
-    return any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers(), *tensors))
+    return any(
+        tensor.device.type != device.type
+        for tensor in (*model.parameters(), *model.buffers(), *tensors)
+    )
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
+def stand_ins(
+    model: nn.Module, tensors: list[torch.Tensor], device: torch.device
+) -> Iterator[list[torch.Tensor]]:
     """Puts fake tensors into the model's places and gives those for `tensors`; traced attention is that of `device`.
 
     Raises:
         UnsupportedModelError: autocast is on, and the device is a GPU: which ops it casts differs from CPU to GPU.
     """
-    if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+    if device.type == "cuda" and (
+        torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    ):
         msg = (
             "autocast is on, and the model is captured for a GPU that it is not on, where autocast cannot be followed. Convert the model "
             "(`model.to(torch.bfloat16)`), or plan on the GPU."
         )
         raise UnsupportedModelError(msg)
     made = _StandIns()
-    places = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    places = [
+        table for module in model.modules() for table in (module._parameters, module._buffers)
+    ]
     before = [dict(table) for table in places]
     try:
         for table in places:
-            table.update({name: made.of(tensor) for name, tensor in table.items() if tensor is not None})  # pyright: ignore[reportArgumentType, reportCallIssue]
+            table.update(
+                {name: made.of(tensor) for name, tensor in table.items() if tensor is not None}
+            )  # pyright: ignore[reportArgumentType, reportCallIssue]
         with _GpuAttention() if device.type == "cuda" else contextlib.nullcontext():
             yield [made.of(tensor) for tensor in tensors]
     finally:
@@ -86,9 +97,15 @@ class _StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
             with self._mode:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
             is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
+            self._made[id(tensor)] = (
+                nn.Parameter(fake, tensor.requires_grad)
+                if is_parameter
+                else fake.requires_grad_(tensor.requires_grad)
+            )
         return self._made[id(tensor)]
 
 
@@ -99,7 +116,9 @@ class _GpuAttention(TorchFunctionMode):
     kernel, which keeps the same tensors.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _gpu_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -118,15 +137,28 @@ def _gpu_attention(
     """`scaled_dot_product_attention`, by the kernel that a GPU would run."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
-    is_fusable = query.ndim == 4 and width == value.shape[-1] and width * query.element_size() % _ALIGNED_BYTES == 0
+    is_fusable = (
+        query.ndim == 4
+        and width == value.shape[-1]
+        and width * query.element_size() % _ALIGNED_BYTES == 0
+    )
     if is_fusable and is_half and attn_mask is None and width <= _MAX_FLASH_WIDTH:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    rows_are_aligned = attn_mask is None or attn_mask.shape[-1] * query.element_size() % _ALIGNED_BYTES == 0
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    rows_are_aligned = (
+        attn_mask is None or attn_mask.shape[-1] * query.element_size() % _ALIGNED_BYTES == 0
+    )
     if is_fusable and rows_are_aligned and query.dtype != torch.float64:
         if enable_gqa:
-            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+            key, value = (
+                tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+                for tensor in (key, value)
+            )
         bias = _bias(attn_mask, query, key)
-        return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
     with sdpa_kernel(SDPBackend.MATH):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -138,5 +170,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+            mask.logical_not(), float("-inf")
+        )
     return mask.expand(*query.shape[:-1], key.shape[-2])

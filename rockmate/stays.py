@@ -80,7 +80,11 @@ class Stays:
         if not schedule.backward:
             self._end_forward(num_forward)
         for stay in self.all():
-            if outline.storages[stay.storage].kind in (StorageKind.OUTPUT, StorageKind.RETURNED_GRADIENT, StorageKind.TANGENT):
+            if outline.storages[stay.storage].kind in (
+                StorageKind.OUTPUT,
+                StorageKind.RETURNED_GRADIENT,
+                StorageKind.TANGENT,
+            ):
                 stay.last = len(steps) - 1
 
     def _run(self, position: int, index: int) -> None:
@@ -125,12 +129,24 @@ class Stays:
         occupants = [
             Occupant(self.outline.storages[stay.storage].num_bytes, storage=stay.storage)
             for stay in self.all()
-            if stay.first <= position <= stay.last and not (stay.storage == taken and stay.first == position)
+            if stay.first <= position <= stay.last
+            and not (stay.storage == taken and stay.first == position)
         ]
         for drawn, first in self._first_run.items():
-            if self.outline.ops[drawn].state_bytes and first <= position <= self._last_run[drawn] != first:
-                occupants.append(Occupant(self.outline.ops[drawn].state_bytes, op=drawn, what=self.outline.ops[drawn].state_name))
-        overhead = (costs.first if self._first_run[index] == position else costs.again)[index].overhead_bytes
+            if (
+                self.outline.ops[drawn].state_bytes
+                and first <= position <= self._last_run[drawn] != first
+            ):
+                occupants.append(
+                    Occupant(
+                        self.outline.ops[drawn].state_bytes,
+                        op=drawn,
+                        what=self.outline.ops[drawn].state_name,
+                    )
+                )
+        overhead = (costs.first if self._first_run[index] == position else costs.again)[
+            index
+        ].overhead_bytes
         if overhead:
             occupants.append(Occupant(overhead, op=index, what="overhead"))
         return occupants
@@ -153,8 +169,14 @@ class Stays:
     def saved_bytes(self) -> int:
         """In memory when the forward has ended, random states included."""
         num_forward = len(self.schedule.forward)
-        saved = sum(self.outline.storages[stay.storage].num_bytes for stay in self.all() if stay.first < num_forward <= stay.last)
-        states = (i for i, first in self._first_run.items() if first < num_forward <= self._last_run[i])
+        saved = sum(
+            self.outline.storages[stay.storage].num_bytes
+            for stay in self.all()
+            if stay.first < num_forward <= stay.last
+        )
+        states = (
+            i for i, first in self._first_run.items() if first < num_forward <= self._last_run[i]
+        )
         return saved + sum(self.outline.ops[index].state_bytes for index in states)
 
     def live_bytes(self, costs: Costs) -> tuple[int, ...]:
@@ -172,7 +194,13 @@ class Stays:
         live, found = 0, []
         for position, index in enumerate(steps):
             live += change[position]
-            overhead = (costs.first if self._first_run[index] == position else costs.again)[index].overhead_bytes
-            taken = self.outline.storages[self.outline.ops[index].writes[0]].num_bytes if position in in_place else 0
+            overhead = (costs.first if self._first_run[index] == position else costs.again)[
+                index
+            ].overhead_bytes
+            taken = (
+                self.outline.storages[self.outline.ops[index].writes[0]].num_bytes
+                if position in in_place
+                else 0
+            )
             found.append(live + overhead - taken)
         return tuple(found)

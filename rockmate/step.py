@@ -27,7 +27,15 @@ from rockmate.plan import Plan
 from rockmate.region import Refusal
 from rockmate.rewrite import rewrite
 from rockmate.schedule import find_in_place, finish, no_recomputation
-from rockmate.signature import CallSignature, ModelSignature, check_devices, flatten_call, hook_keys, optional_keywords, sample_call
+from rockmate.signature import (
+    CallSignature,
+    ModelSignature,
+    check_devices,
+    flatten_call,
+    hook_keys,
+    optional_keywords,
+    sample_call,
+)
 from rockmate.simulate import simulate
 from rockmate.source_lines import source_lines
 from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
@@ -72,7 +80,14 @@ class CapturedStep:
         if isinstance(capture, Refusal):
             return capture
         options = {**self.options, "loss_chunks": str(chunks)}
-        step = step_of(capture, self.model, self.call, self.state, options, allocation_bytes=self.allocation_bytes)
+        step = step_of(
+            capture,
+            self.model,
+            self.call,
+            self.state,
+            options,
+            allocation_bytes=self.allocation_bytes,
+        )
         return replace(step, planned_device=self.planned_device)
 
     def in_form_of(self, plan: Plan) -> CapturedStep:
@@ -154,7 +169,9 @@ class CapturedStep:
             msg = f"the plan does not fit this model and sample: {difference}.\nPlan for them, or use the model and the sample of the plan."
             raise PlanMismatchError(msg)
         schedule = plan.schedule
-        misplaced = sorted(schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward))
+        misplaced = sorted(
+            schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward)
+        )
         if misplaced:
             msg = f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand ends whose memory it could take."
             raise PlanMismatchError(msg)
@@ -215,9 +232,22 @@ def capture_step(
         options["hooked"] = ",".join(sorted(state.hooked))
     with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
     if with_hooks:
-        logger.warning("hooks of submodules run when the model is captured and not in planned training steps: %s", ", ".join(with_hooks))
-    with source_lines(), nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced:
-        capture = capture_joint(model, traced, call.structure, differentiable=differentiable, outputs=outputs, untraced=names)
+        logger.warning(
+            "hooks of submodules run when the model is captured and not in planned training steps: %s",
+            ", ".join(with_hooks),
+        )
+    with (
+        source_lines(),
+        nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced,
+    ):
+        capture = capture_joint(
+            model,
+            traced,
+            call.structure,
+            differentiable=differentiable,
+            outputs=outputs,
+            untraced=names,
+        )
     if device is not None:
         move_to(capture.joint, device)
         call = call.on(device)
@@ -247,22 +277,36 @@ def step_of(
     """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `split_handovers`."""
     hooked, owner_of = hooked_names(options), owner_names(model)
     capture = with_sums(capture, hooked, owner_of)
-    graph = build_graph(capture, returned_gradients=options["gradients"] == "returned", allocation_bytes=allocation_bytes)
+    graph = build_graph(
+        capture,
+        returned_gradients=options["gradients"] == "returned",
+        allocation_bytes=allocation_bytes,
+    )
     graph, whole = made_last(graph, hooked, owner_of)
     graph = weight_gradients_first(graph, but=whole)
     split_handovers(graph, like=like, but=whole)
     return CapturedStep(
-        model=model, capture=capture, graph=graph, call=call, state=state, options=options, allocation_bytes=allocation_bytes
+        model=model,
+        capture=capture,
+        graph=graph,
+        call=call,
+        state=state,
+        options=options,
+        allocation_bytes=allocation_bytes,
     )
 
 
-def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]) -> torch.device | None:
+def _device_of_another(
+    machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]
+) -> torch.device | None:
     """The machine's device if the model or the sample is not there, None if they are, or if no machine is given."""
     if machine is not None and needs_stand_ins(model, tensors, machine.torch_device):
         return machine.torch_device
-    if machine is None and any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+    if machine is None and any(
+        tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())
+    ):
         msg = (
-            "the model is on the meta device, where nothing can be measured. Say what to plan for (machine=\"h100\", or the "
+            'the model is on the meta device, where nothing can be measured. Say what to plan for (machine="h100", or the '
             "path of a description), or move it and its sample to a device that is here."
         )
         raise InvalidSampleError(msg)
@@ -270,7 +314,11 @@ def _device_of_another(machine: Machine | None, model: nn.Module, tensors: list[
     return None
 
 
-_CHOICES = {"differentiable": ("loss", "all"), "outputs": ("all", "loss"), "gradients": ("accumulated", "returned")}
+_CHOICES = {
+    "differentiable": ("loss", "all"),
+    "outputs": ("all", "loss"),
+    "gradients": ("accumulated", "returned"),
+}
 
 
 def _check_choices(**options: str) -> None:

@@ -24,7 +24,13 @@ from rockmate.schedule import find_in_place
 from rockmate.signature import CallSignature, SampleCall
 from rockmate.sized_program import at_sizes, difference
 from rockmate.source_lines import source_lines
-from rockmate.symbolic import GenericCapture, SizedNumbers, SizeGroups, SizesNotCoveredError, SymbolicCapture
+from rockmate.symbolic import (
+    GenericCapture,
+    SizedNumbers,
+    SizeGroups,
+    SizesNotCoveredError,
+    SymbolicCapture,
+)
 from rockmate.untraced import untraced_modules, untraced_names
 from rockmate.whole_gradients import hooked_names, with_sums
 
@@ -55,12 +61,16 @@ class StepFamily:
         """Takes a model and the planned call whose step is known."""
         self._model = model
         self._planned = planned
-        self._options = {name: value for name, value in planned.plan.options.items() if name != "loss_chunks"}  # of the capture
+        self._options = {
+            name: value for name, value in planned.plan.options.items() if name != "loss_chunks"
+        }  # of the capture
         self._groups = SizeGroups.of(planned.call)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized: dict[PlannedCall, _SizedCall] = {}
-        self._obstacles: dict[tuple[str, PlannedCall | None], str] = {}  # what there is not, of which call, and why
+        self._obstacles: dict[
+            tuple[str, PlannedCall | None], str
+        ] = {}  # what there is not, of which call, and why
         self._other_batch: CallSignature | None = None
         self._alone: list[CallSignature] = []  # captured by itself, in order of their coming
 
@@ -79,12 +89,19 @@ class StepFamily:
                 numbers = generic.numbers(call)
                 sized = self._sized.get(planned)
                 if sized is None:
-                    sized = self._sized[planned] = self._once("program", lambda: self._sized_call(planned, generic), planned)
+                    sized = self._sized[planned] = self._once(
+                        "program", lambda: self._sized_call(planned, generic), planned
+                    )
         except SizesNotCoveredError:  # `step` finds the same, and says it
             return None
         if not numbers.are_within(sized.numbers):
             return None
-        return replace(planned, program=at_sizes(sized.program, numbers), call=call, plan_of=partial(self._plan, planned, generic, call))
+        return replace(
+            planned,
+            program=at_sizes(sized.program, numbers),
+            call=call,
+            plan_of=partial(self._plan, planned, generic, call),
+        )
 
     def _plan(self, planned: PlannedCall, generic: GenericCapture, call: CallSignature) -> Plan:
         step = self._step_of(generic.instance(call), call, like=planned.plan.graph)
@@ -97,12 +114,21 @@ class StepFamily:
         plan = planned.plan
         graph = self._step_of(generic.capture, planned.call).graph
         if not plan.outline.is_wired_like(outline_of(graph, planned.call)):
-            raise SizesNotCoveredError("at the sample's sizes values are equal that are not in general")
+            raise SizesNotCoveredError(
+                "at the sample's sizes values are equal that are not in general"
+            )
         for op, other in zip(graph.ops, plan.graph.ops, strict=True):
             op.handover = other.handover
-        if not plan.schedule.in_place <= find_in_place(graph, plan.schedule.forward, plan.schedule.backward):
-            raise SizesNotCoveredError("at the sample's sizes ops run in place that cannot in general")
-        program, numbers = emit(graph, plan.schedule, owner_names(self._model)), generic.numbers(planned.call)
+        if not plan.schedule.in_place <= find_in_place(
+            graph, plan.schedule.forward, plan.schedule.backward
+        ):
+            raise SizesNotCoveredError(
+                "at the sample's sizes ops run in place that cannot in general"
+            )
+        program, numbers = (
+            emit(graph, plan.schedule, owner_names(self._model)),
+            generic.numbers(planned.call),
+        )
         found = difference(program, numbers, planned.program)
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the program is another: {found}")
@@ -157,7 +183,9 @@ class StepFamily:
             if self._other_batch is None and _differs_in_batch(self._planned.call, call):
                 self._other_batch = call
             if call == self._other_batch:
-                raise SizesNotCoveredError("one smaller or larger batch is not worth a symbolic capture")
+                raise SizesNotCoveredError(
+                    "one smaller or larger batch is not worth a symbolic capture"
+                )
             self._symbolic = self._once("symbolic capture", self._equal_capture)
         return self._symbolic
 
@@ -168,7 +196,9 @@ class StepFamily:
         return self._generic
 
     def _with_sums(self, capture: Capture) -> Capture:
-        return with_sums(capture, hooked_names(self._planned.plan.options), owner_names(self._model))
+        return with_sums(
+            capture, hooked_names(self._planned.plan.options), owner_names(self._model)
+        )
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
@@ -186,10 +216,16 @@ class StepFamily:
         planned, options = self._planned, self._options
         apart = list(untraced_modules(self._model, untraced_names(options)))
         if apart:
-            raise SizesNotCoveredError(f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone")
+            raise SizesNotCoveredError(
+                f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone"
+            )
         with source_lines():
             symbolic = SymbolicCapture(
-                self._model, planned.call, self._groups, differentiable=options["differentiable"], outputs=options["outputs"]
+                self._model,
+                planned.call,
+                self._groups,
+                differentiable=options["differentiable"],
+                outputs=options["outputs"],
             )
         capture = symbolic.instance(planned.call)
         rewrite(capture.joint)
@@ -198,13 +234,20 @@ class StepFamily:
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
         seconds = time.perf_counter() - begin
-        logger.info("captured with symbolic sizes in %.1f s: batches of other sizes need no further capture", seconds)
+        logger.info(
+            "captured with symbolic sizes in %.1f s: batches of other sizes need no further capture",
+            seconds,
+        )
         return symbolic
 
-    def _step_of(self, capture: Capture, call: CallSignature, *, like: Graph | None = None) -> CapturedStep:
+    def _step_of(
+        self, capture: Capture, call: CallSignature, *, like: Graph | None = None
+    ) -> CapturedStep:
         from rockmate.step import step_of
 
-        return step_of(capture, self._model, call, self._planned.state, dict(self._options), like=like)
+        return step_of(
+            capture, self._model, call, self._planned.state, dict(self._options), like=like
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +260,17 @@ class _SizedCall:
 
 def _differs_in_batch(planned: CallSignature, call: CallSignature) -> bool:
     """Whether the calls differ in the leading dimension of their tensors alone."""
-    return all(mine.shape[1:] == theirs.shape[1:] for mine, theirs in zip(planned.tensors, call.tensors, strict=True))
+    return all(
+        mine.shape[1:] == theirs.shape[1:]
+        for mine, theirs in zip(planned.tensors, call.tensors, strict=True)
+    )
 
 
 def _bucket_size(calls: Sequence[CallSignature]) -> int:
     """The power of two of which the largest size that differs between the calls, the batch aside, has no more than `_NUM_BUCKETS`."""
-    places = zip(*([size for tensor in call.tensors for size in tensor.shape[1:]] for call in calls), strict=True)
+    places = zip(
+        *([size for tensor in call.tensors for size in tensor.shape[1:]] for call in calls),
+        strict=True,
+    )
     largest = max(max(sizes) for sizes in places if len(set(sizes)) > 1)
     return max(_LEAST_BUCKET, 1 << (-(-largest // _NUM_BUCKETS) - 1).bit_length())

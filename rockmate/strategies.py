@@ -59,9 +59,19 @@ def make_search(
         return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":
         max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
-        rotor = SeveralLevels(graph, chain, costs, max_bytes=max_bytes, solver_time=solver_time, solved=solved, is_all_or_nothing=True)
+        rotor = SeveralLevels(
+            graph,
+            chain,
+            costs,
+            max_bytes=max_bytes,
+            solver_time=solver_time,
+            solved=solved,
+            is_all_or_nothing=True,
+        )
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
-    return improving_search(graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved)
+    return improving_search(
+        graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved
+    )
 
 
 def improving_search(
@@ -78,5 +88,13 @@ def improving_search(
     backward = roomier_backward(graph, costs)
     if backward is not None:
         chain = chain.with_backward_as_in(backward)
-    proposals = SolverProposals(graph, chain, costs, certificate, max_bytes=max_bytes, solver_time=solver_time, solved=solved)
+    proposals = SolverProposals(
+        graph,
+        chain,
+        costs,
+        certificate,
+        max_bytes=max_bytes,
+        solver_time=solver_time,
+        solved=solved,
+    )
     return ImprovingSearch(graph, costs, proposals, backward=backward)

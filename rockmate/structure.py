@@ -112,6 +112,8 @@ def _renumber(leaf: Any, order: dict[int, int]) -> Any:
     if isinstance(leaf, _TensorSlot):
         return _TensorSlot(order[leaf.index]) if leaf.index in order else None
     if isinstance(leaf, _OpenedDataclass):
-        fields = Structure(leaf.fields.spec, tuple(_renumber(inner, order) for inner in leaf.fields.leaves))
+        fields = Structure(
+            leaf.fields.spec, tuple(_renumber(inner, order) for inner in leaf.fields.leaves)
+        )
         return _OpenedDataclass(leaf.cls, leaf.field_names, fields)
     return leaf

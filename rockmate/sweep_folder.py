@@ -64,12 +64,18 @@ class SweepFolder:
         before = self._settings()
         if not before:
             return
-        other = [name for name in dict.fromkeys([*before, *settings]) if before.get(name) != settings.get(name)]
+        other = [
+            name
+            for name in dict.fromkeys([*before, *settings])
+            if before.get(name) != settings.get(name)
+        ]
         other = [name for name in other if name not in _NOT_COMPARED]
         if any(name in ("graph", "call") for name in other):
             why = f"this is another model or sample: {settings['title']}"
         elif other:
-            why = f"its {other[0]} was {before.get(other[0])!r} and is {settings.get(other[0])!r} now"
+            why = (
+                f"its {other[0]} was {before.get(other[0])!r} and is {settings.get(other[0])!r} now"
+            )
         else:
             return
         msg = f"{self.path} holds a sweep of {before.get('title')}, and {why}. Give another --out, or move that folder away."
@@ -127,7 +133,11 @@ class SweepFolder:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise self._damaged(path, error) from error
-        if not isinstance(settings, dict) or settings.get("format") != _FORMAT or settings.get("version") != _VERSION:
+        if (
+            not isinstance(settings, dict)
+            or settings.get("format") != _FORMAT
+            or settings.get("version") != _VERSION
+        ):
             msg = f"{path} is of no sweep of this release of rockmate. Give another --out, or move that file away."
             raise SweepFolderError(msg)
         return settings
@@ -143,7 +153,9 @@ class SweepFolder:
                 raise self._damaged(path, error) from error
 
     def _damaged(self, path: Path, error: Exception) -> SweepFolderError:
-        return SweepFolderError(f"{path} is damaged ({error}). Give another --out, or move that file away.")
+        return SweepFolderError(
+            f"{path} is damaged ({error}). Give another --out, or move that file away."
+        )
 
 
 def _csv(rows: Sequence[SweepRow]) -> str:

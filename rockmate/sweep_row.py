@@ -88,7 +88,10 @@ class SweepRow:
         """What was promised and did not hold when it was measured, in words; empty if all did."""
         if self.measured_peak_bytes is not None and self.measured_peak_bytes > self.budget_bytes:
             return f"the measured peak is {self.measured_peak_bytes - self.budget_bytes:,} bytes above the budget"
-        if self.gradient_difference is not None and not self.gradient_difference <= self.gradient_tolerance:
+        if (
+            self.gradient_difference is not None
+            and not self.gradient_difference <= self.gradient_tolerance
+        ):
             return f"the gradient of {self.differing_gradient} differs from eager's by {self.gradient_difference:.1e}"
         return ""
 
@@ -136,7 +139,11 @@ def compared(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """The rows by strategy and budget, with what follows from their neighbours: knees, and what memory costs."""
     result: list[SweepRow] = []
     for strategy in dict.fromkeys(row.strategy for row in rows):
-        result += _compared_curve(sorted((row for row in rows if row.strategy == strategy), key=lambda row: row.budget_bytes))
+        result += _compared_curve(
+            sorted(
+                (row for row in rows if row.strategy == strategy), key=lambda row: row.budget_bytes
+            )
+        )
     return result
 
 
@@ -144,8 +151,13 @@ def _compared_curve(rows: Sequence[SweepRow]) -> list[SweepRow]:
     points = {index: found for index, row in enumerate(rows) if (found := _point(row)) is not None}
     feasible = list(points)
     bends = {feasible[knee] for knee in knees(list(points.values()))}
-    costs = {index: _extra_ratio(points[index], points[larger]) for index, larger in pairwise(feasible)}
-    return [replace(row, is_recommended=i in bends, extra_ms_per_100_mib=_in_ms(row, costs.get(i))) for i, row in enumerate(rows)]
+    costs = {
+        index: _extra_ratio(points[index], points[larger]) for index, larger in pairwise(feasible)
+    }
+    return [
+        replace(row, is_recommended=i in bends, extra_ms_per_100_mib=_in_ms(row, costs.get(i)))
+        for i, row in enumerate(rows)
+    ]
 
 
 def _point(row: SweepRow) -> tuple[int, float] | None:
@@ -165,4 +177,8 @@ def _extra_ratio(point: tuple[int, float], larger: tuple[int, float]) -> float |
 
 
 def _in_ms(row: SweepRow, ratio: float | None) -> float | None:
-    return ratio * row.predicted_ms / row.predicted_ratio if ratio is not None and row.predicted_ms and row.predicted_ratio else None
+    return (
+        ratio * row.predicted_ms / row.predicted_ratio
+        if ratio is not None and row.predicted_ms and row.predicted_ratio
+        else None
+    )

@@ -30,11 +30,19 @@ def table_text(sweep: Sweep, *, width: int) -> str:
         width: characters in a line, which no line of the table exceeds as long as strategy, budget, time and note fit.
     """
     columns = _columns(sweep)
-    while _width(columns, sweep.rows) > width and (droppable := [column for column in columns if column.rank]):
+    while _width(columns, sweep.rows) > width and (
+        droppable := [column for column in columns if column.rank]
+    ):
         columns.remove(max(droppable, key=lambda column: column.rank))
-    cells = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in sweep.rows)]
+    cells = [
+        [column.title for column in columns],
+        *([column.cell(row) for column in columns] for row in sweep.rows),
+    ]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    lines = [_GAP.join(cell.rjust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
+    lines = [
+        _GAP.join(cell.rjust(size) for cell, size in zip(line, widths, strict=True))
+        for line in cells
+    ]
     notes = ["", *(_note(row) for row in sweep.rows)]
     lines = [f"{line}{_GAP}{note}".rstrip() for line, note in zip(lines, notes, strict=True)]
     lines.insert(1, _GAP.join("-" * size for size in widths))
@@ -45,15 +53,32 @@ def recommendation_text(sweep: Sweep) -> str:
     """The recommended budgets, a line each."""
     lines = [
         f"{row.strategy}, {size_text(row.budget_bytes)} ({row.budget_share:.2f}): {row.predicted_ratio:.3f}x the time"
-        + ("" if (cost := cost_below(sweep, row)) is None else f"; below it, 100 MiB less cost {cost:,.1f} ms a step")
+        + (
+            ""
+            if (cost := cost_below(sweep, row)) is None
+            else f"; below it, 100 MiB less cost {cost:,.1f} ms a step"
+        )
         for row in sweep.recommended
     ]
-    return "\n".join(["Knees of the curve, where less memory begins to cost more:", *(f"  {line}" for line in lines)]) if lines else ""
+    return (
+        "\n".join(
+            [
+                "Knees of the curve, where less memory begins to cost more:",
+                *(f"  {line}" for line in lines),
+            ]
+        )
+        if lines
+        else ""
+    )
 
 
 def cost_below(sweep: Sweep, row: SweepRow) -> float | None:
     """Milliseconds that 100 MiB less cost from a row down to the next smaller one of its strategy; None where there is none."""
-    smaller = [other for other in sweep.rows if other.strategy == row.strategy and other.budget_bytes < row.budget_bytes]
+    smaller = [
+        other
+        for other in sweep.rows
+        if other.strategy == row.strategy and other.budget_bytes < row.budget_bytes
+    ]
     return smaller[-1].extra_ms_per_100_mib if smaller else None
 
 
@@ -85,7 +110,10 @@ def gradients_text(row: SweepRow) -> str:
 
 
 def _width(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> int:
-    cells = sum(max(len(column.title), *(len(column.cell(row)) for row in rows)) + len(_GAP) for column in columns)
+    cells = sum(
+        max(len(column.title), *(len(column.cell(row)) for row in rows)) + len(_GAP)
+        for column in columns
+    )
     return cells + max((len(_note(row)) for row in rows), default=0)
 
 

@@ -56,7 +56,11 @@ class SizeGroups:
     @classmethod
     def of(cls, call: CallSignature) -> SizeGroups:
         """The dimensions that have one size in `call`."""
-        everything = tuple((tensor, dim) for tensor, signature in enumerate(call.tensors) for dim in range(len(signature.shape)))
+        everything = tuple(
+            (tensor, dim)
+            for tensor, signature in enumerate(call.tensors)
+            for dim in range(len(signature.shape))
+        )
         return cls((everything,)).refined(call)
 
     def refined(self, call: CallSignature) -> SizeGroups:
@@ -75,13 +79,17 @@ class SizeGroups:
         """Raises `SizesNotCoveredError` if the calls differ in a size that no symbol can stand for."""
         for known, size in zip(self.sizes(first), self.sizes(call), strict=True):
             if known != size and min(known, size) < _LEAST_SIZE:
-                raise SizesNotCoveredError(f"sizes {known} and {size} make different graphs, as one of them broadcasts or is empty")
+                raise SizesNotCoveredError(
+                    f"sizes {known} and {size} make different graphs, as one of them broadcasts or is empty"
+                )
 
 
 class SymbolicCapture:
     """The joint graph of a model for one kind of call, whatever the sizes of its tensors."""
 
-    def __init__(self, model: nn.Module, call: CallSignature, groups: SizeGroups, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, call: CallSignature, groups: SizeGroups, **options: Any
+    ) -> None:
         """Traces the model.
 
         Args:
@@ -97,7 +105,9 @@ class SymbolicCapture:
         self._environment = ShapeEnv()
         self.mode = mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
-        self._capture = capture_joint(model, _symbolic_tensors(mode, call, groups, sizes), call.structure, **options)
+        self._capture = capture_joint(
+            model, _symbolic_tensors(mode, call, groups, sizes), call.structure, **options
+        )
         self._template = _Template(self._capture.joint.graph, mode)
 
     def instance(self, call: CallSignature) -> Capture:
@@ -108,7 +118,9 @@ class SymbolicCapture:
         """
         return _copied(self._capture, self._template, self.values(call))
 
-    def generic(self, then: Callable[[Capture], Capture] = lambda capture: capture) -> GenericCapture:
+    def generic(
+        self, then: Callable[[Capture], Capture] = lambda capture: capture
+    ) -> GenericCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
@@ -118,8 +130,17 @@ class SymbolicCapture:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a number in it is no integer.
         """
         given, replaced = self.values(self._call), self._environment.replacements
-        for nearby in _sizes_nearby({symbol: value for symbol, value in given.items() if replaced.get(symbol, symbol) == symbol}):
-            values = {symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby)) for symbol in given}
+        for nearby in _sizes_nearby(
+            {
+                symbol: value
+                for symbol, value in given.items()
+                if replaced.get(symbol, symbol) == symbol
+            }
+        ):
+            values = {
+                symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
+                for symbol in given
+            }
             try:
                 self._check_guards(values)
             except SizesNotCoveredError:
@@ -136,7 +157,11 @@ class SymbolicCapture:
         """
         self._groups.check_symbolic(self._call, call)
         sizes = self._groups.sizes(call)
-        values = {symbol: sympy.Integer(size) for symbol, size in zip(self._symbols, sizes, strict=True) if symbol is not None}
+        values = {
+            symbol: sympy.Integer(size)
+            for symbol, size in zip(self._symbols, sizes, strict=True)
+            if symbol is not None
+        }
         self._check_guards(values)
         return values
 
@@ -145,10 +170,14 @@ class SymbolicCapture:
         for symbol, value in values.items():
             allowed = environment.var_to_range[symbol]
             if not allowed.lower <= value <= allowed.upper:
-                raise SizesNotCoveredError(f"a size of {value} is not within {allowed.lower} and {allowed.upper}")
+                raise SizesNotCoveredError(
+                    f"a size of {value} is not within {allowed.lower} and {allowed.upper}"
+                )
             fixed = environment.replacements.get(symbol, symbol)
             if fixed.xreplace(values) != value:
-                raise SizesNotCoveredError(f"a size of {value}, where the model's code needs {fixed}")
+                raise SizesNotCoveredError(
+                    f"a size of {value}, where the model's code needs {fixed}"
+                )
         for guard in environment.guards:
             if guard.expr.xreplace(values) is not sympy.true:
                 raise SizesNotCoveredError(f"the model's code branches on {guard.expr}")
@@ -179,7 +208,10 @@ class GenericCapture:
         for node in self.capture.joint.graph.nodes:
             if node.target is dropout_mask:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)
-                node.args = (*([names.size(numbers.of(item), item) for item in part] for part in drawn), *node.args[2:])
+                node.args = (
+                    *([names.size(numbers.of(item), item) for item in part] for part in drawn),
+                    *node.args[2:],
+                )
 
     def instance(self, call: CallSignature) -> Capture:
         """The rewritten capture at the sizes of `call`; `SizesNotCoveredError` as for `SymbolicCapture.instance`."""
@@ -206,7 +238,9 @@ class SizedNumbers:
 
     def are_within(self, others: SizedNumbers) -> bool:
         """Whether no storage is larger than in another call."""
-        return all(mine <= theirs for mine, theirs in zip(self.num_bytes, others.num_bytes, strict=True))
+        return all(
+            mine <= theirs for mine, theirs in zip(self.num_bytes, others.num_bytes, strict=True)
+        )
 
 
 class Size(int):
@@ -235,17 +269,27 @@ class _SizeNames:
         return size
 
 
-def _sizes_nearby(values: Mapping[sympy.Symbol, sympy.Integer]) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
+def _sizes_nearby(
+    values: Mapping[sympy.Symbol, sympy.Integer],
+) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
     """Sizes near the given ones, each moved by another distance, nearest first."""
     for distance in range(1, _MAX_DISTANCE):
         for sign in (1, -1):
-            moved = [int(value) + sign * (distance + 2 * index) for index, value in enumerate(values.values())]
+            moved = [
+                int(value) + sign * (distance + 2 * index)
+                for index, value in enumerate(values.values())
+            ]
             if min(moved, default=_LEAST_SIZE) >= _LEAST_SIZE:
-                yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
+                yield {
+                    symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)
+                }
 
 
 def _copied(
-    capture: Capture, template: _Template, values: Mapping[sympy.Symbol, sympy.Integer], names: _SizeNames | None = None
+    capture: Capture,
+    template: _Template,
+    values: Mapping[sympy.Symbol, sympy.Integer],
+    names: _SizeNames | None = None,
 ) -> Capture:
     graph, copies = template.copy(values, names)
     return with_graph(capture, graph, copies)
@@ -273,10 +317,15 @@ def _symbolic_sizes(
 
 
 def _symbolic_tensors(
-    mode: FakeTensorMode, call: CallSignature, groups: SizeGroups, sizes: Sequence[int | torch.SymInt]
+    mode: FakeTensorMode,
+    call: CallSignature,
+    groups: SizeGroups,
+    sizes: Sequence[int | torch.SymInt],
 ) -> list[torch.Tensor]:
     """The tensors of a call, contiguous ones of symbolic sizes."""
-    size_at = {place: size for group, size in zip(groups.places, sizes, strict=True) for place in group}
+    size_at = {
+        place: size for group, size in zip(groups.places, sizes, strict=True) for place in group
+    }
     tensors = []
     with mode:
         for index, signature in enumerate(call.tensors):
@@ -323,9 +372,13 @@ class _Template:
             self._values[node] = self._read_node(node)
 
     def _read_node(self, node: fx.Node) -> Any:
-        known = node.meta.get(_TEMPLATE)  # of a copy at generic sizes: its expressions, where its fake tensors have numbers
+        known = node.meta.get(
+            _TEMPLATE
+        )  # of a copy at generic sizes: its expressions, where its fake tensors have numbers
         if isinstance(known, tuple | list):
-            return type(known)(self._read(*pair, None) for pair in zip(known, node.meta["val"], strict=True))
+            return type(known)(
+                self._read(*pair, None) for pair in zip(known, node.meta["val"], strict=True)
+            )
         if known is not None:
             return self._read(known, node.meta["val"], None)
         viewed = self._viewed_memory(node)
@@ -348,11 +401,25 @@ class _Template:
             raise UnsupportedModelError(msg)
         storage = value.untyped_storage()._cdata
         memory = self._memories.setdefault(storage, len(self._first)) if viewed is None else viewed
-        self._memories[storage] = memory  # of a view: so that items and views of it are found there, too
-        layout = known.layout if known else tuple(map(self._expression, (value.storage_offset(), *value.shape, *value.stride())))
+        self._memories[storage] = (
+            memory  # of a view: so that items and views of it are found there, too
+        )
+        layout = (
+            known.layout
+            if known
+            else tuple(
+                map(self._expression, (value.storage_offset(), *value.shape, *value.stride()))
+            )
+        )
         is_new = memory == len(self._first)
-        is_fixed = all(isinstance(item, int) for item in layout) and (is_new or self._first[memory].fixed is not None) and viewed is None
-        template = _TensorTemplate(memory, layout, value.dtype, value.device, value if is_fixed else None)
+        is_fixed = (
+            all(isinstance(item, int) for item in layout)
+            and (is_new or self._first[memory].fixed is not None)
+            and viewed is None
+        )
+        template = _TensorTemplate(
+            memory, layout, value.dtype, value.device, value if is_fixed else None
+        )
         if is_new:
             self._first.append(template)
         return template
@@ -365,12 +432,18 @@ class _Template:
         known = self._expressions.get(written)
         if known is None:
             expression = sympy.expand(value.node.shape_env.simplify(written))
-            known = self._expressions[written] = int(expression) if expression.is_number else expression
+            known = self._expressions[written] = (
+                int(expression) if expression.is_number else expression
+            )
         return known
 
     def _tensors(self) -> Iterator[_TensorTemplate]:
         for value in self._values.values():
-            yield from (item for item in (value if isinstance(value, tuple | list) else (value,)) if isinstance(item, _TensorTemplate))
+            yield from (
+                item
+                for item in (value if isinstance(value, tuple | list) else (value,))
+                if isinstance(item, _TensorTemplate)
+            )
 
     def is_generic(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
         """Whether at these numbers no two expressions of the tensors' layouts are equal that are not always equal."""
@@ -378,11 +451,15 @@ class _Template:
         items = {item for tensor in self._tensors() for item in tensor.layout}
         return len({numbers.of(item) for item in items}) == len(items)
 
-    def layout(self, node: fx.Node) -> tuple[tuple[sympy.Expr | int, ...], tuple[sympy.Expr | int, ...]]:
+    def layout(
+        self, node: fx.Node
+    ) -> tuple[tuple[sympy.Expr | int, ...], tuple[sympy.Expr | int, ...]]:
         """Sizes and strides of a node's tensor."""
         return _sizes_and_strides(self._values[node].layout)
 
-    def numbers(self, values: Mapping[sympy.Symbol, sympy.Integer], inputs: Sequence[tuple[fx.Node, Role]]) -> SizedNumbers:
+    def numbers(
+        self, values: Mapping[sympy.Symbol, sympy.Integer], inputs: Sequence[tuple[fx.Node, Role]]
+    ) -> SizedNumbers:
         """See `GenericCapture.numbers`."""
         numbers, copier = _Numbers(values), _Copier(self._mode, values)
         kinds = dict.fromkeys((first.dtype.itemsize, first.layout) for first in self._first)
@@ -437,26 +514,37 @@ class _Numbers:
     def span(self, layout: tuple[sympy.Expr | int, ...]) -> int:
         """Elements from the first to the last of a tensor without offset."""
         sizes, strides = ([self.of(item) for item in part] for part in _sizes_and_strides(layout))
-        return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if all(sizes) else 0
+        return (
+            1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+            if all(sizes)
+            else 0
+        )
 
 
 class _Copier:
     """One copy of a template at numbers for its symbols."""
 
     def __init__(
-        self, mode: FakeTensorMode, values: Mapping[sympy.Symbol, sympy.Integer], names: _SizeNames | None = None
+        self,
+        mode: FakeTensorMode,
+        values: Mapping[sympy.Symbol, sympy.Integer],
+        names: _SizeNames | None = None,
     ) -> None:
         self._mode = mode
         self._numbers = _Numbers(values)
         self._names = names
         self._memories: dict[int, torch.UntypedStorage] = {}
 
-    def copy(self, source: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    def copy(
+        self, source: fx.Graph, values: Mapping[fx.Node, Any]
+    ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         graph = fx.Graph()
         present: dict[fx.Node, Any] = {}  # a node of the copy, or a number
         for node in source.nodes:
             value = values[node]
-            args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: self._argument(item, present))  # pyright: ignore
+            args, kwargs = map_aggregate(
+                (node.args, node.kwargs), lambda item: self._argument(item, present)
+            )  # pyright: ignore
             if isinstance(value, sympy.Expr | int):
                 number = present[node] = self._numbers.of(value)
                 if self._names is not None:
@@ -465,14 +553,18 @@ class _Copier:
             if isinstance(value, torch.SymFloat | torch.SymBool):
                 present[node] = self._computed(node, args, kwargs)
                 continue
-            copied = present[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            copied = present[node] = graph.create_node(
+                node.op, node.target, args, kwargs, node.name, node.type
+            )
             copied.meta = dict(node.meta)
             copied.meta.pop(_TEMPLATE, None)
             if "val" in node.meta:
                 copied.meta["val"] = map_aggregate(value, self.tensor)
             if self._names is not None:
                 copied.meta[_TEMPLATE] = value
-        return graph, {node: copied for node, copied in present.items() if isinstance(copied, fx.Node)}
+        return graph, {
+            node: copied for node, copied in present.items() if isinstance(copied, fx.Node)
+        }
 
     def _argument(self, item: Any, present: Mapping[fx.Node, Any]) -> Any:
         if isinstance(item, fx.Node):
@@ -482,7 +574,9 @@ class _Copier:
     def _computed(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """A number that is no integer, as Python computes it, so that it is rounded the same."""
         if self._names is not None:
-            raise SizesNotCoveredError(f"{node.name} is a number that depends on sizes and is no integer")
+            raise SizesNotCoveredError(
+                f"{node.name} is a number that depends on sizes and is no integer"
+            )
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
@@ -493,14 +587,18 @@ class _Copier:
         if value.fixed is not None:
             self._memories.setdefault(value.memory, value.fixed.untyped_storage())
             return value.fixed
-        sizes, strides = ([self._numbers.of(item) for item in part] for part in _sizes_and_strides(value.layout))
+        sizes, strides = (
+            [self._numbers.of(item) for item in part] for part in _sizes_and_strides(value.layout)
+        )
         memory = self._memories.get(value.memory)
         if memory is None:
             tensor = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
             self._memories[value.memory] = tensor.untyped_storage()
         else:
             offset = self._numbers.of(value.layout[0])
-            tensor = torch.empty(0, dtype=value.dtype, device="meta").set_(memory, offset, sizes, strides)  # pyright: ignore
+            tensor = torch.empty(0, dtype=value.dtype, device="meta").set_(
+                memory, offset, sizes, strides
+            )  # pyright: ignore
         return FakeTensor(self._mode, tensor, value.device)
 
 

@@ -55,17 +55,25 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
     main = getattr(model, "main_input_name", "input_ids")
     makers = {"input_ids": _tokens, "pixel_values": _images, "input_features": _sound}
     if main not in makers or main not in accepted:
-        raise SampleError(f"{type(model).__name__} takes {main!r}, and no sample of that is made here. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{type(model).__name__} takes {main!r}, and no sample of that is made here. {_OWN_SAMPLE}"
+        )
     if shape.image_size is not None and main != "pixel_values":
-        raise SampleError(f"--image-size is for models of images, and {type(model).__name__} takes {main!r}. Leave it out.")
+        raise SampleError(
+            f"--image-size is for models of images, and {type(model).__name__} takes {main!r}. Leave it out."
+        )
     if shape.num_tokens is not None and main == "pixel_values":
-        raise SampleError(f"--tokens is for models of text, and {type(model).__name__} takes {main!r}. Leave it out.")
+        raise SampleError(
+            f"--tokens is for models of text, and {type(model).__name__} takes {main!r}. Leave it out."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sample = makers[main](model, shape)
     unknown = sorted(sample.keys() - accepted)
     if unknown:
-        raise SampleError(f"{type(model).__name__} does not take {unknown[0]!r}, which its kind of model should. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{type(model).__name__} does not take {unknown[0]!r}, which its kind of model should. {_OWN_SAMPLE}"
+        )
     return sample
 
 
@@ -83,7 +91,9 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
     length = _length(config, shape)
     words = _words(config, (shape.batch_size, length))
     if config.is_encoder_decoder and "Classification" in kind:
-        words[:, -1] = config.eos_token_id or 0  # the classified state is that of the one closing token
+        words[:, -1] = (
+            config.eos_token_id or 0
+        )  # the classified state is that of the one closing token
     sample: Sample = {"input_ids": words}
     if kind.endswith(("ForMaskedLM", "ForPreTraining")):
         hidden = torch.rand(words.shape) < _MASKED_SHARE
@@ -92,7 +102,10 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
         if "next_sentence_label" in inspect.signature(model.forward).parameters:
             sample["next_sentence_label"] = torch.randint(2, (shape.batch_size,))
     elif kind.endswith("ForQuestionAnswering"):
-        sample |= {name: torch.randint(length, (shape.batch_size,)) for name in ("start_positions", "end_positions")}
+        sample |= {
+            name: torch.randint(length, (shape.batch_size,))
+            for name in ("start_positions", "end_positions")
+        }
     elif kind.endswith("ForSequenceClassification"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size,))
     elif kind.endswith("ForTokenClassification"):
@@ -102,7 +115,9 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
     elif kind.endswith(("ForCausalLM", "LMHeadModel")):
         sample["labels"] = words.clone()
     elif _has_labels(model):
-        raise SampleError(f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}"
+        )
     elif config.is_encoder_decoder:
         sample["decoder_input_ids"] = _words(config, (shape.batch_size, length))
     return sample
@@ -112,16 +127,22 @@ def _length(config: Any, shape: SampleShape) -> int:
     longest = getattr(_text_config(config), "max_position_embeddings", None)
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest or _DEFAULT_TOKENS)
     if longest is not None and length > longest:
-        raise SampleError(f"--tokens {length} is more than the {longest} positions of the model. Take {longest} or fewer.")
+        raise SampleError(
+            f"--tokens {length} is more than the {longest} positions of the model. Take {longest} or fewer."
+        )
     return length
 
 
 def _words(config: Any, shape: tuple[int, int]) -> Tensor:
     vocabulary = getattr(_text_config(config), "vocab_size", None)
     if not vocabulary:
-        raise SampleError(f"{type(config).__name__} names no vocab_size, so no tokens can be drawn. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{type(config).__name__} names no vocab_size, so no tokens can be drawn. {_OWN_SAMPLE}"
+        )
     lowest = _NUM_SPECIAL if vocabulary > 2 * _NUM_SPECIAL else 0
-    special = {getattr(_text_config(config), f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
+    special = {
+        getattr(_text_config(config), f"{name}_token_id", None) for name in ("pad", "eos", "bos")
+    }
     ordinary = next((token for token in range(lowest, vocabulary) if token not in special), 0)
     words = torch.randint(lowest, vocabulary, shape)
     for token in special:
@@ -144,24 +165,37 @@ def _images(model: Any, shape: SampleShape) -> Sample:
     config, kind = model.config, type(model).__name__
     size = shape.image_size or getattr(config, "image_size", None) or _DEFAULT_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    sample = {"pixel_values": torch.randn(shape.batch_size, getattr(config, "num_channels", 3), height, width)}
+    sample = {
+        "pixel_values": torch.randn(
+            shape.batch_size, getattr(config, "num_channels", 3), height, width
+        )
+    }
     if kind.endswith("ForImageClassification"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size,))
     elif kind.endswith("ForSemanticSegmentation"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size, height, width))
     elif _has_labels(model):
-        raise SampleError(f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}"
+        )
     return sample
 
 
 def _sound(model: Any, shape: SampleShape) -> Sample:
     config = model.config
-    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    bins, positions = (
+        getattr(config, "num_mel_bins", None),
+        getattr(config, "max_source_positions", None),
+    )
     longest = getattr(config, "max_target_positions", None)
     if bins is None or positions is None or longest is None or not _has_labels(model):
-        raise SampleError(f"{type(model).__name__} takes sound in a form that is not known here. {_OWN_SAMPLE}")
+        raise SampleError(
+            f"{type(model).__name__} takes sound in a form that is not known here. {_OWN_SAMPLE}"
+        )
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest)
     return {
-        "input_features": torch.randn(shape.batch_size, bins, 2 * positions),  # two frames become one position
+        "input_features": torch.randn(
+            shape.batch_size, bins, 2 * positions
+        ),  # two frames become one position
         "labels": _words(config, (shape.batch_size, length)),
     }

@@ -10,7 +10,9 @@ from typing import Any
 from torch import fx
 from torch.fx.proxy import TracerBase
 
-_LOCK = threading.RLock()  # the tracer's class is shared by all threads; one capture looks for several things
+_LOCK = (
+    threading.RLock()
+)  # the tracer's class is shared by all threads; one capture looks for several things
 
 
 @contextlib.contextmanager

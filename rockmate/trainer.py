@@ -48,7 +48,11 @@ def wrap_trainer(
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for its state.
     """
     if memory_limit is not None:
-        options["optimizer"] = optimizer or trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        options["optimizer"] = (
+            optimizer
+            or trainer.optimizer
+            or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        )
     if _computes_loss_itself(trainer):
         options.setdefault("differentiable", "all")
     model = trainer.model
@@ -70,7 +74,10 @@ def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) ->
             "tokens sees those after it, give the trainer data_collator=rockmate.buckets.PadToBuckets(collator, lengths, adds_mask=False)."
         )
         raise ValueError(msg)
-    known = (getattr(trainer.processing_class, "pad_token_id", None), getattr(getattr(model, "config", None), "pad_token_id", None))
+    known = (
+        getattr(trainer.processing_class, "pad_token_id", None),
+        getattr(getattr(model, "config", None), "pad_token_id", None),
+    )
     pad_token_id = next((number for number in known if number is not None), 0)
     trainer.data_collator = PadToBuckets(trainer.data_collator, lengths, pad_token_id=pad_token_id)
 
@@ -79,4 +86,7 @@ def _computes_loss_itself(trainer: Trainer) -> bool:
     """Whether the loss may come from other outputs of the model than its loss."""
     from transformers import Trainer
 
-    return trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
+    return (
+        trainer.compute_loss_func is not None
+        or type(trainer).compute_loss is not Trainer.compute_loss
+    )

@@ -39,8 +39,12 @@ from rockmate.random_state import keep_state
 from rockmate.structure import Structure, flatten
 from rockmate.unused import marked_unused
 
-_LEAST_BORROWED = 1024  # bytes for each tensor that is saved: to look at one takes some microseconds
-_traced_calls: dict[str, UntracedCall] = {}  # of the capture that is going on, which a lock makes the only one
+_LEAST_BORROWED = (
+    1024  # bytes for each tensor that is saved: to look at one takes some microseconds
+)
+_traced_calls: dict[
+    str, UntracedCall
+] = {}  # of the capture that is going on, which a lock makes the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,11 @@ class Layout:
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The tensor if it has this layout, and its memory to itself; else a copy that has."""
         has_gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-        return tensor if tensor.stride() == self.stride and not has_gaps else self.empty().copy_(tensor)
+        return (
+            tensor
+            if tensor.stride() == self.stride and not has_gaps
+            else self.empty().copy_(tensor)
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,7 +126,9 @@ class UntracedCall:
         with self._random_state_kept() as draws:
             self._observe_saved(buffers)
             self.draws = draws()
-        self.changes_buffers = any(buffer._version != before[name] for name, buffer in buffers.items())
+        self.changes_buffers = any(
+            buffer._version != before[name] for name, buffer in buffers.items()
+        )
         with self._random_state_kept():
             self.saved_bytes = self._measured_bytes(self.copied_buffers())
 
@@ -132,14 +142,20 @@ class UntracedCall:
         values = run.values(inputs, self.outputs)
         self.saved_outputs = tuple(
             index
-            for index, (value, output) in enumerate(zip(_keys(values), _keys(run.outputs), strict=True))
+            for index, (value, output) in enumerate(
+                zip(_keys(values), _keys(run.outputs), strict=True)
+            )
             if value == output and value in saved.keys
         )
         graph = _Graph.of(run)  # held, so that no two storages have one address
         del run, values, inputs
-        shared = (saved.keys & arguments.num_bytes.keys()) - arguments.held()  # by what no hook sees
+        shared = (
+            saved.keys & arguments.num_bytes.keys()
+        ) - arguments.held()  # by what no hook sees
         if sum(arguments.num_bytes[key] for key in shared) >= _LEAST_BORROWED * saved.count:
-            self.borrowed = tuple(index for index, key in enumerate(arguments.keys) if key in shared)
+            self.borrowed = tuple(
+                index for index, key in enumerate(arguments.keys) if key in shared
+            )
         del graph
 
     def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
@@ -168,7 +184,11 @@ class UntracedCall:
             memory = tensor.untyped_storage()
             if memory._cdata not in copies:
                 copies[memory._cdata] = memory.clone()
-            copied.append(tensor.new_empty(0).set_(copies[memory._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()))
+            copied.append(
+                tensor.new_empty(0).set_(
+                    copies[memory._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()
+                )
+            )
         return [*copied, *self.inputs[self.num_arguments :]]
 
     def copied_buffers(self) -> dict[str, Tensor]:
@@ -194,15 +214,22 @@ class UntracedCall:
         loan = Loan(inputs, self.borrowed if borrowed is None else borrowed, note=note)
         pairs = [
             entering(tensor) if needs else (tensor.detach(), tensor.detach())
-            for tensor, needs in zip(inputs[: self.num_arguments], self.differentiable[: self.num_arguments], strict=True)
+            for tensor, needs in zip(
+                inputs[: self.num_arguments], self.differentiable[: self.num_arguments], strict=True
+            )
         ]
         parameters = [
             tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(inputs[self.num_arguments :], self.differentiable[self.num_arguments :], strict=True)
+            for tensor, needs in zip(
+                inputs[self.num_arguments :], self.differentiable[self.num_arguments :], strict=True
+            )
         ]
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
         state = {**dict(zip(self.parameter_names, parameters, strict=True)), **(buffers or {})}
-        state = {f"module.{name}": tensor for name, tensor in _in_their_places(self.module, state).items()}
+        state = {
+            f"module.{name}": tensor
+            for name, tensor in _in_their_places(self.module, state).items()
+        }
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
@@ -219,7 +246,10 @@ class UntracedCall:
     def _refuse_foreign(self, run: _Run) -> None:
         """Raises if the outputs depend on a tensor that needs a gradient and is neither an input nor a parameter of the submodule."""
         known = {id(leaf) for leaf in run.leaves}
-        pending, seen = [output.grad_fn for output in run.outputs if output.grad_fn is not None], set()
+        pending, seen = (
+            [output.grad_fn for output in run.outputs if output.grad_fn is not None],
+            set(),
+        )
         while pending:
             node = pending.pop()
             if node in seen:
@@ -289,7 +319,9 @@ class UntracedForward:
         """Runs the submodule."""
         return self.with_buffers(tensors, None)
 
-    def with_buffers(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] | None) -> list[Tensor]:
+    def with_buffers(
+        self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] | None
+    ) -> list[Tensor]:
         """Runs the submodule with these buffers in place of its own, if any are given."""
         run = self.call.run(tensors, buffers=buffers)
         handle = torch.empty(1, dtype=torch.uint8)
@@ -322,23 +354,32 @@ class UntracedBackward:
         """What the handle stands for, which a run releases on its way."""
         return self.call.saved_bytes - 1
 
-    def __call__(self, gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(
+        self, gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Differentiates the run that made the handle, and frees what it saved."""
         graph: _Graph | None = getattr(handle, "graph", None)
         if graph is None:
             msg = f"retain_graph=True is not possible with the untraced submodule {self.call.name}, which runs its backward once."
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
-        return graph.differentiate(gradients, values[: len(self.call.borrowed)], self.call.gradients)
+        return graph.differentiate(
+            gradients, values[: len(self.call.borrowed)], self.call.gradients
+        )
 
-    def on_sample(self, made_up: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def on_sample(
+        self, made_up: Callable[[int], Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: gradients as `made_up` makes that argument, and a run that is made for this.
 
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is.
         """
         forward, (inputs, buffers) = UntracedForward(self.call).on_sample(made_up)
         *outputs, handle = forward(inputs, buffers)
-        values = [*(inputs[index] for index in self.call.borrowed), *(outputs[index] for index in self.call.saved_outputs)]
+        values = [
+            *(inputs[index] for index in self.call.borrowed),
+            *(outputs[index] for index in self.call.saved_outputs),
+        ]
         return self, (made_up(0), handle, values)
 
 
@@ -366,21 +407,38 @@ class _Graph:
     """The autograd graph of one run."""
 
     leaves: list[Tensor]
-    ends: list[GradientEdge | None]  # of the outputs, whose memory would be held with the tensors themselves
+    ends: list[
+        GradientEdge | None
+    ]  # of the outputs, whose memory would be held with the tensors themselves
     loan: Loan
 
     @classmethod
     def of(cls, run: _Run) -> _Graph:
         wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
-        return cls(wanted, [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs], run.loan)
+        return cls(
+            wanted,
+            [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs],
+            run.loan,
+        )
 
-    def differentiate(self, gradients: Sequence[Tensor | None], borrowed: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        pairs = [(end, gradient) for end, gradient in zip(self.ends, gradients, strict=True) if not (end is None or gradient is None)]
+    def differentiate(
+        self,
+        gradients: Sequence[Tensor | None],
+        borrowed: Sequence[Tensor],
+        layouts: Sequence[Layout],
+    ) -> list[Tensor]:
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(self.ends, gradients, strict=True)
+            if not (end is None or gradient is None)
+        ]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
         with self.loan.given(borrowed):
             found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
         values, seen = [], {*_keys(gradient for gradient in gradients if gradient is not None)}
-        for gradient, layout in zip(found, layouts, strict=True):  # each is memory of its own: the plan counts it so
+        for gradient, layout in zip(
+            found, layouts, strict=True
+        ):  # each is memory of its own: the plan counts it so
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
             values.append(value if gradient is not None else marked_unused(value))
@@ -396,8 +454,13 @@ class _Memory:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.keys = _keys(tensors)
-        self.num_bytes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-        self._references = {tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+        self.num_bytes = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+        }
+        self._references = {
+            tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage())
+            for tensor in tensors
+        }
 
     def held(self) -> set[int]:
         """Those that something still holds."""
@@ -427,7 +490,9 @@ def _keys(tensors: Iterable[Tensor]) -> list[int]:
 # --- finding and recording -----------------------------------------------------------------------------------------------------
 
 
-def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]) -> dict[str, UntracedCall]:
+def record_calls(
+    model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]
+) -> dict[str, UntracedCall]:
     """The calls of the submodules `names`, and of recurrent layers, in one run of the model on its sample.
 
     The run saves nothing for a backward and leaves buffers and random state as they were.
@@ -445,24 +510,39 @@ def record_calls(model: nn.Module, tensors: list[Tensor], structure: Structure, 
     for path, module in modules.items():
 
         def begin(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            given_versions[path] = _versions(flatten((args, kwargs), what=f"the arguments of {path}")[0])
+            given_versions[path] = _versions(
+                flatten((args, kwargs), what=f"the arguments of {path}")[0]
+            )
 
         def note(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
-            if _versions(flatten((args, kwargs), what=f"the arguments of {path}")[0]) != given_versions[path]:
+            if (
+                _versions(flatten((args, kwargs), what=f"the arguments of {path}")[0])
+                != given_versions[path]
+            ):
                 raise _changes_its_input(path)
             seen.append((path, module, (args, kwargs), result, autocast_dtypes()))
 
-        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(note, with_kwargs=True)]
+        handles += [
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(note, with_kwargs=True),
+        ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
-    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), _nothing_saved():
-            functional_call(model, _in_their_places(model, buffers), args, kwargs, tie_weights=False)
+            functional_call(
+                model, _in_their_places(model, buffers), args, kwargs, tie_weights=False
+            )
     finally:
         for handle in handles:
             handle.remove()
-    named, called = {model.get_submodule(name) for name in names}, {module for _, module, *_ in seen}
+    named, called = (
+        {model.get_submodule(name) for name in names},
+        {module for _, module, *_ in seen},
+    )
     missing = [path for path, module in modules.items() if module in named and module not in called]
     if missing:
         msg = f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of `untraced`."
@@ -492,11 +572,21 @@ def untraced_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], paths, n=3, cutoff=0.3)
         hint = f" Near it: {', '.join(nearest)}." if nearest else ""
-        msg = f"untraced names {unknown[0]!r}, which is no submodule of {type(model).__name__}.{hint}"
+        msg = (
+            f"untraced names {unknown[0]!r}, which is no submodule of {type(model).__name__}.{hint}"
+        )
         raise InvalidSampleError(msg)
     named = {paths[name] for name in names}
-    chosen = {path: module for path, module in model.named_modules() if module in named or isinstance(module, nn.RNNBase)}
-    return {path: module for path, module in chosen.items() if not any(path.startswith(f"{other}.") for other in chosen)}
+    chosen = {
+        path: module
+        for path, module in model.named_modules()
+        if module in named or isinstance(module, nn.RNNBase)
+    }
+    return {
+        path: module
+        for path, module in chosen.items()
+        if not any(path.startswith(f"{other}.") for other in chosen)
+    }
 
 
 def _in_their_places(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -512,7 +602,11 @@ def _in_their_places(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str
         for path, part in module.named_modules()
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
     }
-    return {place: replacement[id(tensor)] for place, tensor in places.items() if id(tensor) in replacement}
+    return {
+        place: replacement[id(tensor)]
+        for place, tensor in places.items()
+        if id(tensor) in replacement
+    }
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -538,11 +632,16 @@ def _nothing_saved() -> Iterator[None]:
         yield
 
 
-def _recorded(name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]) -> UntracedCall:
+def _recorded(
+    name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]
+) -> UntracedCall:
     given, structure = flatten(arguments, what=f"the arguments of {name}")
     returned, result_structure = flatten(result, what=f"the result of {name}")
     parameters = dict(module.named_parameters())
-    inputs = (*(tensor.detach() for tensor in given), *(parameter.detach() for parameter in parameters.values()))
+    inputs = (
+        *(tensor.detach() for tensor in given),
+        *(parameter.detach() for parameter in parameters.values()),
+    )
     call = UntracedCall(
         name=name,
         module=module,
@@ -551,7 +650,9 @@ def _recorded(name: str, module: nn.Module, arguments: Any, result: Any, autocas
         inputs=inputs,
         parameter_names=tuple(parameters),
         outputs=tuple(map(Layout.of, returned)),
-        gradients=tuple(Layout.of(tensor) for tensor in (*given, *parameters.values()) if tensor.requires_grad),
+        gradients=tuple(
+            Layout.of(tensor) for tensor in (*given, *parameters.values()) if tensor.requires_grad
+        ),
         differentiable=tuple(tensor.requires_grad for tensor in (*given, *parameters.values())),
         autocast=autocast,
     )
@@ -568,7 +669,9 @@ def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op("rockmate::untraced_backward", mutates_args=())
-def _backward(gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str) -> list[Tensor]:
+def _backward(
+    gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str
+) -> list[Tensor]:
     raise NotImplementedError
 
 
@@ -580,23 +683,33 @@ def _(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 @_backward.register_fake
-def _(gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str) -> list[Tensor]:
+def _(
+    gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str
+) -> list[Tensor]:
     call = _traced_calls[name]
     return [layout.empty() for layout in call.gradients]
 
 
 def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
     ctx.name = inputs[1]
-    ctx.set_materialize_grads(False)  # zeros would give what leads to an unused output alone a gradient
+    ctx.set_materialize_grads(
+        False
+    )  # zeros would give what leads to an unused output alone a gradient
     call = _traced_calls[ctx.name]
     ctx.save_for_backward(
-        output[-1], *(inputs[0][index] for index in call.borrowed), *(output[index] for index in call.saved_outputs)
+        output[-1],
+        *(inputs[0][index] for index in call.borrowed),
+        *(output[index] for index in call.saved_outputs),
     )
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     call = _traced_calls[ctx.name]
-    found = iter(torch.ops.rockmate.untraced_backward(gradients[:-1], ctx.saved_tensors[0], ctx.saved_tensors[1:], ctx.name))
+    found = iter(
+        torch.ops.rockmate.untraced_backward(
+            gradients[:-1], ctx.saved_tensors[0], ctx.saved_tensors[1:], ctx.name
+        )
+    )
     return [next(found) if needs else None for needs in call.differentiable], None
 
 
@@ -610,10 +723,14 @@ def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
     for call in calls.values():
         by_module.setdefault(call.module, []).append(call)
     _traced_calls.update(calls)
-    before = {module: vars(module)["forward"] for module in by_module if "forward" in vars(module)}  # assigned by somebody else
+    before = {
+        module: vars(module)["forward"] for module in by_module if "forward" in vars(module)
+    }  # assigned by somebody else
     try:
         for module, own in by_module.items():
-            module.forward = partial(_call_op, module, itertools.cycle(own))  # the tracer runs the model more than once
+            module.forward = partial(
+                _call_op, module, itertools.cycle(own)
+            )  # the tracer runs the model more than once
         yield
     finally:
         _traced_calls.clear()
@@ -627,7 +744,10 @@ def _call_op(module: nn.Module, order: Iterator[UntracedCall], *args: Any, **kwa
     tensors, structure = flatten((args, kwargs), what=f"the arguments of {call.name}")
     parameters = dict(module.named_parameters())
     given = [*tensors, *(parameters[name] for name in call.parameter_names)]
-    if structure != call.arguments or tuple(tensor.requires_grad for tensor in given) != call.differentiable:
+    if (
+        structure != call.arguments
+        or tuple(tensor.requires_grad for tensor in given) != call.differentiable
+    ):
         msg = f"the untraced submodule {call.name} is called in another way when the model is traced than on the sample."
         raise UnsupportedModelError(msg)
     return call.result.rebuild(torch.ops.rockmate.untraced(given, call.name)[:-1])

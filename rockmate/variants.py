@@ -34,7 +34,9 @@ from rockmate.strategies import improving_search, make_search
 _NUM_CHUNKS = (2, 4, 8, 16)
 _LEAST_ROWS = 8  # of a chunk
 _LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
-_LEAST_SHARE = 0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+_LEAST_SHARE = (
+    0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
+)
 _MANY = 20  # budgets, from which on they are planned together: fewer have no near neighbours
 _MAY_GAIN = 0.35  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
 _NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
@@ -44,7 +46,9 @@ _CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there
 class Variant:
     """A captured step with all that planning it takes."""
 
-    def __init__(self, step: CapturedStep, costs: Costs, solver_time: SolverTime, solved: SolvedBlocks) -> None:
+    def __init__(
+        self, step: CapturedStep, costs: Costs, solver_time: SolverTime, solved: SolvedBlocks
+    ) -> None:
         """Nothing is solved yet; all solves take of `solver_time`, and share blocks through `solved`."""
         self.step = step
         self.costs = costs
@@ -70,7 +74,9 @@ class Variant:
     @cached_property
     def certificate(self) -> Certificate:
         """What bounds the time of its schedules."""
-        return Certificate(self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time)
+        return Certificate(
+            self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
+        )
 
     @cached_property
     def outline(self) -> Outline:
@@ -86,7 +92,12 @@ class Variant:
     def improving(self) -> ImprovingSearch:
         """What finds schedules by the default strategy."""
         return improving_search(
-            self.graph, self.blocks, self.costs, certificate=self.certificate, solver_time=self._solver_time, solved=self._solved
+            self.graph,
+            self.blocks,
+            self.costs,
+            certificate=self.certificate,
+            solver_time=self._solver_time,
+            solved=self._solved,
         )
 
     def search(self, strategy: str) -> Searcher:
@@ -110,7 +121,12 @@ class Variants:
     """The captured step and what it becomes with its loss block in chunks."""
 
     def __init__(
-        self, step: CapturedStep, costs_of: Callable[[Graph], Costs], *, allow_chunking: bool | None, time_limit_s: float
+        self,
+        step: CapturedStep,
+        costs_of: Callable[[Graph], Costs],
+        *,
+        allow_chunking: bool | None,
+        time_limit_s: float,
     ) -> None:
         """Measures the step as it was captured.
 
@@ -130,7 +146,9 @@ class Variants:
     @cached_property
     def blocks(self) -> SeparableBlocks:
         """Where the step can run in chunks, or why it cannot; feed-forward blocks only if they are large."""
-        return self.plain.step.separable_blocks(least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes))
+        return self.plain.step.separable_blocks(
+            least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes)
+        )
 
     @property
     def is_allowed(self) -> bool:
@@ -164,7 +182,9 @@ class Variants:
         block = self.loss_block
         num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
         numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _LEAST_ROWS]
-        walks = [tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")]
+        walks = [
+            tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
+        ]
         if self._has_large_layers():
             walks.insert(0, (Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS),))
         return tuple(walk for walk in walks if walk)
@@ -188,7 +208,9 @@ class Variants:
 
     def _has_large_layers(self) -> bool:
         """Whether there are feed-forward blocks large enough for chunks."""
-        return any(isinstance(block, Region) and _is_long(block) for block in self.blocks.feed_forward)
+        return any(
+            isinstance(block, Region) and _is_long(block) for block in self.blocks.feed_forward
+        )
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
@@ -197,7 +219,9 @@ class Variants:
             return None if found is None else (self.plain, found)
         best: tuple[Variant, Candidate] | None = None
         least_ms = inf
-        for variant, first in sorted(self._first_within(budget_bytes), key=lambda pair: by_time(pair[1])):
+        for variant, first in sorted(
+            self._first_within(budget_bytes), key=lambda pair: by_time(pair[1])
+        ):
             gap_ms = first.time_ms - variant.certificate.bound_ms(budget_bytes)
             if first.time_ms - _MAY_GAIN * gap_ms >= least_ms:
                 continue
@@ -206,7 +230,9 @@ class Variants:
                 best, least_ms = (variant, found), found.time_ms
         return best
 
-    def best_within_each(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, tuple[Variant, Candidate]]:
+    def best_within_each(
+        self, budgets: Sequence[int], *, progress: bool = False
+    ) -> dict[int, tuple[Variant, Candidate]]:
         """By the default strategy, for many budgets together: a schedule and whose it is, of those that fit and may not be in chunks.
 
         None where these are few.
@@ -221,7 +247,10 @@ class Variants:
     def _may_be_in_chunks(self, budget_bytes: int) -> bool:
         """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
         whole = self.plain.improving
-        if not self._allow_chunking and (whole.minimum().peak_bytes <= budget_bytes or whole.best_within(budget_bytes) is not None):
+        if not self._allow_chunking and (
+            whole.minimum().peak_bytes <= budget_bytes
+            or whole.best_within(budget_bytes) is not None
+        ):
             return False
         return bool(self._walks)
 
@@ -234,7 +263,9 @@ class Variants:
             found += self._first_on(walk, budget_bytes, known_ms)
         return found
 
-    def _first_on(self, walk: Sequence[Chunks], budget_bytes: int, known_ms: float) -> Iterator[tuple[Variant, Candidate]]:
+    def _first_on(
+        self, walk: Sequence[Chunks], budget_bytes: int, known_ms: float
+    ) -> Iterator[tuple[Variant, Candidate]]:
         """Those of one walk, which ends where smaller chunks promise nothing."""
         last_ms = inf
         ruled_out: Certificate | None = None
@@ -244,7 +275,9 @@ class Variants:
             if variant.baseline.time_ms >= known_ms:
                 return
             if variant.certificate.bound_ms(budget_bytes) >= known_ms:
-                if ruled_out is not None and not _promises_more(variant.certificate, ruled_out, budget_bytes):
+                if ruled_out is not None and not _promises_more(
+                    variant.certificate, ruled_out, budget_bytes
+                ):
                     return
                 ruled_out = variant.certificate
                 continue
@@ -267,12 +300,17 @@ class Variants:
         """Of the step as captured, and of each way to run in chunks that has not been ruled out by the size of a chunk."""
         yield self.plain.certificate
         for way in (way for walk in self._walks for way in walk):
-            if self._chunk_bytes(way) <= budget_bytes and (variant := self._variant(way)) is not None:
+            if (
+                self._chunk_bytes(way) <= budget_bytes
+                and (variant := self._variant(way)) is not None
+            ):
                 yield variant.certificate
 
     def minimum(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak; in chunks only where they are allowed for more than what nothing else meets."""
-        return self.least(strategy) if self._allow_chunking else self.plain.search(strategy).minimum()
+        return (
+            self.least(strategy) if self._allow_chunking else self.plain.search(strategy).minimum()
+        )
 
     def least(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak, in chunks if that is smaller."""
@@ -281,18 +319,29 @@ class Variants:
             return best
         for walk in self._walks:
             for way in reversed(walk):
-                if self._chunk_bytes(way) >= best.simulation.peak_bytes or (variant := self._variant(way)) is None:
+                if (
+                    self._chunk_bytes(way) >= best.simulation.peak_bytes
+                    or (variant := self._variant(way)) is None
+                ):
                     continue
                 if variant.certificate.least_peak_bytes >= best.simulation.peak_bytes:
                     break
-                best = min(best, variant.search(strategy).minimum(), key=lambda candidate: candidate.simulation.peak_bytes)
+                best = min(
+                    best,
+                    variant.search(strategy).minimum(),
+                    key=lambda candidate: candidate.simulation.peak_bytes,
+                )
         return best
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
         if not self._allow_chunking or strategy != _CHUNKING or not self._walks:
             return self.plain.search(strategy).frontier()
-        budgets = evenly(self.least(strategy).simulation.peak_bytes, self.plain.baseline.peak_bytes, FRONTIER_POINTS)
+        budgets = evenly(
+            self.least(strategy).simulation.peak_bytes,
+            self.plain.baseline.peak_bytes,
+            FRONTIER_POINTS,
+        )
 
         def candidate_within(budget_bytes: int) -> Candidate | None:
             best = self.best_within(budget_bytes, strategy)
@@ -309,12 +358,22 @@ class Variants:
         """Why a block that can run in chunks does not."""
         if not self.is_allowed:
             return _NOT_ALLOWED
-        return "it can be, and this budget is met without" if self._allow_chunking is None else "it can be, and would be no faster"
+        return (
+            "it can be, and this budget is met without"
+            if self._allow_chunking is None
+            else "it can be, and would be no faster"
+        )
 
     def of(self, options: Mapping[str, str]) -> CapturedStep:
         """The step that was captured, and put in chunks, with these options."""
-        variants = (self.plain, *(variant for variant in self._known.values() if variant is not None))
-        known = next((variant.step for variant in variants if dict(variant.step.options) == dict(options)), None)
+        variants = (
+            self.plain,
+            *(variant for variant in self._known.values() if variant is not None),
+        )
+        known = next(
+            (variant.step for variant in variants if dict(variant.step.options) == dict(options)),
+            None,
+        )
         if known is not None or "loss_chunks" not in options:
             return known or self.plain.step
         step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
@@ -340,7 +399,9 @@ class _NotesOnVariant:
         module = block.block if isinstance(block, Refusal) else block.name
         if self.chunks:
             return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
-        return ChunkingNote(module=module, text=f"not in chunks: {self.variants.refusal or self.variants.could}")
+        return ChunkingNote(
+            module=module, text=f"not in chunks: {self.variants.refusal or self.variants.could}"
+        )
 
     @property
     def feed_forward(self) -> tuple[ChunkingNote, ...]:
@@ -359,7 +420,10 @@ class _NotesOnVariant:
 
 def _promises_more(smaller: Certificate, larger: Certificate, budget_bytes: int) -> bool:
     """Whether smaller chunks lower the bound or the least peak; where they do not, still smaller ones seldom do."""
-    return smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes) or smaller.least_peak_bytes < larger.least_peak_bytes
+    return (
+        smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
+        or smaller.least_peak_bytes < larger.least_peak_bytes
+    )
 
 
 def _is_long(block: Region) -> bool:

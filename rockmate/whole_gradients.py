@@ -36,13 +36,18 @@ def with_sums(capture: Capture, hooked: Collection[str], owner_of: Mapping[str, 
         return capture
     graph = capture.joint.graph
     nodes: list[Any] = list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
-    roles = [role if node is not None else None for node, role in zip(nodes, capture.output_roles, strict=True)]
+    roles = [
+        role if node is not None else None
+        for node, role in zip(nodes, capture.output_roles, strict=True)
+    ]
     position = {node: place for place, node in enumerate(graph.nodes)}
     for owner in sorted(owners):
         places = [
             place
             for place, role in enumerate(roles)
-            if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT and owner_of[role.name] == owner
+            if role is not None
+            and role.kind is RoleKind.PARAMETER_GRADIENT
+            and owner_of[role.name] == owner
         ]
         if not places:
             continue
@@ -66,21 +71,35 @@ def _added(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
     return total
 
 
-def made_last(graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]) -> tuple[Graph, set[Op]]:
+def made_last(
+    graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]
+) -> tuple[Graph, set[Op]]:
     """The graph with the gradients of the parameters `hooked` behind all that reads these, and the ops that make them."""
     owners = {owner_of[name] for name in hooked}
     if not owners:
         return graph, set()
-    owner_at = {graph.storage_of[node]: owner_of[role.name] for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    owner_at = {
+        graph.storage_of[node]: owner_of[role.name]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
     order, makers = list(graph.ops), set[Op]()
     for node, role in graph.outputs:
         maker = graph.storage_of[node].producer
-        if role.kind is not RoleKind.PARAMETER_GRADIENT or owner_of[role.name] not in owners or maker is None:
+        if (
+            role.kind is not RoleKind.PARAMETER_GRADIENT
+            or owner_of[role.name] not in owners
+            or maker is None
+        ):
             continue
         makers.add(maker)
         if any(graph.readers.get(storage) for storage in maker.writes):
             continue
-        readers = [op for op in order if any(owner_at.get(storage) == owner_of[role.name] for storage in op.reads)]
+        readers = [
+            op
+            for op in order
+            if any(owner_at.get(storage) == owner_of[role.name] for storage in op.reads)
+        ]
         last = max([maker, *readers], key=order.index)
         if last is not maker:
             order.remove(maker)

@@ -40,7 +40,9 @@ class WholeGraphSearch:
         self._time_limit_s = time_limit_s
         self._ops = (*graph.forward_ops, *graph.backward_ops)
         self._problem = self._staged_problem()
-        self._tangent_bytes = sum(storage.num_bytes for storage in graph.storages if storage.is_tangent)
+        self._tangent_bytes = sum(
+            storage.num_bytes for storage in graph.storages if storage.is_tangent
+        )
         baseline = no_recomputation(graph)
         self._baseline = Candidate(schedule=baseline, simulation=simulate(graph, baseline, costs))
         self._solved: dict[int, Candidate | None] = {}
@@ -83,7 +85,11 @@ class WholeGraphSearch:
             )
             raise SolverLimitError(msg)
         if solution.status is Status.FEASIBLE:
-            logger.warning("the whole graph was not solved to the end for %d bytes in %.0f s", budget_bytes, self._time_limit_s)
+            logger.warning(
+                "the whole graph was not solved to the end for %d bytes in %.0f s",
+                budget_bytes,
+                self._time_limit_s,
+            )
         return self._candidate(solution) if solution.found else None
 
     def solve(self, budget_bytes: int) -> StagedSolution:
@@ -108,7 +114,10 @@ class WholeGraphSearch:
         """
         if self._minimum is None:
             smallest, low = self._baseline, 0
-            while smallest.simulation.peak_bytes - low > _RESOLUTION * self._baseline.simulation.peak_bytes:
+            while (
+                smallest.simulation.peak_bytes - low
+                > _RESOLUTION * self._baseline.simulation.peak_bytes
+            ):
                 middle = (low + smallest.simulation.peak_bytes) // 2
                 found = self._optimum(middle)
                 if found is None:
@@ -121,10 +130,14 @@ class WholeGraphSearch:
     def _candidate(self, solution: StagedSolution) -> Candidate:
         steps = [self._ops[index].index for index in solution.steps]
         first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
-        num_forward = 1 + max(first_run[op.index] for op in self._graph.forward_ops if op.index in first_run)
+        num_forward = 1 + max(
+            first_run[op.index] for op in self._graph.forward_ops if op.index in first_run
+        )
         schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
         simulation = simulate(self._graph, schedule, self._costs)
-        return Candidate(schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL)
+        return Candidate(
+            schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL
+        )
 
     def _staged_problem(self) -> StagedProblem:
         values = [storage for op in self._ops for storage in op.writes]
@@ -136,8 +149,12 @@ class WholeGraphSearch:
                     time_ms=self._costs.first[op.index].time_ms,
                     inputs=tuple(number[storage] for storage in op.reads if storage in number),
                     outputs=tuple(number[storage] for storage in op.writes),
-                    recomputable=op.phase is not Phase.BACKWARD and op.recompute_target is not None and not op.is_random,
-                    overhead_bytes=max(0, self._costs.first[op.index].overhead_bytes),  # counting nothing as released is safe
+                    recomputable=op.phase is not Phase.BACKWARD
+                    and op.recompute_target is not None
+                    and not op.is_random,
+                    overhead_bytes=max(
+                        0, self._costs.first[op.index].overhead_bytes
+                    ),  # counting nothing as released is safe
                     needed=bool(op.delivers) or op.is_random or not ends.isdisjoint(op.writes),
                 )
                 for op in self._ops

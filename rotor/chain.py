@@ -24,7 +24,9 @@ def _check_numbers(owner: Option | Stage) -> None:
         value = getattr(owner, field.name)
         if field.name.endswith("_bytes"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{field.name} is {value!r}; it must be a whole number of bytes, at least 0")
+                raise ValueError(
+                    f"{field.name} is {value!r}; it must be a whole number of bytes, at least 0"
+                )
             check_size(field.name, value)
         elif not (isinstance(value, Real) and math.isfinite(value) and float(value) >= 0):
             raise ValueError(
@@ -35,7 +37,9 @@ def _check_numbers(owner: Option | Stage) -> None:
 def check_size(name: str, num_bytes: int) -> None:
     """Raise ``ValueError`` if a number of bytes is above ``MAX_BYTES``."""
     if num_bytes > MAX_BYTES:
-        raise ValueError(f"{name} is {num_bytes}; it must be at most 2**62, {MAX_BYTES}: give a larger unit")
+        raise ValueError(
+            f"{name} is {num_bytes}; it must be at most 2**62, {MAX_BYTES}: give a larger unit"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,9 @@ class Chain:
                 )
         for (first, last), options in self.spans.items():
             if not 0 <= first <= last < num_stages:
-                raise ValueError(f"span ({first}, {last}) is no span of the stages 0 to {num_stages - 1}")
+                raise ValueError(
+                    f"span ({first}, {last}) is no span of the stages 0 to {num_stages - 1}"
+                )
             if not options:
                 raise ValueError(f"span ({first}, {last}) has 0 options; it must have at least 1")
             for index, option in enumerate(options):

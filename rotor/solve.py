@@ -70,7 +70,9 @@ _SMALLEST = -1  # stands for a slot: the subchain's plan of the smallest peak, w
 _MUCH = np.iinfo(np.int64).max
 _SLOW = np.finfo(np.float64).max  # slower than any plan, and yet finite
 _BLOCK = 16  # slots that are passed over at once where no redo can win
-_CHUNK = 2**16  # numbers in an array of what is worked on at once: fewer cost calls, more miss the cache
+_CHUNK = (
+    2**16
+)  # numbers in an array of what is worked on at once: fewer cost calls, more miss the cache
 
 
 class InfeasibleBudgetError(ValueError):
@@ -152,7 +154,8 @@ class _Terms:
         for (first, last), options in sorted(chain.spans.items()):
             self.spans[first].append((last, options))
         slowest = [
-            max(o.forward_ms + o.backward_ms for _, options in at for o in options) for at in self.spans
+            max(o.forward_ms + o.backward_ms for _, options in at for o in options)
+            for at in self.spans
         ]
         # No plan runs a stage forward more than num_stages times, so 2**52 ticks are enough for any.
         bound_ms = sum(slowest) + self.num_stages * sum(stage.forward_ms for stage in stages)
@@ -182,7 +185,10 @@ class _Terms:
         for s, row in enumerate(rows):
             for i, (e, option) in enumerate(row):
                 self.cost[s, i], self.last[s, i] = self.cost_of(option), e
-                self.saved[s, i], self.forward_peak[s, i] = option.saved_bytes, option.forward_peak_bytes
+                self.saved[s, i], self.forward_peak[s, i] = (
+                    option.saved_bytes,
+                    option.forward_peak_bytes,
+                )
                 self.backward_peak[s, i] = option.backward_peak_bytes + self.left_behind[e]
 
     def ticks(self, time_ms: float) -> float:
@@ -199,7 +205,9 @@ class _Parts:
 
     def __init__(self, num_blocks: int, num_places: int) -> None:
         self.blocks: Floats = np.empty((num_blocks, num_places, _BLOCK), np.float64)
-        self.ends: Floats = np.empty((num_places, num_blocks), np.float64)  # the last slots of the blocks
+        self.ends: Floats = np.empty(
+            (num_places, num_blocks), np.float64
+        )  # the last slots of the blocks
 
     def enter(self, places: Ints, times: Floats) -> None:
         """Enter the times of all slots."""
@@ -280,14 +288,19 @@ class Table:
     def _plan_within(self, budget_bytes: int) -> _Plan | None:
         _check_whole("budget_bytes", budget_bytes)
         if budget_bytes > self.max_budget_bytes:
-            raise ValueError(f"budget_bytes is {budget_bytes}; the table goes up to {self.max_budget_bytes}")
+            raise ValueError(
+                f"budget_bytes is {budget_bytes}; the table goes up to {self.max_budget_bytes}"
+            )
         index = bisect_right(self._frontier, budget_bytes, key=lambda plan: plan.peak)
         return self._frontier[index - 1] if index else None
 
     def _find_frontier(self) -> list[_Plan]:
         """Return the plans of the whole chain that are faster than every plan of a smaller peak."""
         n = self._terms.num_stages
-        plans = [self._smallest(0, n - 1), *(self._entry(0, n - 1, slot) for slot in range(self._width))]
+        plans = [
+            self._smallest(0, n - 1),
+            *(self._entry(0, n - 1, slot) for slot in range(self._width)),
+        ]
         frontier: list[_Plan] = []
         for plan in plans:
             if plan.peak <= self.max_budget_bytes and plan.time < (
@@ -311,7 +324,9 @@ class Table:
         before = _Parts(self._num_blocks, n * (n + 1) // 2)
         beside = _Parts(self._num_blocks, n * (n + 1) // 2)
         unlimited: Floats = np.zeros(len(self._time), np.float64)  # the least time without a budget
-        fastest_from: Ints = np.zeros(len(self._time), np.int64)  # the first slot with a plan that takes that
+        fastest_from: Ints = np.zeros(
+            len(self._time), np.int64
+        )  # the first slot with a plan that takes that
         for more in range(n):  # stages after the first
             for s in _chunks(n - more, self._terms.cost.shape[1] * self._width):
                 self._keep(s, s + more, self._rows(s, more), unlimited, fastest_from)
@@ -322,7 +337,9 @@ class Table:
                     self._redo(s, s + more, rows, unlimited, before, beside, slots)
                 self._carry_on(rows, slots)
                 charge, all_slots = self._terms.input[s], slice(0, self._width)
-                charged = self._charged(self._row(s, s + more), charge, charge // self.unit_bytes, all_slots)
+                charged = self._charged(
+                    self._row(s, s + more), charge, charge // self.unit_bytes, all_slots
+                )
                 beside.enter(_place_beside(s, s + more), charged)
                 rerun = self._terms.rerun[s, s + more]
                 before.enter(self._place_before(s, s + more), self._time[rows] + rerun[:, None])
@@ -351,11 +368,15 @@ class Table:
         cost = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf)
         rest = self._row(np.minimum(terms.last[s], t[:, None]) + 1, t[:, None])
         saved = terms.saved[s]
-        least = np.maximum(terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s])
+        least = np.maximum(
+            terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s]
+        )
         fastest = cost + unlimited[rest]
         unlimited[rows] = fastest.min(axis=1)
         enough = np.maximum(saved + self._peak[rest, -1], least)
-        enough[(fastest > unlimited[rows][:, None]) | (self._time[rest, -1] > unlimited[rest])] = _MUCH
+        enough[(fastest > unlimited[rows][:, None]) | (self._time[rest, -1] > unlimited[rest])] = (
+            _MUCH
+        )
         fastest_from[rows] = self._slot_of(enough.min(axis=1))
         slots = self._useful_slots(rows, fastest_from)
         first = np.maximum(self._slot_of(least), saved // self.unit_bytes)
@@ -365,12 +386,16 @@ class Table:
         time = time.reshape(*cost.shape, width)
         best = np.min(time, axis=1, out=self._time[rows, slots])
         self._time[rows, : slots.start], self._time[rows, slots.stop :] = np.inf, best[:, -1:]
-        option, slot = _divided(np.flatnonzero(time == np.where(best < np.inf, best, -1.0)[:, None]), width)
+        option, slot = _divided(
+            np.flatnonzero(time == np.where(best < np.inf, best, -1.0)[:, None]), width
+        )
         slot += slots.start
         peak = self._charged_peak(rest.ravel()[option], saved.ravel()[option], slot)
         np.maximum(peak, least.ravel()[option], out=peak)
         self._peak[rows] = _MUCH
-        np.minimum.at(self._peak[rows].reshape(-1), option // cost.shape[1] * self._width + slot, peak)
+        np.minimum.at(
+            self._peak[rows].reshape(-1), option // cost.shape[1] * self._width + slot, peak
+        )
 
     def _redo(
         self,
@@ -385,10 +410,16 @@ class Table:
         """Enter the plans of subchains ``s``..``t`` that keep a boundary ``j`` for a redo, where they are better."""
         terms = self._terms
         blocks = slice(slots.start // _BLOCK, slots.stop // _BLOCK)
-        num_blocks, last_slots = blocks.stop - blocks.start, self._slots[_BLOCK - 1 :: _BLOCK][blocks]
+        num_blocks, last_slots = (
+            blocks.stop - blocks.start,
+            self._slots[_BLOCK - 1 :: _BLOCK][blocks],
+        )
         j = s[:, None] + np.arange(1, t[0] - s[0] + 1)
         left, right = self._row(s[:, None], j - 1), self._row(j, t[:, None])
-        place_before, place_beside = self._place_before(s[:, None], j - 1), _place_beside(j, t[:, None])
+        place_before, place_beside = (
+            self._place_before(s[:, None], j - 1),
+            _place_beside(j, t[:, None]),
+        )
         forward_peak = terms.rerun_peak[s[:, None], j - 1] + terms.at_rest[t][:, None]
         first = self._slot_of(forward_peak)
         # A redo is at its fastest at a block's end: it wins nowhere in the block unless it is there as fast as
@@ -408,11 +439,18 @@ class Table:
         block += blocks.start
         pair = subchain * j.shape[1] + column
         begin = block * _BLOCK
-        left, right, j, first = left.ravel()[pair], right.ravel()[pair], j.ravel()[pair], first.ravel()[pair]
+        left, right, j, first = (
+            left.ravel()[pair],
+            right.ravel()[pair],
+            j.ravel()[pair],
+            first.ravel()[pair],
+        )
         redo = before.of_block(block, place_before.ravel()[pair])
         redo += beside.of_block(block, place_beside.ravel()[pair])
         late = np.flatnonzero(first > begin)
-        redo[late] = np.where(self._slots[:_BLOCK] < (first - begin)[late, None], np.inf, redo[late])
+        redo[late] = np.where(
+            self._slots[:_BLOCK] < (first - begin)[late, None], np.inf, redo[late]
+        )
         changes = np.flatnonzero(np.diff(group, prepend=-1))
         best = np.minimum.reduceat(redo, changes, axis=0)
         # Only where a redo is as fast as the keeps do peaks matter: the least of the tied redos.
@@ -487,18 +525,27 @@ class Table:
             t = s + more
             rest = self._row(np.minimum(terms.last[s], t[:, None]) + 1, t[:, None])
             keep_time = np.where(terms.last[s] <= t[:, None], terms.cost[s], np.inf) + time[rest]
-            keep_peak = np.maximum(terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s])
+            keep_peak = np.maximum(
+                terms.forward_peak[s] + terms.at_rest[t][:, None], terms.backward_peak[s]
+            )
             np.maximum(keep_peak, terms.saved[s] + peak[rest], out=keep_peak)
             keep_peak[keep_time == np.inf] = _MUCH
             j = s[:, None] + np.arange(1, more + 1)
             left, right = self._row(s[:, None], j - 1), self._row(j, t[:, None])
             redo_time = terms.rerun[s[:, None], j - 1] + time[right] + time[left]
             redo_peak = np.maximum(terms.input[j] + peak[right], peak[left])
-            np.maximum(redo_peak, terms.rerun_peak[s[:, None], j - 1] + terms.at_rest[t][:, None], out=redo_peak)
+            np.maximum(
+                redo_peak,
+                terms.rerun_peak[s[:, None], j - 1] + terms.at_rest[t][:, None],
+                out=redo_peak,
+            )
             times, peaks = np.hstack((keep_time, redo_time)), np.hstack((keep_peak, redo_peak))
             least = peaks.min(axis=1)
             rows = self._row(s, t)
-            peak[rows], time[rows] = least, np.where(peaks == least[:, None], times, np.inf).min(axis=1)
+            peak[rows], time[rows] = (
+                least,
+                np.where(peaks == least[:, None], times, np.inf).min(axis=1),
+            )
 
     # --- backtracking ---
 
@@ -534,11 +581,18 @@ class Table:
             right = self._within(j, t, plan.slot, int(terms.input[j]))
             left = self._within(s, j - 1, plan.slot, 0)
             peak = max(
-                int(terms.input[j]) + right.peak, left.peak, int(terms.rerun_peak[s, j - 1] + terms.at_rest[t])
+                int(terms.input[j]) + right.peak,
+                left.peak,
+                int(terms.rerun_peak[s, j - 1] + terms.at_rest[t]),
             )
-            if float(terms.rerun[s, j - 1]) + right.time + left.time == plan.time and peak == plan.peak:
+            if (
+                float(terms.rerun[s, j - 1]) + right.time + left.time == plan.time
+                and peak == plan.peak
+            ):
                 return [*map(ForwardOnly, range(s, j)), (j, t, right), (s, j - 1, left)]
-        raise AssertionError(f"no decision gives the entry of stages {s} to {t} at slot {plan.slot}")
+        raise AssertionError(
+            f"no decision gives the entry of stages {s} to {t} at slot {plan.slot}"
+        )
 
     def _within(self, s: int, t: int, slot: int, charge: int) -> _Plan:
         """Return the plan of a subchain that fits in a slot's budget with ``charge`` bytes held beside it."""

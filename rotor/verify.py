@@ -63,9 +63,13 @@ def replay(chain: Chain, sequence: Sequence) -> Replay:
             time_ms += option.forward_ms
         else:
             option = _option(chain, step)
-            peak_bytes = max(peak_bytes, beside_bytes - option.saved_bytes + option.backward_peak_bytes)
+            peak_bytes = max(
+                peak_bytes, beside_bytes - option.saved_bytes + option.backward_peak_bytes
+            )
             time_ms += option.backward_ms
-            in_hand_bytes = chain.stages[step.first - 1].output_gradient_bytes if step.first > 0 else 0
+            in_hand_bytes = (
+                chain.stages[step.first - 1].output_gradient_bytes if step.first > 0 else 0
+            )
             left_behind_bytes += sum(
                 s.parameter_gradient_bytes for s in chain.stages[step.first : step.last + 1]
             )
@@ -122,7 +126,9 @@ def _lifetimes(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
         raise ValueError(f"the sequence ends before the backward of stage {gradient_at}")
 
     if kept_at:
-        raise ValueError(f"the sequence ends with what {', '.join(map(str, kept_at))} needs still kept")
+        raise ValueError(
+            f"the sequence ends with what {', '.join(map(str, kept_at))} needs still kept"
+        )
 
     for maker, reader in last_reader.items():
         step = sequence.steps[maker]

@@ -65,7 +65,11 @@ def masked_tokens(seed: int) -> Batch:
     words = _words(seed)
     mask = torch.ones_like(words)
     mask[1, -1 - seed % 4 :] = 0
-    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": words,
+        "attention_mask": mask,
+        "labels": words.masked_fill(mask == 0, -100),
+    }
 
 
 def _translated_tokens(seed: int) -> Batch:
@@ -75,12 +79,18 @@ def _translated_tokens(seed: int) -> Batch:
 
 def _images(seed: int, *, pixels: int = 32) -> Batch:
     labels = torch.randint(0, 5, (_ROWS,), generator=_generator(seed))
-    return {"pixel_values": torch.randn(_ROWS, 3, pixels, pixels, generator=_generator(seed)), "labels": labels}
+    return {
+        "pixel_values": torch.randn(_ROWS, 3, pixels, pixels, generator=_generator(seed)),
+        "labels": labels,
+    }
 
 
 def _segmented_images(seed: int) -> Batch:
     labels = torch.randint(0, 5, (_ROWS, 32, 32), generator=_generator(seed))
-    return {"pixel_values": torch.randn(_ROWS, 3, 32, 32, generator=_generator(seed)), "labels": labels}
+    return {
+        "pixel_values": torch.randn(_ROWS, 3, 32, 32, generator=_generator(seed)),
+        "labels": labels,
+    }
 
 
 def _captioned_images(seed: int) -> Batch:
@@ -97,13 +107,20 @@ def _illustrated_tokens(seed: int) -> Batch:
     """A token for each of the image's patches, then text."""
     text = masked_tokens(seed)
     patches = torch.full((_ROWS, _NUM_PATCHES), _IMAGE_TOKEN)
-    ends = {"input_ids": patches, "attention_mask": torch.ones_like(patches), "labels": torch.full_like(patches, -100)}
+    ends = {
+        "input_ids": patches,
+        "attention_mask": torch.ones_like(patches),
+        "labels": torch.full_like(patches, -100),
+    }
     joined = {name: torch.cat([ends[name], text[name]], 1) for name in ends}
     return {**joined, "pixel_values": _images(seed)["pixel_values"]}
 
 
 def _spectra(seed: int) -> Batch:
-    return {"input_features": torch.randn(_ROWS, 8, 32, generator=_generator(seed)), "labels": _words(seed, columns=6)}
+    return {
+        "input_features": torch.randn(_ROWS, 8, 32, generator=_generator(seed)),
+        "labels": _words(seed, columns=6),
+    }
 
 
 def _sounds(seed: int) -> Batch:
@@ -124,8 +141,20 @@ def _model(kind: str, head: str, sizes: dict[str, Any], **more: Any) -> nn.Modul
 
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SIZES = {"vocab_size": _VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-_DECODER = {**_SIZES, **_SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_SIZES = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+_DECODER = {
+    **_SIZES,
+    **_SPECIAL,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 _ENCODER = {**_SIZES, **_SPECIAL, "max_position_embeddings": 64}
 _VISION = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8,
@@ -140,7 +169,12 @@ _T5 = {
     "vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4,
     "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
 }  # fmt: skip
-_STAGES = {"hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 5, "problem_type": "single_label_classification"}
+_STAGES = {
+    "hidden_sizes": [16, 32],
+    "depths": [1, 2],
+    "num_labels": 5,
+    "problem_type": "single_label_classification",
+}
 _SOUND = {
     **_ENCODER, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 4], "num_feat_extract_layers": 2, "num_labels": 5,
     "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16,
@@ -157,7 +191,9 @@ def _encoder(kind: str, **more: Any) -> Architecture:
 
 
 def _translator(kind: str, sizes: dict[str, Any], **more: Any) -> Architecture:
-    return Architecture(partial(_model, kind, "ForConditionalGeneration", sizes, **more), _translated_tokens)
+    return Architecture(
+        partial(_model, kind, "ForConditionalGeneration", sizes, **more), _translated_tokens
+    )
 
 
 def _classifier(kind: str, sizes: dict[str, Any] = _VISION, **more: Any) -> Architecture:
@@ -169,24 +205,43 @@ def _small(*names: str) -> dict[str, Any]:
     return {name: (_DECODER | _VISION)[name] for name in names}
 
 
-_TOWER = {**_small("hidden_size", "num_attention_heads", "intermediate_size"), "num_hidden_layers": 1}
+_TOWER = {
+    **_small("hidden_size", "num_attention_heads", "intermediate_size"),
+    "num_hidden_layers": 1,
+}
 _TEXT_TOWER = {**_TOWER, **_SPECIAL, **_small("vocab_size", "max_position_embeddings")}
 _VISION_TOWER = {**_TOWER, **_small("image_size", "patch_size")}
 
 
 def _two_towers(kind: str) -> nn.Module:
-    return _model(kind, "Model", {"text_config": dict(_TEXT_TOWER), "vision_config": dict(_VISION_TOWER), "projection_dim": 16})
+    return _model(
+        kind,
+        "Model",
+        {
+            "text_config": dict(_TEXT_TOWER),
+            "vision_config": dict(_VISION_TOWER),
+            "projection_dim": 16,
+        },
+    )
 
 
 def _gemma3() -> nn.Module:
     """One layer that attends to a window of tokens, one that attends to all."""
-    sizes = {**_DECODER, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes = {
+        **_DECODER,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))
 
 
 def _blip() -> nn.Module:
     text = {**_TEXT_TOWER, "encoder_hidden_size": 32, "sep_token_id": 2}
-    return _model("Blip", "ForConditionalGeneration", {"text_config": text, "vision_config": dict(_VISION_TOWER), "projection_dim": 16})
+    return _model(
+        "Blip",
+        "ForConditionalGeneration",
+        {"text_config": text, "vision_config": dict(_VISION_TOWER), "projection_dim": 16},
+    )
 
 
 def _llava() -> nn.Module:

@@ -20,20 +20,29 @@ class _Builder:
         self.value_bytes.append(int(units * 1_048_576))
         return len(self.value_bytes) - 1
 
-    def op(self, time_ms: float, inputs: list[int], *units: float, recomputable: bool = True) -> list[int]:
+    def op(
+        self, time_ms: float, inputs: list[int], *units: float, recomputable: bool = True
+    ) -> list[int]:
         """An op and its outputs, of so many units each."""
         if self.rng is not None:
             time_ms *= self.rng.uniform(0.8, 1.2)
         outputs = [self.given(size) for size in units]
         self.ops.append(
-            Op(time_ms=time_ms, inputs=tuple(inputs), outputs=tuple(outputs), recomputable=recomputable)
+            Op(
+                time_ms=time_ms,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                recomputable=recomputable,
+            )
         )
         return outputs
 
     def knapsack(self) -> Knapsack:
         """The problem so far."""
         return Knapsack(
-            ops=tuple(self.ops), value_bytes=tuple(self.value_bytes), required=frozenset(self.required)
+            ops=tuple(self.ops),
+            value_bytes=tuple(self.value_bytes),
+            required=frozenset(self.required),
         )
 
     def layer(self, x: int) -> int:
@@ -98,10 +107,19 @@ def random_graph(
     for _ in range(num_ops):
         inputs = rng.sample(range(len(sizes)), min(len(sizes), rng.randint(1, 4 if dense else 2)))
         outputs = tuple(range(len(sizes), len(sizes) + rng.choice((1, 1, 1, 2, 3))))
-        sizes += [rng.choice((0, 1, 1, 2, 4, 8)) if coarse else rng.randint(1, 10**9) for _ in outputs]
-        time_ms = rng.choice((0, 0, 1, 2, 3, 7, 20)) * time_unit if coarse else rng.uniform(0.01, 5.0)
+        sizes += [
+            rng.choice((0, 1, 1, 2, 4, 8)) if coarse else rng.randint(1, 10**9) for _ in outputs
+        ]
+        time_ms = (
+            rng.choice((0, 0, 1, 2, 3, 7, 20)) * time_unit if coarse else rng.uniform(0.01, 5.0)
+        )
         ops.append(
-            Op(time_ms=time_ms, inputs=tuple(inputs), outputs=outputs, recomputable=rng.random() > 0.1)
+            Op(
+                time_ms=time_ms,
+                inputs=tuple(inputs),
+                outputs=outputs,
+                recomputable=rng.random() > 0.1,
+            )
         )
     made = range(2, len(sizes))
     return Knapsack(

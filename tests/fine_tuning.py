@@ -16,7 +16,15 @@ VOCABULARY, LENGTH, BATCH = 64, 12, 4
 def gpt2(**changes: Any) -> nn.Module:
     """Two layers, dropout on, tied output embedding; the same weights at each call."""
     torch.manual_seed(0)
-    options = {"vocab_size": VOCABULARY, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32, "bos_token_id": 0, "eos_token_id": 0}
+    options = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**options, **changes}))
     model.loss_type = "ForCausalLM"
     return model.train()
@@ -49,7 +57,9 @@ class Sentences(torch.utils.data.Dataset):
 
 
 def batch(seed: int = 1) -> dict[str, Tensor]:
-    words = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
     return {"input_ids": words, "labels": words.clone()}
 
 
@@ -59,15 +69,28 @@ class Record(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **others: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **others: Any,
+    ) -> None:
         kept = {"loss", "grad_norm", "eval_loss", "learning_rate", "epoch"}
         self.logs.append({name: value for name, value in (logs or {}).items() if name in kept})
 
 
-def trainer(model: nn.Module, folder: Path, **arguments: Any) -> tuple[transformers.Trainer, Record]:
+def trainer(
+    model: nn.Module, folder: Path, **arguments: Any
+) -> tuple[transformers.Trainer, Record]:
     """A trainer on the CPU that logs every step."""
     record = Record()
-    extra = {name: arguments.pop(name) for name in ("train_dataset", "compute_loss_func") if name in arguments}
+    extra = {
+        name: arguments.pop(name)
+        for name in ("train_dataset", "compute_loss_func")
+        if name in arguments
+    }
     settings = {
         "output_dir": str(folder), "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "num_train_epochs": 1,
         "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
@@ -79,7 +102,10 @@ def trainer(model: nn.Module, folder: Path, **arguments: Any) -> tuple[transform
 
 
 def trained(
-    build: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module], folder: Path, **arguments: Any
+    build: Callable[[], nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
+    folder: Path,
+    **arguments: Any,
 ) -> tuple[Any, nn.Module]:
     """Logs of a run, and the plain model after it."""
     model = build()

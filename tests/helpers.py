@@ -78,7 +78,9 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for inner in value for tensor in tensors_of(inner)]
     if dataclasses.is_dataclass(value):
-        return [t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))]
+        return [
+            t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))
+        ]
     return []
 
 
@@ -91,11 +93,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[str]:
     """Names that only one side has, or whose values are not the same bit for bit."""
     both = ours.keys() & reference.keys()
-    return sorted((ours.keys() ^ reference.keys()) | {name for name in both if not same_bits(ours[name], reference[name])})
+    return sorted(
+        (ours.keys() ^ reference.keys())
+        | {name for name in both if not same_bits(ours[name], reference[name])}
+    )
 
 
 def same_bits(ours: Tensor, reference: Tensor) -> bool:
-    return ours.shape == reference.shape and ours.dtype == reference.dtype and torch.equal(ours, reference)
+    return (
+        ours.shape == reference.shape
+        and ours.dtype == reference.dtype
+        and torch.equal(ours, reference)
+    )
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -151,15 +160,21 @@ def workload_loss(workload: Workload) -> Loss:
 
 def assert_same(ours: Step, reference: Step) -> None:
     """Every figure bit for bit."""
-    assert same_bits(ours.loss, reference.loss), f"loss {ours.loss.item()!r} is not {reference.loss.item()!r}"
+    assert same_bits(ours.loss, reference.loss), (
+        f"loss {ours.loss.item()!r} is not {reference.loss.item()!r}"
+    )
     assert len(ours.outputs) == len(reference.outputs)
-    assert all(same_bits(a, b) for a, b in zip(ours.outputs, reference.outputs, strict=True)), "outputs differ"
+    assert all(same_bits(a, b) for a, b in zip(ours.outputs, reference.outputs, strict=True)), (
+        "outputs differ"
+    )
     assert not differing(ours.gradients, reference.gradients), "gradients differ"
     assert not differing(ours.buffers, reference.buffers), "buffers differ"
     assert torch.equal(ours.random_state, reference.random_state), "the generator is elsewhere"
 
 
-def check_against_eager(model: nn.Module, sample: Any, loss_of: Loss, *, num_steps: int = 3, **options: Any) -> None:
+def check_against_eager(
+    model: nn.Module, sample: Any, loss_of: Loss, *, num_steps: int = 3, **options: Any
+) -> None:
     """Trains a copy of `model` plainly and others planned for each regime, and compares every step bit for bit."""
     reference_model = copy.deepcopy(model)
     reference = train(reference_model, reference_model, loss_of, num_steps)
@@ -191,7 +206,9 @@ def left_allocated(function: Callable[[], Any]) -> int:
     gc.collect()
     gc.disable()
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
             function()
     finally:
         gc.enable()

@@ -14,10 +14,23 @@ from torch.nn import functional
 from bench import models as bench_models
 from bench.models import TARGET, Batch, Workload
 
-TINY = ("gpt2", "llama", "qwen3", "bert-base", "vit-base", "t5-small", "hf-resnet", "resnet50", "mlp", "encoder")
+TINY = (
+    "gpt2",
+    "llama",
+    "qwen3",
+    "bert-base",
+    "vit-base",
+    "t5-small",
+    "hf-resnet",
+    "resnet50",
+    "mlp",
+    "encoder",
+)
 """Every architecture that must work, by its name in the benchmark."""
 
-HAS_OWN_LOSS = frozenset({"gpt2", "llama", "qwen3", "bert-base", "vit-base", "t5-small", "hf-resnet"})
+HAS_OWN_LOSS = frozenset(
+    {"gpt2", "llama", "qwen3", "bert-base", "vit-base", "t5-small", "hf-resnet"}
+)
 HAS_DROPOUT = frozenset({"gpt2", "bert-base", "t5-small", "encoder"})
 SUMS_IN_ANOTHER_ORDER = frozenset({"t5-small"})
 """Where one weight has three uses, so that the order in which its gradients are added shows in the last bit."""
@@ -44,7 +57,15 @@ def _words(seed: int, *, shape: tuple[int, int]) -> Batch:
 
 def _gpt2() -> Workload:
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0, pad_token_id=0, use_cache=False
+        n_layer=3,
+        n_embd=64,
+        n_head=4,
+        vocab_size=512,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
     )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
@@ -56,7 +77,11 @@ def _llama() -> Workload:
         num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, intermediate_size=160,
         vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
     )  # fmt: skip
-    return replace(tiny("llama"), model=transformers.LlamaForCausalLM(config).train(), make_batch=partial(_words, shape=(4, 64)))
+    return replace(
+        tiny("llama"),
+        model=transformers.LlamaForCausalLM(config).train(),
+        make_batch=partial(_words, shape=(4, 64)),
+    )
 
 
 def _qwen3() -> Workload:
@@ -64,14 +89,27 @@ def _qwen3() -> Workload:
         num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=160,
         vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
     )  # fmt: skip
-    return replace(tiny("qwen3"), model=transformers.Qwen3ForCausalLM(config).train(), make_batch=partial(_words, shape=(4, 64)))
+    return replace(
+        tiny("qwen3"),
+        model=transformers.Qwen3ForCausalLM(config).train(),
+        make_batch=partial(_words, shape=(4, 64)),
+    )
 
 
 def _bert() -> Workload:
     config = transformers.BertConfig(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=256, vocab_size=512, pad_token_id=0
+        num_hidden_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=256,
+        vocab_size=512,
+        pad_token_id=0,
     )
-    return replace(tiny("bert-base"), model=transformers.BertForMaskedLM(config).train(), make_batch=partial(_words, shape=(4, 64)))
+    return replace(
+        tiny("bert-base"),
+        model=transformers.BertForMaskedLM(config).train(),
+        make_batch=partial(_words, shape=(4, 64)),
+    )
 
 
 def _t5() -> Workload:
@@ -80,7 +118,9 @@ def _t5() -> Workload:
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, use_cache=False,
     )  # fmt: skip
     return replace(
-        tiny("t5-small"), model=transformers.T5ForConditionalGeneration(config).train(), make_batch=partial(_words, shape=(4, 64))
+        tiny("t5-small"),
+        model=transformers.T5ForConditionalGeneration(config).train(),
+        make_batch=partial(_words, shape=(4, 64)),
     )
 
 
@@ -98,7 +138,11 @@ def _vit() -> Workload:
         problem_type="single_label_classification",
     )  # fmt: skip
     pictures = partial(_pictures, batch=4, pixels=64, names=("pixel_values", "labels"))
-    return replace(tiny("vit-base"), model=transformers.ViTForImageClassification(config).train(), make_batch=pictures)
+    return replace(
+        tiny("vit-base"),
+        model=transformers.ViTForImageClassification(config).train(),
+        make_batch=pictures,
+    )
 
 
 def _hf_resnet() -> Workload:
@@ -107,22 +151,35 @@ def _hf_resnet() -> Workload:
 
 
 def _resnet() -> Workload:
-    return replace(tiny("resnet50"), make_batch=partial(_pictures, batch=4, pixels=96, names=("x", TARGET)))
+    return replace(
+        tiny("resnet50"), make_batch=partial(_pictures, batch=4, pixels=96, names=("x", TARGET))
+    )
 
 
 def _vectors(seed: int, *, shape: tuple[int, ...], name: str) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator), TARGET: torch.randn(shape, generator=generator)}
+    return {
+        name: torch.randn(shape, generator=generator),
+        TARGET: torch.randn(shape, generator=generator),
+    }
 
 
 def _mlp() -> Workload:
-    return replace(tiny("mlp"), model=bench_models.MLP(8, 64).train(), make_batch=partial(_vectors, shape=(1024, 64), name="x"))
+    return replace(
+        tiny("mlp"),
+        model=bench_models.MLP(8, 64).train(),
+        make_batch=partial(_vectors, shape=(1024, 64), name="x"),
+    )
 
 
 def _encoder() -> Workload:
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return replace(tiny("encoder"), model=model.train(), make_batch=partial(_vectors, shape=(4, 64, 64), name="src"))
+    return replace(
+        tiny("encoder"),
+        model=model.train(),
+        make_batch=partial(_vectors, shape=(4, 64, 64), name="src"),
+    )
 
 
 _MEDIUM: dict[str, Callable[[], Workload]] = {
@@ -140,7 +197,12 @@ class Stack(nn.Module):
     def __init__(self, num_layers: int = 4, width: int = 16, dropout: float = 0.1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(4 * width, width),
+            )
             for _ in range(num_layers)
         )
 
@@ -164,7 +226,10 @@ class TiedLanguageModel(nn.Module):
         logits = self.head(self.body(self.embedding(words)))
         if labels is None:
             return {"logits": logits}
-        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "logits": logits,
+        }
 
 
 class Adapted(nn.Module):

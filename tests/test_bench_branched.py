@@ -29,17 +29,41 @@ def measured(method: str, owner: str, peak_bytes: int, ratio: float, **plan: Any
         "resident_bytes": None, "prepare_s": 0.0, "same_as": None, "gradients": {"largest_relative": 0.0},
     }  # fmt: skip
     time = {"kind": "time", "method": method, "round": 0, "ms": 10 * ratio, "eager_ms": 10.0}
-    return [own, time, *([{"kind": "plan", "method": method, "plan_s": 1.0, "predicted_ms": 10.0, **plan}] if plan else [])]
+    return [
+        own,
+        time,
+        *(
+            [{"kind": "plan", "method": method, "plan_s": 1.0, "predicted_ms": 10.0, **plan}]
+            if plan
+            else []
+        ),
+    ]
 
 
 def result(*points: list[Any]) -> ModelResult:
     run = {"kind": "run", "options": {"rounds": 1, "tiny": False}, **MACHINE}
-    return ModelResult("unet", [{"model": "unet", **record} for record in [run, PLANNER, *(r for own in points for r in own)]])
+    return ModelResult(
+        "unet",
+        [
+            {"model": "unet", **record}
+            for record in [run, PLANNER, *(r for own in points for r in own)]
+        ],
+    )
 
 
 def test_page_tells_hits_from_misses() -> None:
-    half = {"budget_bytes": 500, "predicted_peak_bytes": 480, "predicted_ratio": 1.06, "optimality_gap": 0.031}
-    least = {"budget_bytes": 300, "predicted_peak_bytes": 290, "predicted_ratio": 1.4, "optimality_gap": 0.3}
+    half = {
+        "budget_bytes": 500,
+        "predicted_peak_bytes": 480,
+        "predicted_ratio": 1.06,
+        "optimality_gap": 0.031,
+    }
+    least = {
+        "budget_bytes": 300,
+        "predicted_peak_bytes": 290,
+        "predicted_ratio": 1.4,
+        "optimality_gap": 0.3,
+    }
     text = "\n".join(branched.page([result(
         measured("eager", "peer", 1000, 1.0),
         measured("checkpoint", "peer", 400, 1.3),
@@ -52,18 +76,34 @@ def test_page_tells_hits_from_misses() -> None:
     assert "| half of the peak is feasible | all | 1 of 1 | | hit |" in text
     assert "| measured time there, of eager's: largest | <= 1.10 | 1.100 | unet | hit |" in text
     assert "| measured time there, of eager's: U-Net | <= 1.05 | 1.100 | unet | **miss** |" in text
-    assert "| predicted time there, of nothing recomputed: largest | <= 1.10 | 1.060 | unet | hit |" in text
-    assert "nothing recomputed: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |" in text
-    assert "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss** |" in text  # the minimum is below
+    assert (
+        "| predicted time there, of nothing recomputed: largest | <= 1.10 | 1.060 | unet | hit |"
+        in text
+    )
+    assert (
+        "nothing recomputed: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |"
+        in text
+    )
+    assert (
+        "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss** |"
+        in text
+    )  # the minimum is below
     assert f"natural modules: largest | <= 0.80 | {290 / 380:.3f} | unet | hit |" in text
-    assert "| ops that a 0/1 program gets at once: most | <= 40.00 | 41.000 | unet | **miss** |" in text
+    assert (
+        "| ops that a 0/1 program gets at once: most | <= 40.00 | 41.000 | unet | **miss** |"
+        in text
+    )
     assert "| planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit |" in text
     assert "| unet | 0.35 | infeasible: the least peak is 0.00029 MB |" in text
 
 
 def test_programs_are_recorded_where_the_sweep_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = tuple(checkmate.Op(time_ms=1.0 + n, inputs=(n - 1,) if n else (), outputs=(n,)) for n in range(6))
-    problem = checkmate.Knapsack(ops=ops, value_bytes=(7, 11, 13, 17, 19, 23), required=frozenset({1, 3, 5}))
+    ops = tuple(
+        checkmate.Op(time_ms=1.0 + n, inputs=(n - 1,) if n else (), outputs=(n,)) for n in range(6)
+    )
+    problem = checkmate.Knapsack(
+        ops=ops, value_bytes=(7, 11, 13, 17, 19, 23), required=frozenset({1, 3, 5})
+    )
     with recorded_programs() as programs:
         swept = checkmate.pareto(problem)
     assert programs == []
@@ -71,14 +111,18 @@ def test_programs_are_recorded_where_the_sweep_is_too_wide(monkeypatch: pytest.M
     with recorded_programs() as programs:
         solved = checkmate.pareto(problem)
     assert set(programs) == {6}
-    assert [(s.saved_bytes, s.time_ms) for s in solved] == [(s.saved_bytes, s.time_ms) for s in swept]
+    assert [(s.saved_bytes, s.time_ms) for s in solved] == [
+        (s.saved_bytes, s.time_ms) for s in swept
+    ]
 
 
 def test_every_model_that_is_no_chain_is_in_the_table_and_most_have_natural_modules() -> None:
     assert set(models.BRANCHED) <= models.REGISTRY.keys()
     workload = models.build("hrnet", tiny=True)
     assert workload.stages is not None
-    assert [len(found) for found in (workload.layers(workload.model), workload.stages(workload.model))] == [4, 2]
+    assert [
+        len(found) for found in (workload.layers(workload.model), workload.stages(workload.model))
+    ] == [4, 2]
     inside = workload.with_loss_inside()
     assert inside.stages is not None
     assert len(inside.stages(inside.model)) == 2
@@ -88,14 +132,19 @@ def test_patterns_match_whole_paths_and_a_wrong_one_is_told() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
     assert modules_at(model, ("*",)) == [model[0], model[1]]
     assert modules_at(model, ("0.*",)) == list(model[0])
-    with pytest.raises(ValueError, match=r"no submodule of Sequential has a path like 'layers\.\*'"):
+    with pytest.raises(
+        ValueError, match=r"no submodule of Sequential has a path like 'layers\.\*'"
+    ):
         modules_at(model, ("layers.*",))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [(["--tiny"], "--output"), (["--rounds", "0"], "at least 1"), (["--model", "gpt2"], "unet")]
+    ("arguments", "text"),
+    [(["--tiny"], "--output"), (["--rounds", "0"], "at least 1"), (["--model", "gpt2"], "unet")],
 )
-def test_the_command_refuses_what_it_cannot_do(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         branched.main(arguments)
     assert text in capsys.readouterr().err

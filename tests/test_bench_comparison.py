@@ -33,10 +33,23 @@ def point(
         "peak_bytes": peak_bytes, "resident_bytes": None, "prepare_s": 0.0, "same_as": None, "gradients": {"largest_relative": difference},
     }  # fmt: skip
     times = [
-        {"kind": "time", "model": "m", "method": method, "round": index, "ms": 10 * ratio, "eager_ms": 10.0}
+        {
+            "kind": "time",
+            "model": "m",
+            "method": method,
+            "round": index,
+            "ms": 10 * ratio,
+            "eager_ms": 10.0,
+        }
         for index, ratio in enumerate(ratios)
     ]
-    plan = {"kind": "plan", "model": "m", "method": method, "budget_bytes": budget, "predicted_ratio": predicted}
+    plan = {
+        "kind": "plan",
+        "model": "m",
+        "method": method,
+        "budget_bytes": budget,
+        "predicted_ratio": predicted,
+    }
     return [own, *times, *([plan] if budget is not None else [])]
 
 
@@ -65,16 +78,36 @@ def test_ours_is_the_fastest_by_promise_of_those_that_are_no_larger() -> None:
     assert result.checkpoint is found["checkpoint"]
 
 
-@pytest.mark.parametrize(("ratios", "peak_bytes", "is_dominated"), [([1.019], 400, True), ([1.021], 400, False), ([1.0], 401, False)])
-def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(ratios: list[float], peak_bytes: int, is_dominated: bool) -> None:
-    result = ModelResult("m", records(point("checkpoint", 400, [1.0]), point("rockmate: x", peak_bytes, ratios, budget=401, predicted=1.0)))
+@pytest.mark.parametrize(
+    ("ratios", "peak_bytes", "is_dominated"),
+    [([1.019], 400, True), ([1.021], 400, False), ([1.0], 401, False)],
+)
+def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(
+    ratios: list[float], peak_bytes: int, is_dominated: bool
+) -> None:
+    result = ModelResult(
+        "m",
+        records(
+            point("checkpoint", 400, [1.0]),
+            point("rockmate: x", peak_bytes, ratios, budget=401, predicted=1.0),
+        ),
+    )
     assert [match.is_dominated for match in result.matches] == [is_dominated]
 
 
 def test_the_ratio_is_the_median_of_rounds_each_over_its_own_eager() -> None:
     found = records(EAGER, point("selective", 500, []))
     for index, (ms, eager_ms) in enumerate([(10.0, 5.0), (30.0, 20.0), (11.0, 10.0)]):
-        found.append({"kind": "time", "model": "m", "method": "selective", "round": index, "ms": ms, "eager_ms": eager_ms})
+        found.append(
+            {
+                "kind": "time",
+                "model": "m",
+                "method": "selective",
+                "round": index,
+                "ms": ms,
+                "eager_ms": eager_ms,
+            }
+        )
     own = ModelResult("m", found).peers[1]
     assert (own.ratio, own.ms, own.spread) == (1.5, 11.0, pytest.approx(0.9))
 
@@ -100,7 +133,15 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
         point("rockmate: 1.0", 900, [1.0, 1.0], budget=900, predicted=10.0),
         point("rockmate: 0.4", 410, [1.1, 1.1], budget=400, predicted=11.0),
     )
-    lines.append({"kind": "failed", "model": "m", "method": "sqrt(n) segments", "owner": "peer", "error": "ValueError: none"})
+    lines.append(
+        {
+            "kind": "failed",
+            "model": "m",
+            "method": "sqrt(n) segments",
+            "owner": "peer",
+            "error": "ValueError: none",
+        }
+    )
     lines.append({**point("min-cut: 0.4 dp", 450, [])[0], "same_as": "min-cut: 0.5 dp"})
     text = "\n".join(page(lines))
     assert "no more time beyond 2 % | all | 1 of 3 | | **miss**" in text
@@ -117,7 +158,9 @@ def test_peers_with_nearly_the_same_peak_share_the_plan_for_the_smallest() -> No
     assert comparison_plans.peaks_to_meet([2000, 1000, 1009, 1011, 1010]) == [1000, 1011, 2000]
 
 
-def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(tmp_path: Path) -> None:
+def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"model": "a", "kind": "run"}\n{"model": "a", "ki')
     assert comparison.read(path) == [{"model": "a", "kind": "run"}]
@@ -128,13 +171,23 @@ def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(t
         comparison.read(path)
 
 
-def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     waiting: list[bool] = []
-    monkeypatch.setattr(comparison, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0)
+    monkeypatch.setattr(
+        comparison, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0
+    )
     lines = tmp_path / "peers.jsonl"
-    options = compare._parse(["--model", "mlp", "--tiny", "--quick", "--output", str(tmp_path / "peers")])
-    for text in ("", json.dumps({"kind": "run", "model": "gpt2"}) + "\n", json.dumps({"kind": "run", "model": "mlp"}) + "\n"):
+    options = compare._parse(
+        ["--model", "mlp", "--tiny", "--quick", "--output", str(tmp_path / "peers")]
+    )
+    for text in (
+        "",
+        json.dumps({"kind": "run", "model": "gpt2"}) + "\n",
+        json.dumps({"kind": "run", "model": "mlp"}) + "\n",
+    ):
         plans = tmp_path / "peers_plans" / "mlp_tiny"
         plans.mkdir(parents=True, exist_ok=True)
         (plans / "plans.jsonl").touch()
@@ -149,7 +202,16 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     stem = tmp_path / "peers"
-    command = ["--model", "mlp", "--tiny", "--quick", "--method", "checkpoint", "--output", str(stem)]
+    command = [
+        "--model",
+        "mlp",
+        "--tiny",
+        "--quick",
+        "--method",
+        "checkpoint",
+        "--output",
+        str(stem),
+    ]
     assert compare.main(command) == 0
     page_text = capsys.readouterr().out
     assert Path(f"{stem}.md").read_text() == page_text
@@ -157,17 +219,30 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
     lines = Path(f"{stem}.jsonl")
     found = [json.loads(line) for line in lines.read_text().splitlines()]
     points = {record["method"]: record for record in found if record["kind"] == "point"}
-    at_checkpoint = next(record for name, record in points.items() if name.startswith("rockmate: at"))
+    at_checkpoint = next(
+        record for name, record in points.items() if name.startswith("rockmate: at")
+    )
     assert points["checkpoint"]["peak_bytes"] < points["eager"]["peak_bytes"]
     assert at_checkpoint["peak_bytes"] <= points["eager"]["peak_bytes"]
-    assert all(record["gradients"]["equal"] and record["resident_bytes"] > 0 for record in points.values())
+    assert all(
+        record["gradients"]["equal"] and record["resident_bytes"] > 0 for record in points.values()
+    )
     assert {record["method"] for record in found if record["kind"] == "time"} == points.keys()
 
     (name,) = (name for name in points if name.startswith("rockmate: at"))
     alone = tmp_path / "alone"
-    assert compare.main(["--model", "mlp", "--tiny", "--quick", "--method", name, "--output", str(alone)]) == 0
+    assert (
+        compare.main(
+            ["--model", "mlp", "--tiny", "--quick", "--method", name, "--output", str(alone)]
+        )
+        == 0
+    )
     again = [json.loads(line) for line in Path(f"{alone}.jsonl").read_text().splitlines()]
-    budgets = {record["budget_bytes"] for record in (*found, *again) if record["kind"] == "plan" and record["method"] == name}
+    budgets = {
+        record["budget_bytes"]
+        for record in (*found, *again)
+        if record["kind"] == "plan" and record["method"] == name
+    }
     assert budgets == {points["checkpoint"]["peak_bytes"]}
     assert name in {record["method"] for record in again if record["kind"] == "point"}
     capsys.readouterr()
@@ -182,8 +257,26 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 def test_a_plan_in_chunks_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     method = "rockmate: at 0.131 MB"  # below the smallest peak of this model without chunks
-    assert compare.main(["--model", "gpt2-12", "--tiny", "--quick", "--method", method, "--output", str(tmp_path / "chunks")]) == 0
-    peaks = {record["method"]: record["peak_bytes"] for record in comparison.read(tmp_path / "chunks.jsonl") if record["kind"] == "point"}
+    assert (
+        compare.main(
+            [
+                "--model",
+                "gpt2-12",
+                "--tiny",
+                "--quick",
+                "--method",
+                method,
+                "--output",
+                str(tmp_path / "chunks"),
+            ]
+        )
+        == 0
+    )
+    peaks = {
+        record["method"]: record["peak_bytes"]
+        for record in comparison.read(tmp_path / "chunks.jsonl")
+        if record["kind"] == "point"
+    }
     assert 0 < peaks[method] <= 131_000 < peaks["eager"]
 
 
@@ -198,7 +291,9 @@ def test_a_plan_in_chunks_is_measured(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--method", "min-cut: 0.2 dp", "--quick", "--output", "x"], "checkpoint: every 2"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_do(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         compare.main(arguments)
     assert text in capsys.readouterr().err

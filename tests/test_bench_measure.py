@@ -54,7 +54,9 @@ def test_allocator_peak_is_exact_where_the_allocations_are_known() -> None:
 
 def test_allocator_peak_counts_only_what_the_step_adds() -> None:
     older = torch.ones(5000)
-    assert measure.allocator_peak(lambda: older.add_(1.0)) <= 16  # the scalar, as tensors of 8 and 4 bytes
+    assert (
+        measure.allocator_peak(lambda: older.add_(1.0)) <= 16
+    )  # the scalar, as tensors of 8 and 4 bytes
     assert measure.allocator_peak(lambda: older.clone()) == 20000
 
 
@@ -100,7 +102,9 @@ def test_time_in_turn_alternates_and_restores_the_threads() -> None:
     calls: list[str] = []
     threads = torch.get_num_threads()
     times = measure.time_in_turn(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, before=lambda: calls.append("-")
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        2,
+        before=lambda: calls.append("-"),
     )
     assert "".join(calls) == "-a-b" * 3  # the first round is not counted
     assert times["a"].ratio == 1.0
@@ -124,7 +128,9 @@ def test_time_in_turn_refuses_no_rounds() -> None:
 )
 def test_tensor_difference(ours: dict[str, list[float]], equal: bool, largest: float) -> None:
     reference = {"w": torch.tensor([1.0, 4.0])}
-    found = measure.tensor_difference({name: torch.tensor(value) for name, value in ours.items()}, reference)
+    found = measure.tensor_difference(
+        {name: torch.tensor(value) for name, value in ours.items()}, reference
+    )
     assert (found.equal, found.largest_relative) == (equal, largest)
 
 

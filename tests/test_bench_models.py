@@ -44,7 +44,9 @@ def test_batches_repeat_by_seed_and_keep_their_shapes(name: str) -> None:
     first, again, other = workload.make_batch(1), workload.make_batch(1), workload.make_batch(2)
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
-    assert {key: value.shape for key, value in first.items()} == {k: v.shape for k, v in other.items()}
+    assert {key: value.shape for key, value in first.items()} == {
+        k: v.shape for k, v in other.items()
+    }
     workload.model(**workload.sample)
 
 
@@ -53,7 +55,8 @@ def test_building_repeats_itself_and_leaves_the_random_state_alone() -> None:
     one, other = models.build("gpt2", tiny=True), models.build("gpt2", tiny=True)
     assert torch.equal(before, torch.get_rng_state())
     assert all(
-        torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
     )
 
 

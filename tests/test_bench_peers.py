@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import measure, models, peers
 
 # Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "default:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 QUICK = peers.peers_for("cpu", quick=True)
 ON_CPU = [name for name, peer in QUICK.items() if peer is not None]
@@ -50,7 +52,10 @@ def counted(layers: list[nn.Module]) -> Iterator[Counter[int]]:
     """How often the linear map of each layer runs."""
     counts: Counter[int] = Counter()
     hooks = [
-        layer.get_submodule("0").register_forward_hook(lambda *_, index=index: counts.update([index])) for index, layer in enumerate(layers)
+        layer.get_submodule("0").register_forward_hook(
+            lambda *_, index=index: counts.update([index])
+        )
+        for index, layer in enumerate(layers)
     ]
     try:
         yield counts
@@ -102,7 +107,10 @@ def test_segments_keep_their_ends_and_one_inside() -> None:
     rows_bytes = 256 * 32 * 4
     # At the end of the forward eager holds two tensors for each of four layers, the outputs among them; with two segments it is the outputs
     # and what stands between the segments, and then at most the four tensors of one segment.
-    assert peak(workload, peers.checkpoint_segments) <= peak(workload, peers.eager) - (8 - 6) * rows_bytes
+    assert (
+        peak(workload, peers.checkpoint_segments)
+        <= peak(workload, peers.eager) - (8 - 6) * rows_bytes
+    )
 
 
 def test_selective_recomputes_no_matrix_product() -> None:
@@ -119,7 +127,11 @@ def test_selective_recomputes_no_matrix_product() -> None:
 def test_every_second_layer_of_a_library_model() -> None:
     workload = models.build("gpt2-deep", tiny=True)
     with peers.checkpoint_layers(workload, every=2) as model:
-        assert [layer.gradient_checkpointing for layer in workload.layers(workload.model)] == [True, False, True]
+        assert [layer.gradient_checkpointing for layer in workload.layers(workload.model)] == [
+            True,
+            False,
+            True,
+        ]
         assert model is workload.model
     assert not any(layer.gradient_checkpointing for layer in workload.layers(workload.model))
 
@@ -144,14 +156,21 @@ def test_no_segment_spans_the_code_of_the_model() -> None:
     runs = peers._runs(models.build("t5-small", tiny=True))
     assert [len(run.layers) for run in runs] == [2, 2]  # encoder, decoder
     for peer in (peers.checkpoint_segments, peers.checkpoint_in_sequence):
-        with pytest.raises(ValueError, match="no layer can be called"), peer(models.build("unet", tiny=True)):
+        with (
+            pytest.raises(ValueError, match="no layer can be called"),
+            peer(models.build("unet", tiny=True)),
+        ):
             pass
 
 
-@pytest.mark.parametrize(("lend", "budget"), [(peers.compiled, 0.5), (peers.compiled_by_layer, 0.0)])
+@pytest.mark.parametrize(
+    ("lend", "budget"), [(peers.compiled, 0.5), (peers.compiled_by_layer, 0.0)]
+)
 def test_a_smaller_memory_budget_saves_less(lend: Callable[..., Any], budget: float) -> None:
     workload = models.build("mlp", tiny=True)
-    full, small = (peak(workload, partial(lend, backend=peers.min_cut(share, "dp"))) for share in (1.0, budget))
+    full, small = (
+        peak(workload, partial(lend, backend=peers.min_cut(share, "dp"))) for share in (1.0, budget)
+    )
     assert small < full
 
 
@@ -166,7 +185,9 @@ def test_a_compiled_peer_compiles_once() -> None:
 
     for _ in range(3):
         gradients(workload, lambda own: peers.compiled_by_layer(own, backend=backend))
-    assert num_compiled == 2  # the first layer, whose input takes no gradient, and all others, which are equal
+    assert (
+        num_compiled == 2
+    )  # the first layer, whose input takes no gradient, and all others, which are equal
 
 
 def test_offloading_is_for_cuda_only() -> None:

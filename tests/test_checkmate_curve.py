@@ -18,7 +18,10 @@ TICK = 1e-12
 
 
 def cases(number: int) -> list[Knapsack]:
-    return [random_graph(seed, num_ops=3 + seed % 6, dense=seed % 2 == 0, coarse=seed % 3 != 0) for seed in range(number)]
+    return [
+        random_graph(seed, num_ops=3 + seed % 6, dense=seed % 2 == 0, coarse=seed % 3 != 0)
+        for seed in range(number)
+    ]
 
 
 def limits_of(front: list[tuple[int, float]]) -> list[int]:
@@ -44,9 +47,13 @@ def check_bound(problem: Knapsack, curve: Curve) -> list[float]:
     gaps, last = [], inf
     for limit in limits_of(front):
         bound_ms, best_ms = curve.bound_ms(limit), least_ms(front, limit)
-        assert (bound_ms == inf) == (best_ms == inf) == (curve.hull_plan_ms(limit) == inf), f"at {limit}"
+        assert (bound_ms == inf) == (best_ms == inf) == (curve.hull_plan_ms(limit) == inf), (
+            f"at {limit}"
+        )
         if best_ms < inf:
-            assert 0 <= bound_ms <= best_ms + rounding(problem), f"{bound_ms} at {limit}, where {best_ms} is reached"
+            assert 0 <= bound_ms <= best_ms + rounding(problem), (
+                f"{bound_ms} at {limit}, where {best_ms} is reached"
+            )
             assert max(best_ms - rounding(problem), bound_ms) <= curve.hull_plan_ms(limit) < inf
             gaps.append(best_ms - bound_ms)
         assert bound_ms <= last
@@ -106,7 +113,11 @@ def test_too_many_sums_leave_the_convex_hull_of_the_parts(monkeypatch: pytest.Mo
     problems = cases(60)
     curves = [Curve(problem) for problem in problems]
     monkeypatch.setattr(FRONTIER, "_SUM_LABELS", 0)
-    gaps = [gap for problem, curve in zip(problems, curves, strict=True) for gap in check_bound(problem, curve)]
+    gaps = [
+        gap
+        for problem, curve in zip(problems, curves, strict=True)
+        for gap in check_bound(problem, curve)
+    ]
     assert max(gaps) > 0.01
     assert min(abs(gap) for gap in gaps) < 1e-9
 
@@ -117,7 +128,10 @@ def test_out_of_time_leaves_the_convex_hull() -> None:
     whole, hurried = Curve(transformer(2, seed=4)), Curve(transformer(2, seed=4), time_limit_s=1e-9)
     assert (whole.is_cut_short, hurried.is_cut_short) == (False, True)
     total = sum(transformer(2, seed=4).value_bytes)
-    below = [hurried.bound_ms(limit) / whole.bound_ms(limit) for limit in range(0, total // 2, total // 40)]
+    below = [
+        hurried.bound_ms(limit) / whole.bound_ms(limit)
+        for limit in range(0, total // 2, total // 40)
+    ]
     assert max(below) <= 1 + 1e-9
     assert min(below) < 1 - 1e-3
 
@@ -139,7 +153,11 @@ def test_out_of_time_at_one_limit_leaves_the_convex_hull(monkeypatch: pytest.Mon
     assert best is not None
     assert (plan.status, best.status) == (Status.FEASIBLE, Status.OPTIMAL)
     assert plan.saved_bytes <= limit
-    assert best.time_ms < plan.time_ms == min(one.time_ms for one in convex_hull(problem) if one.saved_bytes <= limit)
+    assert (
+        best.time_ms
+        < plan.time_ms
+        == min(one.time_ms for one in convex_hull(problem) if one.saved_bytes <= limit)
+    )
     assert curve.plan(-1) is None
 
 
@@ -148,7 +166,9 @@ def test_whole_models_agree_with_the_ilp() -> None:
     curve = Curve(problem)
     total = sum(problem.value_bytes[value] for value in problem.required)
     for limit in (total // 4, total // 2):
-        assert curve.bound_ms(limit) == pytest.approx(solve(problem, limit, backend="cbc").time_ms, rel=1e-9)
+        assert curve.bound_ms(limit) == pytest.approx(
+            solve(problem, limit, backend="cbc").time_ms, rel=1e-9
+        )
 
 
 def test_nothing_to_save() -> None:
@@ -164,9 +184,13 @@ def test_what_cannot_run_again_sets_the_least_limit() -> None:
     assert curve.bound_ms(8) == 0
 
 
-def test_the_check_of_this_file_finds_a_bound_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_this_file_finds_a_bound_that_is_too_high(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = Curve.bound_ms
-    monkeypatch.setattr(Curve, "bound_ms", lambda self, limit: nextafter(right(self, limit - 1), inf))
+    monkeypatch.setattr(
+        Curve, "bound_ms", lambda self, limit: nextafter(right(self, limit - 1), inf)
+    )
     for problem in cases(5):
         with pytest.raises(AssertionError):
             check_bound(problem, Curve(problem))
@@ -187,11 +211,20 @@ def test_parts_put_together_have_the_pareto_set_of_all_the_parts() -> None:
         fronts = FRONTIER.part_fronts(reduced, deadline=inf)
         fewer, together = FRONTIER.put_together(reduced, fronts)
         num_fewer += len(fewer.parts) < len(reduced.parts)
-        assert sorted(index for part in fewer.parts for index in part.indices) == sorted(i for part in reduced.parts for i in part.indices)
+        assert sorted(index for part in fewer.parts for index in part.indices) == sorted(
+            i for part in reduced.parts for i in part.indices
+        )
         apart, joined = (FRONTIER.sum_fronts(each, deadline=inf) for each in (fronts, together))
-        assert (apart.saved_bytes.tolist(), apart.ticks.tolist()) == (joined.saved_bytes.tolist(), joined.ticks.tolist())
+        assert (apart.saved_bytes.tolist(), apart.ticks.tolist()) == (
+            joined.saved_bytes.tolist(),
+            joined.ticks.tolist(),
+        )
         for label in range(len(joined.ticks)):
-            plan = assemble(problem, FRONTIER.recomputed_ops(fewer, together, joined, label), Status.OPTIMAL)
+            plan = assemble(
+                problem, FRONTIER.recomputed_ops(fewer, together, joined, label), Status.OPTIMAL
+            )
             assert plan.saved_bytes <= joined.saved_bytes[label]
-            assert plan.time_ms <= ms_of_ticks(problem, [int(joined.ticks[label])])[0] + rounding(problem)
+            assert plan.time_ms <= ms_of_ticks(problem, [int(joined.ticks[label])])[0] + rounding(
+                problem
+            )
     assert num_fewer > 10

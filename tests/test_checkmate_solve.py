@@ -31,7 +31,9 @@ def _cases(num_cases: int) -> list[Knapsack]:
     ]
 
 
-def _check(problem: Knapsack, front: list[tuple[int, float]], limit: int, backend: str | None) -> None:
+def _check(
+    problem: Knapsack, front: list[tuple[int, float]], limit: int, backend: str | None
+) -> None:
     plan = solve(problem, limit, backend=backend)
     within = [cost for cost in front if cost[0] <= limit]
     if not within:
@@ -43,7 +45,9 @@ def _check(problem: Knapsack, front: list[tuple[int, float]], limit: int, backen
     verify(problem, plan, max_saved_bytes=limit)
 
 
-@pytest.mark.parametrize(("backend", "num_cases"), [(b, 150 if b == "sweep" else 12) for b in BACKENDS])
+@pytest.mark.parametrize(
+    ("backend", "num_cases"), [(b, 150 if b == "sweep" else 12) for b in BACKENDS]
+)
 def test_equals_exhaustive_search_at_loose_binding_and_infeasible_limits(
     backend: str, num_cases: int
 ) -> None:
@@ -102,7 +106,8 @@ def test_backends_agree_on_a_realistic_chain() -> None:
     for problem in (first_ops(transformer(1), 12), transformer(2, seed=3)):
         limit = sum(problem.value_bytes[v] for v in problem.required) // 2
         costs = {
-            (plan.saved_bytes, plan.time_ms) for plan in (solve(problem, limit, backend=b) for b in BACKENDS)
+            (plan.saved_bytes, plan.time_ms)
+            for plan in (solve(problem, limit, backend=b) for b in BACKENDS)
         }
         assert len(costs) == 1
 
@@ -124,7 +129,9 @@ def test_out_of_time_is_said() -> None:
     assert solve(problem, -1, time_limit_s=1e-9).status is Status.INFEASIBLE
 
 
-def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """PuLP then says status Optimal; only `sol_status` differs."""
     whole = pulp.LpProblem.solve
 
@@ -158,7 +165,9 @@ def test_verify_names_what_is_wrong() -> None:
         Op(time_ms=2.0, inputs=(1,), outputs=(2,)),
         Op(time_ms=4.0, inputs=(2,), outputs=(3,), recomputable=False),
     )
-    problem = Knapsack(ops=ops, value_bytes=(8, 8, 8, 8), required=frozenset({2, 3}), forced=frozenset({3}))
+    problem = Knapsack(
+        ops=ops, value_bytes=(8, 8, 8, 8), required=frozenset({2, 3}), forced=frozenset({3})
+    )
     plan = solve(problem, 0)
     verify(problem, plan)
     wrong = {
@@ -219,8 +228,15 @@ def test_a_bad_search_is_refused() -> None:
 def test_a_limit_that_is_no_whole_number_is_refused(limit: Any) -> None:
     problem = transformer(1)
     curve = Curve(problem)
-    for ask in (partial(solve, problem), partial(solve, problem, backend="cbc"), curve.plan, curve.bound_ms):
-        with pytest.raises(ValueError, match=re.escape(f"max_saved_bytes is {limit!r}; a whole number (int)")):
+    for ask in (
+        partial(solve, problem),
+        partial(solve, problem, backend="cbc"),
+        curve.plan,
+        curve.bound_ms,
+    ):
+        with pytest.raises(
+            ValueError, match=re.escape(f"max_saved_bytes is {limit!r}; a whole number (int)")
+        ):
             ask(limit)
 
 
@@ -232,7 +248,9 @@ def test_a_limit_of_numpy_is_taken() -> None:
 def test_imports_no_tensor_library_nor_the_other_packages() -> None:
     code = "import sys, checkmate; print(sorted({'torch', 'rockmate', 'rotor'} & set(sys.modules)))"
     root = Path(checkmate.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
     assert done.stdout.strip() == "[]"
 
 

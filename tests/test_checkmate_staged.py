@@ -27,12 +27,25 @@ class _Builder:
         self.ops: list[StagedOp] = []
         self.value_bytes: list[int] = [0]
 
-    def op(self, time_ms: float, inputs: list[int], *units: float, again: bool = True, needed: bool = False) -> list[int]:
+    def op(
+        self,
+        time_ms: float,
+        inputs: list[int],
+        *units: float,
+        again: bool = True,
+        needed: bool = False,
+    ) -> list[int]:
         outputs = [len(self.value_bytes) + i for i in range(len(units))]
         self.value_bytes += [int(size * 1_048_576) for size in units]
         time_ms *= self.rng.uniform(0.8, 1.2)
         self.ops.append(
-            StagedOp(time_ms=time_ms, inputs=tuple(inputs), outputs=tuple(outputs), recomputable=again, needed=needed)
+            StagedOp(
+                time_ms=time_ms,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                recomputable=again,
+                needed=needed,
+            )
         )
         return outputs
 
@@ -77,7 +90,9 @@ def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
         d_qkv = grad(0.9, [d_scores, qkv, d_mixed, weights], 3)
         grad(0.6, [d_qkv, n1], 0.75, needed=True)
         d = grad(0.03, [d_h, grad(0.1, [grad(0.6, [d_qkv], 1), x, s1], 1)], 1, needed=True)
-    return StagedProblem(ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), stays=frozenset({loss}))
+    return StagedProblem(
+        ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), stays=frozenset({loss})
+    )
 
 
 def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
@@ -103,7 +118,9 @@ def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
             )
         )
     for index in range(num_ops - num_forward):
-        inputs = {latest, made[max(0, len(made) - 1 - index * 2)]} | ({rng.choice(made)} if rng.random() < 0.4 else set())
+        inputs = {latest, made[max(0, len(made) - 1 - index * 2)]} | (
+            {rng.choice(made)} if rng.random() < 0.4 else set()
+        )
         latest = len(sizes)
         sizes.append(rng.choice((1, 2, 3)))
         ops.append(
@@ -130,7 +147,9 @@ def must_run(problem: StagedProblem) -> list[int]:
     return order
 
 
-def exhaustive(problem: StagedProblem, budget_bytes: int, *, first: int = 0, any_order: bool = False) -> float | None:
+def exhaustive(
+    problem: StagedProblem, budget_bytes: int, *, first: int = 0, any_order: bool = False
+) -> float | None:
     """The least time by Dijkstra's search over (first runs done, last op run again in this stage, live values).
 
     Any value may be dropped before any run. With `any_order`, what runs again in a stage may do so in any order and
@@ -151,7 +170,9 @@ def exhaustive(problem: StagedProblem, budget_bytes: int, *, first: int = 0, any
         for index in order[: stage + 1]:
             op, again = problem.ops[index], index != order[stage]
             inputs = set(op.inputs) & made
-            if again and (not op.recomputable or order[stage] < first or (index <= last and not any_order)):
+            if again and (
+                not op.recomputable or order[stage] < first or (index <= last and not any_order)
+            ):
                 continue
             if not inputs <= live:
                 continue
@@ -161,7 +182,10 @@ def exhaustive(problem: StagedProblem, budget_bytes: int, *, first: int = 0, any
             for count in range(len(loose) + 1):
                 for dropped in combinations(loose, count):
                     kept = (live | set(op.outputs)) - set(dropped)
-                    if sum(sizes[value] for value in kept) + copies + op.overhead_bytes > budget_bytes:
+                    if (
+                        sum(sizes[value] for value in kept) + copies + op.overhead_bytes
+                        > budget_bytes
+                    ):
                         continue
                     state, cost = (*after, kept), time_ms + op.time_ms
                     if cost < best.get(state, float("inf")):
@@ -184,7 +208,9 @@ def replay_peak(problem: StagedProblem, steps: tuple[int, ...]) -> int:
     peak, made = 0, set()
     for position, index in enumerate(steps):
         op = problem.ops[index]
-        used = op.overhead_bytes + sum(problem.value_bytes[v] for v in made & problem.stays & set(op.outputs))
+        used = op.overhead_bytes + sum(
+            problem.value_bytes[v] for v in made & problem.stays & set(op.outputs)
+        )
         made |= set(op.outputs)
         for value in made:
             in_use = value in problem.stays or value in op.inputs or value in op.outputs
@@ -207,7 +233,9 @@ def assert_staged(problem: StagedProblem, solution: StagedSolution) -> None:
             last = -1
 
 
-@pytest.mark.parametrize(("backend", "num_cases"), [(name, 150 if name == "highs" else 20) for name in BACKENDS])
+@pytest.mark.parametrize(
+    ("backend", "num_cases"), [(name, 150 if name == "highs" else 20) for name in BACKENDS]
+)
 def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) -> None:
     """From loose over each binding budget to the first infeasible one, with and without the restriction."""
     recomputing = infeasible = 0
@@ -220,7 +248,11 @@ def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) 
             least = exhaustive(problem, budget, first=first)
             solution = solve_staged(problem, budget, backend=backend, first_recompute_op=first)
             if least is None:
-                assert (solution.status, solution.steps, solution.bound_ms) == (Status.INFEASIBLE, (), float("inf"))
+                assert (solution.status, solution.steps, solution.bound_ms) == (
+                    Status.INFEASIBLE,
+                    (),
+                    float("inf"),
+                )
                 infeasible += 1
                 break
             assert solution.status is Status.OPTIMAL
@@ -239,9 +271,18 @@ def test_a_chain_has_the_known_schedule(backend: str) -> None:
     """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first; gradients of size 1 and the last one stays."""
     forward = [StagedOp(time_ms=float(i + 1), inputs=(i,), outputs=(i + 1,)) for i in range(3)]
     backward = [
-        StagedOp(time_ms=1.0, inputs=(3 + i, 3 - i), outputs=(4 + i,), recomputable=False, overhead_bytes=2) for i in range(3)
+        StagedOp(
+            time_ms=1.0,
+            inputs=(3 + i, 3 - i),
+            outputs=(4 + i,),
+            recomputable=False,
+            overhead_bytes=2,
+        )
+        for i in range(3)
     ]
-    problem = StagedProblem(ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), stays=frozenset({6}))
+    problem = StagedProblem(
+        ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), stays=frozenset({6})
+    )
     assert solve_staged(problem, 15, backend=backend).steps == (0, 1, 2, 3, 4, 5)
     binding = solve_staged(problem, 14, backend=backend)
     assert (binding.steps, binding.time_ms, binding.peak_bytes) == ((0, 1, 2, 3, 0, 4, 5), 10.0, 12)
@@ -260,7 +301,11 @@ def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
     )
     problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
     solution = solve_staged(problem, 9, backend=backend)
-    assert (solution.steps, solution.peak_bytes, solution.time_ms) == ((0, 1, 2, 3, 0, 1, 2, 4), 9, 21.0)
+    assert (solution.steps, solution.peak_bytes, solution.time_ms) == (
+        (0, 1, 2, 3, 0, 1, 2, 4),
+        9,
+        21.0,
+    )
 
 
 def test_stages_are_a_restriction() -> None:
@@ -322,7 +367,9 @@ def test_a_schedule_just_above_the_budget_is_cut_off() -> None:
     forward = [StagedOp(time_ms=t, inputs=(), outputs=(i,)) for i, t in enumerate((1.0, 2.0, 3.0))]
     pause = StagedOp(time_ms=1.0, inputs=(), outputs=(), needed=True)
     readers = [StagedOp(time_ms=1.0, inputs=(i,), outputs=(), needed=True) for i in range(3)]
-    problem = StagedProblem(ops=(*forward, replace(pause, overhead_bytes=1), *readers), value_bytes=sizes)
+    problem = StagedProblem(
+        ops=(*forward, replace(pause, overhead_bytes=1), *readers), value_bytes=sizes
+    )
     for backend in BACKENDS:
         assert solve_staged(problem, 1_950_000_012, backend=backend).steps == (0, 1, 2, 3, 4, 5, 6)
         for budget in (1_950_000_011, 1_950_000_010):
@@ -357,14 +404,18 @@ def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
     for limit in (0.3, 0.6):
         begin = time.monotonic()
         early = solve_staged(problem, budget, backend=backend, time_limit_s=limit)
-        assert time.monotonic() - begin < limit + 60  # wall time: a busy machine overshoots by seconds
+        assert (
+            time.monotonic() - begin < limit + 60
+        )  # wall time: a busy machine overshoots by seconds
         assert problem.least_time_ms <= early.bound_ms <= best.time_ms + 1e-6
         assert early.status is not Status.INFEASIBLE
         assert early.time_ms >= best.time_ms - 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PuLP then says status Optimal; only `sol_status` differs."""
     whole = pulp.LpProblem.solve
 
@@ -382,12 +433,18 @@ def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(backend: str, mo
     verify_staged(problem, solution, budget_bytes=budget)
 
 
-@pytest.mark.parametrize(("is_late", "status"), [(True, Status.NOT_FOUND), (False, Status.INFEASIBLE)])
-def test_infeasible_at_the_time_limit_is_not_believed(is_late: bool, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_late", "status"), [(True, Status.NOT_FOUND), (False, Status.INFEASIBLE)]
+)
+def test_infeasible_at_the_time_limit_is_not_believed(
+    is_late: bool, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CBC's presolve says so when the clock stops it."""
 
     def stopped(self: pulp.LpProblem, solver: pulp.LpSolver) -> int:
-        Path(solver.optionsDict["logPath"]).write_text("Pre-processing says infeasible or unbounded\n")
+        Path(solver.optionsDict["logPath"]).write_text(
+            "Pre-processing says infeasible or unbounded\n"
+        )
         time.sleep(solver.timeLimit if is_late else 0)
         self.status, self.sol_status = pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
         return self.status
@@ -396,14 +453,21 @@ def test_infeasible_at_the_time_limit_is_not_believed(is_late: bool, status: Sta
     problem = random_step(2)
     budget = replay_peak(problem, tuple(must_run(problem))) - 1
     solution = solve_staged(problem, budget, backend="cbc", time_limit_s=0.3)
-    assert (solution.status, solution.bound_ms) == (status, problem.least_time_ms if is_late else float("inf"))
+    assert (solution.status, solution.bound_ms) == (
+        status,
+        problem.least_time_ms if is_late else float("inf"),
+    )
 
 
 def test_the_default_is_highs_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["checkmate.staged_solve"]
     asked: list[str] = []
     whole = module.run
-    monkeypatch.setattr(module, "run", lambda program, seconds, backend: asked.append(backend) or whole(program, seconds, backend))
+    monkeypatch.setattr(
+        module,
+        "run",
+        lambda program, seconds, backend: asked.append(backend) or whole(program, seconds, backend),
+    )
     problem = random_step(2)
     budget = replay_peak(problem, tuple(must_run(problem))) - 1
     solve_staged(problem, budget)
@@ -418,7 +482,11 @@ def test_replays_agree_on_random_schedules() -> None:
         problem, rng = random_step(seed), random.Random(seed)
         steps: list[int] = []
         for index in range(len(problem.ops)):
-            steps += [i for i in rng.choices(range(index), k=2) if problem.ops[i].recomputable] if index else []
+            steps += (
+                [i for i in rng.choices(range(index), k=2) if problem.ops[i].recomputable]
+                if index
+                else []
+            )
             steps.append(index)
         time_ms = sum(problem.ops[index].time_ms for index in steps)
         solution = StagedSolution(
@@ -458,7 +526,10 @@ def test_verify_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="takes 16 bytes; the budget is 15 bytes"):
         verify_staged(problem, solution, budget_bytes=15)
     with pytest.raises(ValueError, match="value 2 stays but is never made"):
-        verify_staged(replace(problem, ops=(ops[0], ops[1], replace(ops[2], needed=False))), replace(solution, steps=(0,)))
+        verify_staged(
+            replace(problem, ops=(ops[0], ops[1], replace(ops[2], needed=False))),
+            replace(solution, steps=(0,)),
+        )
 
 
 @pytest.mark.parametrize(
@@ -466,10 +537,20 @@ def test_verify_names_what_is_wrong() -> None:
     [
         ("value 0 has -1 bytes", [], (-1,), ()),
         ("stays: value 3 is outside", [], (1,), (3,)),
-        ("op 0 has an overhead of -1 bytes", [StagedOp(time_ms=1.0, inputs=(), outputs=(), overhead_bytes=-1)], (), ()),
+        (
+            "op 0 has an overhead of -1 bytes",
+            [StagedOp(time_ms=1.0, inputs=(), outputs=(), overhead_bytes=-1)],
+            (),
+            (),
+        ),
         ("op 0 takes '1' ms", [StagedOp(time_ms="1", inputs=(), outputs=())], (), ()),  # pyright: ignore[reportArgumentType]
         ("op 0 takes nan ms", [StagedOp(time_ms=float("nan"), inputs=(), outputs=())], (), ()),
-        ("op 0 reads value 0, which op 0", [StagedOp(time_ms=1.0, inputs=(0,), outputs=(0,))], (1,), ()),
+        (
+            "op 0 reads value 0, which op 0",
+            [StagedOp(time_ms=1.0, inputs=(0,), outputs=(0,))],
+            (1,),
+            (),
+        ),
     ],
 )
 def test_a_bad_problem_is_refused(message: str, ops: list, sizes: tuple, stays: tuple) -> None:

@@ -19,7 +19,20 @@ from rockmate import Plan, demo
 from rockmate.allocations import Timeline, timeline
 from rockmate.cli import main
 
-TINY = ["--layers", "3", "--width", "64", "--batch", "2", "--tokens", "64", "--steps", "3", "--budget", "0.7"]
+TINY = [
+    "--layers",
+    "3",
+    "--width",
+    "64",
+    "--batch",
+    "2",
+    "--tokens",
+    "64",
+    "--steps",
+    "3",
+    "--budget",
+    "0.7",
+]
 
 
 def run_demo(out: Path, *arguments: str) -> int:
@@ -31,10 +44,24 @@ def test_demo_prints_one_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFi
     printed, noise = capfd.readouterr()
     assert noise == ""
     assert "3 layers, width 64" in printed
-    assert len(re.findall(r"^loss of step \d +\d+\.\d{7} +\d+\.\d{7} +identical$", printed, re.MULTILINE)) == 3
-    for row in ("activation budget", "activation peak, predicted", "activation peak, measured", "step time, predicted"):
+    assert (
+        len(
+            re.findall(
+                r"^loss of step \d +\d+\.\d{7} +\d+\.\d{7} +identical$", printed, re.MULTILINE
+            )
+        )
+        == 3
+    )
+    for row in (
+        "activation budget",
+        "activation peak, predicted",
+        "activation peak, measured",
+        "step time, predicted",
+    ):
         assert len(re.findall(f"^{row} ", printed, re.MULTILINE)) == 1
-    assert re.search(r"^step time, measured \(median\) +[\d.]+ ms +[\d.]+ ms +[\d.]+$", printed, re.MULTILINE)
+    assert re.search(
+        r"^step time, measured \(median\) +[\d.]+ ms +[\d.]+ ms +[\d.]+$", printed, re.MULTILINE
+    )
     assert re.search(r"^planning time +[\d.]+ s$", printed, re.MULTILINE)
     assert "bit by bit" in printed
     assert "inside the budget" in printed
@@ -57,7 +84,9 @@ def test_progress_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_threads_are_put_back(tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    assert main(["demo", *TINY, "--quiet", "--threads", str(before + 1), "--out", str(tmp_path)]) == 0
+    assert (
+        main(["demo", *TINY, "--quiet", "--threads", str(before + 1), "--out", str(tmp_path)]) == 0
+    )
     assert torch.get_num_threads() == before
 
 
@@ -77,7 +106,9 @@ def save_tiny_llama(folder: Path) -> None:
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+        tokenizers.models.BPE(
+            vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]
+        )
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -115,14 +146,20 @@ def test_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_more_tokens_than_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_llama(tmp_path / "model")
-    said = refusal(capsys, ["--model", str(tmp_path / "model"), "--tokens", "65", "--out", str(tmp_path)])
+    said = refusal(
+        capsys, ["--model", str(tmp_path / "model"), "--tokens", "65", "--out", str(tmp_path)]
+    )
     assert "--tokens 65" in said
     assert "64 or fewer" in said
 
 
 @pytest.mark.parametrize(("package", "extra"), [("transformers", "hf"), ("matplotlib", "plot")])
 def test_missing_extra(
-    package: str, extra: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    package: str,
+    extra: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hide(package, monkeypatch)
     said = refusal(capsys, ["--out", str(tmp_path)])
@@ -149,7 +186,9 @@ def test_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_size_of_a_model_that_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--layers" in refusal(capsys, ["--model", "any", "--layers", "2", "--out", str(tmp_path)])
+    assert "--layers" in refusal(
+        capsys, ["--model", "any", "--layers", "2", "--out", str(tmp_path)]
+    )
 
 
 def test_width_without_whole_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +196,9 @@ def test_width_without_whole_heads(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_more_text_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "too few" in refusal(capsys, ["--steps", "1000000", "--layers", "1", "--width", "64", "--out", str(tmp_path)])
+    assert "too few" in refusal(
+        capsys, ["--steps", "1000000", "--layers", "1", "--width", "64", "--out", str(tmp_path)]
+    )
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,11 +209,25 @@ def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["fly"], ["demo", "--budget", "1.5"], ["demo", "--budget", "nan"], ["demo", "--steps", "0"], ["demo", "--tokens", "1"]),
-        *(["sweep"], ["sweep", "a:b", "--steps", "0"], ["sweep", "a:b", "--dtype", "float8"], ["plan", "a:b"]),
+        *(
+            [],
+            ["fly"],
+            ["demo", "--budget", "1.5"],
+            ["demo", "--budget", "nan"],
+            ["demo", "--steps", "0"],
+            ["demo", "--tokens", "1"],
+        ),
+        *(
+            ["sweep"],
+            ["sweep", "a:b", "--steps", "0"],
+            ["sweep", "a:b", "--dtype", "float8"],
+            ["plan", "a:b"],
+        ),
     ],
 )
-def test_arguments_that_cannot_be_read(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_cannot_be_read(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
@@ -207,7 +262,20 @@ def test_sweep_prints_a_table_and_writes_its_files(
     network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "72")
-    arguments = ["sweep", network, "--budgets", "1KiB,0.8,1.0", "--measure", "--steps", "1", "--out", "out", "--threads", "1", "--quiet"]
+    arguments = [
+        "sweep",
+        network,
+        "--budgets",
+        "1KiB,0.8,1.0",
+        "--measure",
+        "--steps",
+        "1",
+        "--out",
+        "out",
+        "--threads",
+        "1",
+        "--quiet",
+    ]
     assert main(arguments) == 0
     printed, noise = capfd.readouterr()
     assert noise == ""
@@ -217,16 +285,47 @@ def test_sweep_prints_a_table_and_writes_its_files(
     assert max(map(len, table)) <= 72
     assert "needs" in table[2]
     assert re.search(r" \d\.\d{3}x .*bitwise", table[3])
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"plans", "sweep.json", "sweep.jsonl", "sweep.csv", "sweep.html"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "plans",
+        "sweep.json",
+        "sweep.jsonl",
+        "sweep.csv",
+        "sweep.html",
+    }
     assert main(arguments) == 0
     again = capfd.readouterr().out.split("\n\n")[1].splitlines()
     assert again == table, "measured rows are kept"
 
 
 def test_sweep_of_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0}))
-    assert main(["sweep", str(tmp_path), "--machine", "h100", "--budgets", "0.9", "--batch", "3", "--tokens", "16"]) == 0
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 64,
+        "n_positions": 32,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0})
+    )
+    assert (
+        main(
+            [
+                "sweep",
+                str(tmp_path),
+                "--machine",
+                "h100",
+                "--budgets",
+                "0.9",
+                "--batch",
+                "3",
+                "--tokens",
+                "16",
+            ]
+        )
+        == 0
+    )
     printed, progress = capfd.readouterr()
     assert "GPT2LMHeadModel" in printed
     assert "input_ids 3 x 16" in printed
@@ -238,32 +337,62 @@ def test_sweep_without_a_feasible_budget(network: str, capsys: pytest.CaptureFix
     assert "needs" in capsys.readouterr().out
 
 
-def test_sweep_of_a_model_whose_plan_is_wrong(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_of_a_model_whose_plan_is_wrong(
+    network: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = network.replace(":net", ":wrong")
     assert main(["sweep", wrong, "--budgets", "1.0", "--measure", "--steps", "1", "--quiet"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_submodule_that_cannot_be_captured_is_left_as_it_is(network: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submodule_that_cannot_be_captured_is_left_as_it_is(
+    network: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     halting = network.replace(":net", ":halting")
     assert main(["plan", halting, "--budget", "1.0", "--quiet"]) == 2
     (told,) = re.findall(r"--untraced [\w.]+", capsys.readouterr().err)
-    assert main(["plan", halting, "--budget", "1.0", "--quiet", "--explain", "1", *told.split()]) == 0
+    assert (
+        main(["plan", halting, "--budget", "1.0", "--quiet", "--explain", "1", *told.split()]) == 0
+    )
     assert "untraced_forward" in capsys.readouterr().out
-    assert main(["sweep", halting, "--budgets", "1.0", "--measure", "--steps", "1", "--quiet", *told.split()]) == 0
+    assert (
+        main(
+            [
+                "sweep",
+                halting,
+                "--budgets",
+                "1.0",
+                "--measure",
+                "--steps",
+                "1",
+                "--quiet",
+                *told.split(),
+            ]
+        )
+        == 0
+    )
 
 
-def test_interrupted_sweep(network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_sweep(
+    network: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rockmate.measurement.SideBySide.measure", interrupt)
-    assert main(["sweep", network, "--budgets", "1.0", "--measure", "--quiet", "--out", "out"]) == 130
+    assert (
+        main(["sweep", network, "--budgets", "1.0", "--measure", "--quiet", "--out", "out"]) == 130
+    )
     assert "goes on from there" in capsys.readouterr().err
     assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
 
 
-def test_plan_is_printed_explained_and_saved(network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_printed_explained_and_saved(
+    network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", network, "--budget", "0.8", "--quiet", "--out", "plan.json"]) == 0
     printed = capsys.readouterr().out
     assert "activation budget" in printed
@@ -294,7 +423,11 @@ def test_plan_is_printed_explained_and_saved(network: str, tmp_path: Path, capsy
     ],
 )
 def test_sweeps_and_plans_that_are_refused(
-    arguments: list[str], text: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    network: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main([network if word == "NET" else word for word in [*arguments, "--quiet"]]) == 2
@@ -304,24 +437,34 @@ def test_sweeps_and_plans_that_are_refused(
     assert text in said
 
 
-def test_an_error_after_progress_stands_on_a_line_of_its_own(network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_after_progress_stands_on_a_line_of_its_own(
+    network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sweep.json").write_text("{}")
-    for arguments in (["plan", network, "--budget", "1KiB"], ["sweep", network, "--budgets", "0.9", "--out", "out"]):
+    for arguments in (
+        ["plan", network, "--budget", "1KiB"],
+        ["sweep", network, "--budgets", "0.9", "--out", "out"],
+    ):
         assert main(arguments) == 2
         assert re.fullmatch(rf"rockmate {arguments[0]}: error: [^\r\n]+\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_that_clears_itself_is_for_a_terminal(
-    is_terminal: bool, network: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_terminal: bool,
+    network: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert main(["plan", network, "--budget", "1.0"]) == 0
     assert ("measuring ops" in capsys.readouterr().err) == is_terminal
 
 
-def test_missing_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide("transformers", monkeypatch)
     (tmp_path / "config.json").write_text("{}")
     assert main(["sweep", str(tmp_path), "--quiet"]) == 2
@@ -332,10 +475,16 @@ def test_missing_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def example_result(**changes: Any) -> demo.DemoResult:
-    memory = Timeline(points=[(0.0, 0), (0.1, 1000), (0.2, 0)], marks={demo.BACKWARD_MARK: 0.1}, duration_s=0.2)
+    memory = Timeline(
+        points=[(0.0, 0), (0.1, 1000), (0.2, 0)], marks={demo.BACKWARD_MARK: 0.1}, duration_s=0.2
+    )
     run = demo.Run(losses=[2.0, 1.0], times_ms=[10.0, 20.0], memory=memory)
     plan: Any = SimpleNamespace(
-        budget_bytes=1000, predicted_peak_bytes=990, predicted_ms=12.0, baseline_peak_bytes=2000, baseline_ms=10.0
+        budget_bytes=1000,
+        predicted_peak_bytes=990,
+        predicted_ms=12.0,
+        baseline_peak_bytes=2000,
+        baseline_ms=10.0,
     )
     result = demo.DemoResult(
         title="a model",
@@ -358,7 +507,9 @@ def test_success_is_all_three_promises() -> None:
 
 def test_a_loss_that_differs_fails() -> None:
     result = example_result()
-    result = dataclasses.replace(result, planned=dataclasses.replace(result.planned, losses=[2.0, 1.0000001]))
+    result = dataclasses.replace(
+        result, planned=dataclasses.replace(result.planned, losses=[2.0, 1.0000001])
+    )
     assert not result.succeeded
     assert "DIFFERENT" in demo.report(result)
     assert "FAILED: the losses" in demo.report(result)

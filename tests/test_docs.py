@@ -42,19 +42,29 @@ def test_marked_blocks_are_what_the_script_prints(printed: list[walkthrough.Sect
     blocks = in_document()
     for section in printed:
         if section.is_exact:
-            assert blocks[section.name] == section.block, f"{section.name}: run python -m bench.walkthrough --write"
+            assert blocks[section.name] == section.block, (
+                f"{section.name}: run python -m bench.walkthrough --write"
+            )
         else:
             known, now = blocks[section.name].splitlines(), section.block.splitlines()
-            assert [words(line) for line in known[:3]] == [words(line) for line in now[:3]], section.name
+            assert [words(line) for line in known[:3]] == [words(line) for line in now[:3]], (
+                section.name
+            )
             assert known[-2:] == now[-2:]
 
 
 def test_walkthrough_keeps_its_promises(printed: list[walkthrough.Section]) -> None:
     for text in (in_document()["run"], printed[-1].text):
-        sizes = {name: int(size.replace(",", "")) for name, size in re.findall(r"^(.*?) {2,}([\d,]+) bytes$", text, re.MULTILINE)}
+        sizes = {
+            name: int(size.replace(",", ""))
+            for name, size in re.findall(r"^(.*?) {2,}([\d,]+) bytes$", text, re.MULTILINE)
+        }
         assert sizes["measured peak"] <= sizes["budget"]
         assert sizes["predicted peak"] == pytest.approx(sizes["measured peak"], rel=0.02)
-        assert "loss equal to eager's: True; gradients bitwise equal: 14 of 14; generator state equal: True" in text
+        assert (
+            "loss equal to eager's: True; gradients bitwise equal: 14 of 14; generator state equal: True"
+            in text
+        )
 
 
 def test_live_storages_add_up_to_the_peak(printed: list[walkthrough.Section]) -> None:
@@ -71,16 +81,27 @@ def test_writing_replaces_the_blocks_and_nothing_else(tmp_path: Path) -> None:
     walkthrough.write([section], page)
     assert page.read_text() == f"before\n{section.block}\nafter\n"
     with pytest.raises(ValueError, match="two"):
-        walkthrough.write([section, walkthrough.Section(name="two", language="text", text="", is_exact=True)], page)
+        walkthrough.write(
+            [section, walkthrough.Section(name="two", language="text", text="", is_exact=True)],
+            page,
+        )
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # of the trainer, where there is no GPU
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument is set:UserWarning"
+)  # of the trainer, where there is no GPU
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
 def test_readme_snippet_runs(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for what a snippet saves
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_layer=2, n_head=2, n_embd=32, bos_token_id=0, eos_token_id=0
+        vocab_size=64,
+        n_positions=16,
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).train()
@@ -106,5 +127,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_architecture_names_every_file(folder: str) -> None:
     text = walkthrough.DOCUMENT.read_text()
     files = [path.name for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
-    missing = [name for name in files if f"`{name}`" not in text and f"`{folder}/{name}`" not in text]
+    missing = [
+        name for name in files if f"`{name}`" not in text and f"`{folder}/{name}`" not in text
+    ]
     assert not missing

@@ -14,7 +14,13 @@ import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
-ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for data_parallel.py
+ONE_PROCESS = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # for data_parallel.py
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of PEFT
 
 
@@ -22,7 +28,10 @@ def run_example(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     """Runs a script in this process as its command line would."""
     monkeypatch.setattr(sys, "argv", [str(EXAMPLES / script), *arguments])
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name, value in {"ACCELERATE_USE_CPU": "true", **(ONE_PROCESS if script == "data_parallel.py" else {})}.items():
+    for name, value in {
+        "ACCELERATE_USE_CPU": "true",
+        **(ONE_PROCESS if script == "data_parallel.py" else {}),
+    }.items():
         monkeypatch.setenv(name, value)
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
@@ -42,7 +51,11 @@ def losses_of(printed: str) -> list[float]:
     ],
 )
 def test_example(
-    script: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     torch.manual_seed(0)
     run_example(script, arguments, monkeypatch)
@@ -57,27 +70,52 @@ def test_example(
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [
-        ("causal_lm.py", ["--budget", "1000"], r"the activation budget of 1,000 bytes is below [^\n]* Ask for budget=\d+ or more"),
+        (
+            "causal_lm.py",
+            ["--budget", "1000"],
+            r"the activation budget of 1,000 bytes is below [^\n]* Ask for budget=\d+ or more",
+        ),
         ("image_classification.py", ["--budget", "banana"], r"budget 'banana' cannot be read"),
         ("data_parallel.py", ["--budget", "1000"], r"the activation budget of 1,000 bytes"),
     ],
 )
 def test_an_error_is_its_text_alone_and_exit_status_2(
-    script: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         run_example(script, arguments, monkeypatch)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert ended.value.code == 2
-    assert re.match(rf"{script}: error: {expected}[^\n]*$", capsys.readouterr().err.splitlines()[-1])
+    assert re.match(
+        rf"{script}: error: {expected}[^\n]*$", capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("script", ["data_parallel.py", "causal_lm.py"])
 def test_by_torchrun(script: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / script)]
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    finished = subprocess.run([*command, "--steps", "4"], capture_output=True, text=True, env=environment, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / script),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    finished = subprocess.run(
+        [*command, "--steps", "4"], capture_output=True, text=True, env=environment, check=False
+    )
     assert finished.returncode == 0, finished.stderr[-2000:]
     losses = losses_of(finished.stdout)
     assert len(losses) == 4
@@ -89,4 +127,6 @@ def test_every_example_is_on_the_page_and_runs_as_the_others() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert len(SCRIPTS) == 5
     assert all(f"`{name}`" in page for name in SCRIPTS)
-    assert all((EXAMPLES / name).read_text().endswith("    run(main)\n") for name in SCRIPTS)  # by which their errors are told
+    assert all(
+        (EXAMPLES / name).read_text().endswith("    run(main)\n") for name in SCRIPTS
+    )  # by which their errors are told

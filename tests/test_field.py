@@ -28,7 +28,9 @@ def rockmate_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "rockmate"]
 
 
-def step_of(module: nn.Module, owner: nn.Module, call: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step_of(
+    module: nn.Module, owner: nn.Module, call: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     owner.zero_grad()
     torch.manual_seed(7)
     output = module(**call) if call else module(X)
@@ -37,7 +39,9 @@ def step_of(module: nn.Module, owner: nn.Module, call: dict[str, torch.Tensor]) 
     return loss.detach(), gradients_of(owner)
 
 
-def assert_same_step(module: nn.Module, owner: nn.Module, reference: nn.Module, call: dict[str, torch.Tensor]) -> None:
+def assert_same_step(
+    module: nn.Module, owner: nn.Module, reference: nn.Module, call: dict[str, torch.Tensor]
+) -> None:
     ours, theirs = step_of(module, owner, call), step_of(reference, reference, call)
     assert same_bits(ours[0], theirs[0])
     assert theirs[1]
@@ -48,7 +52,9 @@ def assert_same_step(module: nn.Module, owner: nn.Module, reference: nn.Module, 
 
 
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 16), nn.BatchNorm1d(16)).train()
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 16), nn.BatchNorm1d(16)
+    ).train()
     reference = copy.deepcopy(model)
     planner = Planner(model, X)
     module = planner.module(planner.minimum_peak_bytes)
@@ -82,10 +88,14 @@ def test_a_frozen_embedding_before_trained_layers() -> None:
 
 
 @pytest.mark.parametrize("has_trained", [False, True])
-def test_a_larger_vocabulary_after_planning(has_trained: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_larger_vocabulary_after_planning(
+    has_trained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = gpt2()
     module = RockmateModule(model, batch(), 0.6)
-    if has_trained:  # Hugging Face gives the same parameter other data, whose shape autograd must not remember
+    if (
+        has_trained
+    ):  # Hugging Face gives the same parameter other data, whose shape autograd must not remember
         module(**batch()).loss.backward()
         module.zero_grad()
     module.resize_token_embeddings(VOCABULARY + 8)
@@ -100,7 +110,9 @@ def test_a_larger_vocabulary_after_planning(has_trained: bool, caplog: pytest.Lo
 
 @pytest.mark.parametrize("change", ["bfloat16", "double"])
 def test_another_dtype_after_planning(change: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = gpt2(attn_pdrop=0.0)  # with it, eager's products of fp64 attention add up in the order of another layout
+    model = gpt2(
+        attn_pdrop=0.0
+    )  # with it, eager's products of fp64 attention add up in the order of another layout
     module = RockmateModule(model, batch(), 0.6)
     assert getattr(module, change)() is module
     with caplog.at_level(logging.WARNING, logger="rockmate"):
@@ -111,7 +123,14 @@ def test_another_dtype_after_planning(change: str, caplog: pytest.LogCaptureFixt
 def test_moving_the_module_returns_the_module_itself() -> None:
     model = gpt2()
     module = RockmateModule(model, batch(), 0.6)
-    for moved in (module.to("cpu"), module.to(torch.float32), module.cpu(), module.float(), module.eval(), module.train()):
+    for moved in (
+        module.to("cpu"),
+        module.to(torch.float32),
+        module.cpu(),
+        module.float(),
+        module.eval(),
+        module.train(),
+    ):
         assert moved is module
     assert module.training is model.training is True
     assert module.eval().training is model.training is False
@@ -139,14 +158,24 @@ def test_untying_weights_after_planning_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])
-def test_gradient_checkpointing_is_off_in_the_plan_and_stays_on_in_the_model(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradient_checkpointing_is_off_in_the_plan_and_stays_on_in_the_model(
+    build: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = build()
     plain = Planner(build(), batch())
     model.activation_checkpointing_enable()
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="rockmate"):  # what is seen without setting up logging
+    with caplog.at_level(
+        logging.WARNING, logger="rockmate"
+    ):  # what is seen without setting up logging
         planner = Planner(model, batch())
-    assert sum("gradient checkpointing is off in the planned forward" in line for line in rockmate_lines(caplog)) == 1
+    assert (
+        sum(
+            "gradient checkpointing is off in the planned forward" in line
+            for line in rockmate_lines(caplog)
+        )
+        == 1
+    )
     assert len(planner.plan(1.0).graph.ops) == len(plain.plan(1.0).graph.ops)
     assert model.is_activation_checkpointing
     reference = build()
@@ -165,7 +194,10 @@ def test_an_exception_in_the_forward_leaves_the_module_usable() -> None:
     model = gpt2()
     module, reference = RockmateModule(model, batch(), 0.6), copy.deepcopy(model)
     with pytest.raises(IndexError):
-        module(input_ids=torch.full_like(batch()["input_ids"], VOCABULARY + 5), labels=batch()["labels"])
+        module(
+            input_ids=torch.full_like(batch()["input_ids"], VOCABULARY + 5),
+            labels=batch()["labels"],
+        )
     assert not gradients_of(model)
     assert_same_step(module, model, reference, batch())
 
@@ -174,7 +206,10 @@ def test_an_exception_in_the_forward_leaves_the_module_usable() -> None:
 def test_an_exception_in_the_backward_leaves_the_module_usable(regime: str) -> None:
     model = models.Stack(dropout=0.3)
     planner = Planner(model, X)
-    module, reference = planner.module(1.0 if regime == "all" else planner.minimum_peak_bytes), copy.deepcopy(model)
+    module, reference = (
+        planner.module(1.0 if regime == "all" else planner.minimum_peak_bytes),
+        copy.deepcopy(model),
+    )
 
     def fail(gradient: torch.Tensor) -> None:
         raise Interrupt
@@ -221,7 +256,12 @@ def test_generate_and_saving_between_steps(tmp_path: Path) -> None:
     words = batch()["input_ids"][:, :4]
     module(**batch()).loss.backward()
     module.eval()
-    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(words), "pad_token_id": 0}
+    options = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(words),
+        "pad_token_id": 0,
+    }
     reference.eval()
     assert torch.equal(module.generate(words, **options), reference.generate(words, **options))
     with torch.no_grad():
@@ -317,7 +357,9 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(16, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.router(x) + torch.rand(len(x), 2)
@@ -368,20 +410,32 @@ print(json.dumps({{"budget": plan.budget_bytes, "planned": marks(module), "eager
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc"
+)
 def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes() -> None:
     """Of the whole process, so what libraries take and what fragments count as well; large blocks go back to the kernel one by one."""
     root = Path(__file__).resolve().parent.parent
-    settings = os.environ | measure.RESIDENT_ENVIRONMENT | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    settings = (
+        os.environ
+        | measure.RESIDENT_ENVIRONMENT
+        | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    )
     command = [sys.executable, "-c", RESIDENT_MARKS]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=settings)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=root, env=settings
+    )
     assert finished.returncode == 0, finished.stderr[-2000:]
     found = json.loads(finished.stdout.splitlines()[-1])
-    small_bytes = 1 << 20  # the batch itself; Python's objects, blocks below 64 KiB, what is left of the last page of each block
+    small_bytes = (
+        1 << 20
+    )  # the batch itself; Python's objects, blocks below 64 KiB, what is left of the last page of each block
     largest = found["planned"][::6]
     assert max(found["planned"]) <= found["budget"] + small_bytes
     assert max(found["eager"]) >= 2 * found["budget"]  # the meter would see it
-    assert all(later <= largest[0] + small_bytes // 4 for later in largest)  # nothing is left behind from step to step
+    assert all(
+        later <= largest[0] + small_bytes // 4 for later in largest
+    )  # nothing is left behind from step to step
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -390,7 +444,12 @@ def test_what_cudas_allocator_holds_in_reserve_stays_near_the_budget() -> None:
     model = models.Stack(num_layers=8, width=512).to(device).train()
     module = RockmateModule(model, torch.randn(32768, 512, device=device), 0.35)
     budget_bytes = module.plan.budget_bytes
-    for num_rows in (32768, 26001, 17003, 32768):  # captures, and makes .grad and the libraries' workspaces
+    for num_rows in (
+        32768,
+        26001,
+        17003,
+        32768,
+    ):  # captures, and makes .grad and the libraries' workspaces
         module(torch.randn(num_rows, 512, device=device)).square().mean().backward()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -18,7 +18,9 @@ from rockmate.region import Refusal, Region
 from rockmate.step import capture_step
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "mistral", "opt", "bert", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "qwen3", "gemma2", "mistral", "opt", "bert", "t5", "whisper"]
+)
 def test_loss_blocks_of_architectures(name: str) -> None:
     batch = architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(architectures.make(name), batch, outputs="loss")
@@ -37,9 +39,18 @@ def test_feed_forward_blocks(name: str) -> None:
     names = [block.name for block in blocks if isinstance(block, Region)]
     assert len(names) == 2
     assert all(re.search(r"mlp|intermediate", name) for name in names)
-    refused = [block for block in blocks if isinstance(block, Refusal)]  # scores of queries x keys, and no fused projection
-    assert all(block.call.startswith("aten.bmm") and re.search(r"attn$|attention\.self$", block.block) for block in refused)
-    inner = {op.node.meta["val"].shape[0] for op in chunked(step, "1 recompute, 3 in layers").graph.ops if _widens(op)}
+    refused = [
+        block for block in blocks if isinstance(block, Refusal)
+    ]  # scores of queries x keys, and no fused projection
+    assert all(
+        block.call.startswith("aten.bmm") and re.search(r"attn$|attention\.self$", block.block)
+        for block in refused
+    )
+    inner = {
+        op.node.meta["val"].shape[0]
+        for op in chunked(step, "1 recompute, 3 in layers").graph.ops
+        if _widens(op)
+    }
     assert inner == {8}  # of 2 x 12 rows
     torch.manual_seed(3)
     expected, reference = eager(model, batch, scale=3.0)
@@ -47,12 +58,23 @@ def test_feed_forward_blocks(name: str) -> None:
         torch.manual_seed(3)
         assert distance(train(chunked(step, chunks), batch, scale=3.0), expected) <= 1e-6
         ours = gradients(model)  # side by side, since that of a key's bias is zero but for rounding
-        assert distance(*(torch.cat([found[name].flatten() for name in reference]) for found in (ours, reference))) <= 1e-6, chunks
+        assert (
+            distance(
+                *(
+                    torch.cat([found[name].flatten() for name in reference])
+                    for found in (ours, reference)
+                )
+            )
+            <= 1e-6
+        ), chunks
 
 
 def _widens(op: Op) -> bool:
     """Whether it is the first product of a feed-forward block."""
-    if op.phase is not Phase.FORWARD or op.node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+    if op.phase is not Phase.FORWARD or op.node.target not in (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+    ):
         return False
     inner, outer = op.node.args[-1].meta["val"].shape  # pyright: ignore
     return inner < outer and re.search(r"mlp|intermediate", op.module) is not None
@@ -93,9 +115,16 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
     model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
     step = capture_step(model, batch)
     blocks = [block for block in step.separable_blocks().feed_forward if isinstance(block, Region)]
-    assert [(block.name, block.num_rows) for block in blocks] == [("layers.0", 20), ("layers.1", 20)]
+    assert [(block.name, block.num_rows) for block in blocks] == [
+        ("layers.0", 20),
+        ("layers.1", 20),
+    ]
     in_chunks = chunked(step, "1 recompute, 3 in layers")
-    shapes = {tuple(op.node.meta["val"].shape) for op in in_chunks.graph.ops if op.node.target is torch.ops.aten.bmm.default}
+    shapes = {
+        tuple(op.node.meta["val"].shape)
+        for op in in_chunks.graph.ops
+        if op.node.target is torch.ops.aten.bmm.default
+    }
     assert not any(20 in shape and (24 in shape or 48 in shape) for shape in shapes)
     expected, reference = eager(model, batch)
     assert distance(train(in_chunks, batch), expected) <= 1e-6
@@ -106,12 +135,19 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_grouped_experts_stay_whole(name: str) -> None:
     """Tokens are sorted by expert: which rows an expert has depends on values."""
-    step = capture_step(architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss")
+    step = capture_step(
+        architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss"
+    )
     blocks = step.separable_blocks().feed_forward
     assert all(isinstance(block, Refusal) for block in blocks)
-    assert {block.block for block in blocks if isinstance(block, Refusal)} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert {block.block for block in blocks if isinstance(block, Refusal)} == {
+        f"model.layers.{i}.mlp.experts" for i in range(2)
+    }
     plan = Planner.of(step).plan(1.0)
-    for told in (str(plan.explain("model.layers.0")), str(Plan.from_text(plan.to_text()).explain("grouped_mm_fallback"))):
+    for told in (
+        str(plan.explain("model.layers.0")),
+        str(Plan.from_text(plan.to_text()).explain("grouped_mm_fallback")),
+    ):
         assert re.search(
             r"^block that widens model\.layers\.0\.mlp\.experts: not in chunks: \S*grouped_mm\S* \(grouped_mm_fallback\) in "
             r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and which rows a group has depends on values$",

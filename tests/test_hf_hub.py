@@ -34,8 +34,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for operation in operations:
             shutil.copy(operation.path_or_fileobj, folder / repo_id / operation.path_in_repo)
 
-    def upload_folder(_: Any, *, repo_id: str, folder_path: str, ignore_patterns: Sequence[str], **options: Any) -> None:
-        shutil.copytree(folder_path, folder / repo_id, ignore=shutil.ignore_patterns(*ignore_patterns), dirs_exist_ok=True)
+    def upload_folder(
+        _: Any, *, repo_id: str, folder_path: str, ignore_patterns: Sequence[str], **options: Any
+    ) -> None:
+        shutil.copytree(
+            folder_path,
+            folder / repo_id,
+            ignore=shutil.ignore_patterns(*ignore_patterns),
+            dirs_exist_ok=True,
+        )
 
     def no_card(*args: Any, **options: Any) -> Any:
         raise EntryNotFoundError("a new repository has none")
@@ -64,7 +71,11 @@ def test_a_pushed_module_is_loaded_by_the_plain_class(hub: Path) -> None:
     pushed = {path.name for path in (hub / "someone/plain").iterdir()}
     gpt2().push_to_hub("someone/reference")
     assert pushed == {path.name for path in (hub / "someone/reference").iterdir()}
-    assert "Rockmate" not in (hub / "someone/plain/config.json").read_text() + (hub / "someone/plain/README.md").read_text()
+    assert (
+        "Rockmate"
+        not in (hub / "someone/plain/config.json").read_text()
+        + (hub / "someone/plain/README.md").read_text()
+    )
     torch.manual_seed(2)
     loss = again(**batch()).loss
     torch.manual_seed(2)
@@ -72,7 +83,9 @@ def test_a_pushed_module_is_loaded_by_the_plain_class(hub: Path) -> None:
 
 
 def test_pushed_adapters_are_loaded_onto_the_plain_base(hub: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     adapted = peft.get_peft_model(llama(), config)
     trained(adapted).push_to_hub("someone/adapters")
     assert not list((hub / "someone/adapters").glob("model*"))
@@ -82,7 +95,12 @@ def test_pushed_adapters_are_loaded_onto_the_plain_base(hub: Path) -> None:
 
 def test_a_trainer_pushes_the_plain_model(hub: Path, tmp_path: Path) -> None:
     model = llama()
-    worker, _ = trainer(RockmateModule(model, budget=0.6), tmp_path / "run", max_steps=2, hub_model_id="someone/trained")
+    worker, _ = trainer(
+        RockmateModule(model, budget=0.6),
+        tmp_path / "run",
+        max_steps=2,
+        hub_model_id="someone/trained",
+    )
     worker.train()
     worker.push_to_hub()
     again = type(model).from_pretrained(hub / "someone/trained")

@@ -46,7 +46,11 @@ def masked_planner(name: str) -> Planner:
 
 @functools.cache
 def graph_of(name: str, *, masked: bool) -> Graph:
-    return masked_planner(name).plan(1.0).graph if masked else capture_step(model_of(name), batch(masked=False)).graph
+    return (
+        masked_planner(name).plan(1.0).graph
+        if masked
+        else capture_step(model_of(name), batch(masked=False)).graph
+    )
 
 
 @functools.cache
@@ -63,8 +67,12 @@ def profiled(name: str, *, masked: bool) -> list[FunctionEvent]:
 def test_graph_calls_are_those_of_a_profile_of_eager(name: str, masked: bool) -> None:
     eager = Counter(event.name.removeprefix("aten::") for event in profiled(name, masked=masked))
     targets = [op.node.target for op in graph_of(name, masked=masked).ops]
-    ours = Counter(t._opname if isinstance(t, torch._ops.OpOverload) else t.__name__ for t in targets)
-    kernels = {kind for kind in eager if "attention_for_cpu" in kind or kind in {"bmm", "mm", "addmm"}}
+    ours = Counter(
+        t._opname if isinstance(t, torch._ops.OpOverload) else t.__name__ for t in targets
+    )
+    kernels = {
+        kind for kind in eager if "attention_for_cpu" in kind or kind in {"bmm", "mm", "addmm"}
+    }
     assert kernels & ours.keys() & {"bmm", "_scaled_dot_product_flash_attention_for_cpu"}
     compared = (ours.keys() - GLUE) | kernels
     assert {kind: ours[kind] for kind in compared} == {kind: eager[kind] for kind in compared}
@@ -80,7 +88,11 @@ def test_no_mask_is_made_where_eager_has_none(name: str) -> None:
         return any(is_mask(list(value.shape)) for value in values if isinstance(value, Tensor))
 
     def in_eager(masked: bool) -> bool:
-        return any(is_mask(list(shape)) for event in profiled(name, masked=masked) for shape in event.input_shapes)
+        return any(
+            is_mask(list(shape))
+            for event in profiled(name, masked=masked)
+            for shape in event.input_shapes
+        )
 
     assert (in_graph(masked=False), in_graph(masked=True)) == (False, True)
     assert (in_eager(masked=False), in_eager(masked=True)) == (False, True)
@@ -111,7 +123,9 @@ def test_each_batch_is_masked_by_its_own_padding(name: str) -> None:
         module.original.zero_grad()
         expected = one_step(eager, eager, loss_of(inputs), 3)
         ours = one_step(module, module.original, loss_of(inputs), 3)
-        if kind == "none padded":  # eager reads the mask, finds nothing to mask, and runs its kernel without one
+        if (
+            kind == "none padded"
+        ):  # eager reads the mask, finds nothing to mask, and runs its kernel without one
             assert_close(ours, expected)
         else:
             assert_same(ours, expected)

@@ -22,29 +22,47 @@ SOME_LAYERS = {"target_modules": ["q_proj"], "layers_to_transform": [1]}
 
 def adapted(**changes: Any) -> nn.Module:
     base = llama(num_hidden_layers=2)
-    return peft.get_peft_model(base, peft.LoraConfig(r=2, lora_dropout=0.1, task_type="CAUSAL_LM", **{**EVERYWHERE, **changes})).train()
+    return peft.get_peft_model(
+        base,
+        peft.LoraConfig(r=2, lora_dropout=0.1, task_type="CAUSAL_LM", **{**EVERYWHERE, **changes}),
+    ).train()
 
 
 @pytest.mark.parametrize("where", [EVERYWHERE, SOME_LAYERS], ids=["everywhere", "one layer"])
 def test_trains_the_adapters_and_nothing_else(where: dict[str, Any], tmp_path: Path) -> None:
     logs, reference = trained(lambda: adapted(**where), lambda model: model, tmp_path / "plain")
     before = {name: value.clone() for name, value in adapted(**where).state_dict().items()}
-    our_logs, model = trained(lambda: adapted(**where), lambda model: RockmateModule(model, budget=0.7), tmp_path / "planned")
+    our_logs, model = trained(
+        lambda: adapted(**where),
+        lambda model: RockmateModule(model, budget=0.7),
+        tmp_path / "planned",
+    )
     assert our_logs == logs
     assert not differing(model.state_dict(), reference.state_dict())
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert moved == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    assert all(
+        parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad
+    )
 
 
 def test_frozen_weights_have_no_gradient_in_the_plan_and_their_inputs_are_not_kept() -> None:
-    frozen, whole = Planner(adapted(**SOME_LAYERS), batch()), Planner(llama(num_hidden_layers=2), batch())
+    frozen, whole = (
+        Planner(adapted(**SOME_LAYERS), batch()),
+        Planner(llama(num_hidden_layers=2), batch()),
+    )
     delivered = {role.name for op in frozen.plan(1.0).graph.ops for _, role in op.delivers}
     assert len(delivered) == 2
     assert all(".layers.1." in name and "lora_" in name for name in delivered)
     assert frozen.baseline_peak_bytes < 0.9 * whole.baseline_peak_bytes
     kept = frozen.plan(1.0).simulation.saved_bytes
-    assert kept < 0.7 * whole.plan(1.0).simulation.saved_bytes  # the first layer's backward does not exist
+    assert (
+        kept < 0.7 * whole.plan(1.0).simulation.saved_bytes
+    )  # the first layer's backward does not exist
 
 
 def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -53,7 +71,10 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
     assert worker.label_names == ["labels"]
     worker.train()
     worker.save_model(str(tmp_path / "adapter"))
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert not list((tmp_path / "adapter").glob("model*.safetensors"))
     again = peft.PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "adapter")
     assert not differing(again.state_dict(), worker.model.state_dict())

@@ -19,7 +19,12 @@ def autocast() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def run(module: nn.Module, owner: nn.Module, around: Callable[[], AbstractContextManager[object]], num_steps: int = 2) -> list[object]:
+def run(
+    module: nn.Module,
+    owner: nn.Module,
+    around: Callable[[], AbstractContextManager[object]],
+    num_steps: int = 2,
+) -> list[object]:
     optimizer = torch.optim.AdamW(owner.parameters(), lr=1e-2)
     found = []
     for step in range(num_steps):
@@ -46,7 +51,9 @@ def test_weights_in_bf16() -> None:
     assert_alike(ours, run(models[1], models[1], nullcontext))
 
 
-def test_autocast_around_the_call_though_the_sample_was_planned_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_autocast_around_the_call_though_the_sample_was_planned_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     models = [llama() for _ in range(2)]
     module = RockmateModule(models[0], batch(), 0.6)
     with caplog.at_level(logging.WARNING, logger="rockmate"):
@@ -72,10 +79,14 @@ def test_a_gradient_scaler() -> None:
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = module(**batch(step)).loss
             if step == 1:
-                loss = loss * float("inf")  # an overflow: the step is left out and the scale is halved
+                loss = loss * float(
+                    "inf"
+                )  # an overflow: the step is left out and the scale is halved
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            losses.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()))
+            losses.append(
+                (loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            )
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

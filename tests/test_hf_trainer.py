@@ -30,16 +30,27 @@ def planned(model: nn.Module) -> nn.Module:
 
 
 def sum_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     return loss / (num_items_in_batch if num_items_in_batch is not None else labels.numel())
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05, "eval_strategy": "epoch", "label_names": ["labels"]},
+        {
+            "gradient_accumulation_steps": 3,
+            "max_grad_norm": 0.05,
+            "eval_strategy": "epoch",
+            "label_names": ["labels"],
+        },
         {"label_smoothing_factor": 0.1},
-        {"compute_loss_func": sum_of_tokens, "gradient_accumulation_steps": 2, "optim": "adafactor"},
+        {
+            "compute_loss_func": sum_of_tokens,
+            "gradient_accumulation_steps": 2,
+            "optim": "adafactor",
+        },
     ],
     ids=lambda arguments: "-".join(arguments),
 )
@@ -56,21 +67,29 @@ def test_a_tied_model_with_dropout(tmp_path: Path) -> None:
     our_logs, model = trained(gpt2, planned, tmp_path)
     assert our_logs == logs
     assert not differing(model.state_dict(), reference.state_dict())
-    options = {"gradient_accumulation_steps": 2, "optim": "sgd"}  # Adam divides by the gradient, and so enlarges its rounding
+    options = {
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",
+    }  # Adam divides by the gradient, and so enlarges its rounding
     logs, reference = trained(gpt2, plain, tmp_path, **options)
     our_logs, model = trained(gpt2, planned, tmp_path, **options)
-    for name, value in model.state_dict().items():  # a tied weight's gradients are summed in another order
+    for (
+        name,
+        value,
+    ) in model.state_dict().items():  # a tied weight's gradients are summed in another order
         assert relative_error(value, reference.state_dict()[name]) <= 1e-5
 
 
-def test_a_sample_without_the_keyword_that_trainer_adds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_without_the_keyword_that_trainer_adds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logs, _ = trained(llama, plain, tmp_path)
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         our_logs, _ = trained(llama, lambda model: RockmateModule(model, batch(), 0.6), tmp_path)
     assert our_logs == logs
-    assert [record.message.split(":")[0] for record in caplog.records if record.name == "rockmate"] == [
-        "planned for this call, since the call has other keywords than the sample"
-    ]
+    assert [
+        record.message.split(":")[0] for record in caplog.records if record.name == "rockmate"
+    ] == ["planned for this call, since the call has other keywords than the sample"]
 
 
 def test_saves_resumes_and_loads_into_the_plain_model(tmp_path: Path) -> None:
@@ -90,14 +109,25 @@ def test_saves_resumes_and_loads_into_the_plain_model(tmp_path: Path) -> None:
 
 
 def test_loads_the_best_model(tmp_path: Path) -> None:
-    options = {"num_train_epochs": 2, "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    options = {
+        "num_train_epochs": 2,
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
     options |= {"learning_rate": 0.5}  # so large that the first epoch is the better one
     states = []
     for wrap in (plain, planned):
         model = llama()
         worker, record = trainer(wrap(model), tmp_path / wrap.__name__, **options)
         worker.train()
-        states.append((worker.state.best_metric, worker.state.best_model_checkpoint.split("-")[-1], record.logs))
+        states.append(
+            (
+                worker.state.best_metric,
+                worker.state.best_model_checkpoint.split("-")[-1],
+                record.logs,
+            )
+        )
         states[-1] += (model.state_dict(),)
     assert states[0][:3] == states[1][:3]
     assert not differing(states[1][3], states[0][3])
@@ -107,7 +137,12 @@ def test_evaluation_and_prediction(tmp_path: Path) -> None:
     found = []
     for wrap in (plain, planned):
         worker, _ = trainer(wrap(llama()), tmp_path)
-        found.append((worker.evaluate()["eval_loss"], torch.as_tensor(worker.predict(Sentences(8)).predictions)))
+        found.append(
+            (
+                worker.evaluate()["eval_loss"],
+                torch.as_tensor(worker.predict(Sentences(8)).predictions),
+            )
+        )
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
@@ -138,7 +173,9 @@ def test_wrap_trainer(tmp_path: Path) -> None:
 class OwnLoss(transformers.Trainer):
     """Computes its loss from the scores, and leaves that of the model unused."""
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **others: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **others: Any
+    ) -> Any:
         outputs = model(**inputs)
         loss = sum_of_tokens(outputs, inputs["labels"])
         return (loss, outputs) if return_outputs else loss
@@ -149,7 +186,9 @@ def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(tmp_path: Path)
     for wrap in (lambda worker: None, lambda worker: wrap_trainer(worker, 0.7)):
         model = llama()
         plain_worker, record = trainer(model, tmp_path)
-        worker = OwnLoss(model, plain_worker.args, train_dataset=plain_worker.train_dataset, callbacks=[record])
+        worker = OwnLoss(
+            model, plain_worker.args, train_dataset=plain_worker.train_dataset, callbacks=[record]
+        )
         wrap(worker)
         worker.train()
         found.append((record.logs, model.state_dict()))
@@ -174,7 +213,9 @@ def test_a_forward_that_bypasses_the_plan_is_refused() -> None:
     assert module.eval()(**batch()).loss > 0
 
 
-def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(tmp_path: Path) -> None:
+def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(
+    tmp_path: Path,
+) -> None:
     worker, _ = trainer(llama(), tmp_path, optim="adafactor")
     module = wrap_trainer(worker, memory_limit="64GiB")
     assert module._request.memory_limit.optimizer == "adafactor"
@@ -185,7 +226,9 @@ def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(t
 def test_a_smaller_last_batch_trains_as_with_the_plain_model(tmp_path: Path) -> None:
     records = []
     for place, wrap in enumerate((plain, planned)):
-        worker, record = trainer(wrap(llama()), tmp_path / str(place), train_dataset=Sentences(BATCH + 2))
+        worker, record = trainer(
+            wrap(llama()), tmp_path / str(place), train_dataset=Sentences(BATCH + 2)
+        )
         worker.train()
         records.append(record.logs)
     assert records[0] == records[1]
@@ -195,11 +238,17 @@ def test_a_smaller_last_batch_trains_as_with_the_plain_model(tmp_path: Path) -> 
 def test_the_loop_of_accelerate(mixed_precision: str) -> None:
     found = []
     for wrap in (plain, planned):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first precision of a process
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
+        accelerate.state.AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # it keeps the first precision of a process
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision
+        )
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(seed).items()} for seed in range(16)], batch_size=BATCH)
+        loader = torch.utils.data.DataLoader(
+            [{k: v[0] for k, v in batch(seed).items()} for seed in range(16)], batch_size=BATCH
+        )
         prepared, optimizer, loader = accelerator.prepare(wrap(model), optimizer, loader)
         losses = []
         torch.manual_seed(5)
@@ -212,7 +261,9 @@ def test_the_loop_of_accelerate(mixed_precision: str) -> None:
                 optimizer.zero_grad()
             losses.append(loss.item())
         unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        found.append((losses, {name: value.clone() for name, value in unwrapped.state_dict().items()}))
+        found.append(
+            (losses, {name: value.clone() for name, value in unwrapped.state_dict().items()})
+        )
         with torch.no_grad():
             assert unwrapped(**batch()).loss.dtype is torch.float32
     assert found[0][0] == found[1][0]

@@ -25,7 +25,12 @@ def made_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+    return sum(
+        v.nbytes
+        for state in optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor) and v.numel() > 1
+    )
 
 
 def small_model() -> nn.Module:
@@ -51,17 +56,28 @@ def small_model() -> nn.Module:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(map(str, value)),
 )
-def test_rules_are_what_optimizers_allocate(cls: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_rules_are_what_optimizers_allocate(
+    cls: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype
+) -> None:
     model = small_model().to(dtype)
     optimizer = cls(model.parameters(), **settings)
-    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1)
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.numel() > 1
+    )
     assert missing_state_bytes(optimizer, model.parameters()) == made_by(optimizer, model) - held
 
 
 def test_names_classes_and_one_without_a_rule() -> None:
     model = small_model()
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert missing_state_bytes("adamw", model.parameters()) == missing_state_bytes(torch.optim.AdamW, model.parameters()) == 2 * num_bytes
+    assert (
+        missing_state_bytes("adamw", model.parameters())
+        == missing_state_bytes(torch.optim.AdamW, model.parameters())
+        == 2 * num_bytes
+    )
     assert missing_state_bytes("sgd", model.parameters()) == 0
     large = [torch.empty(1 << 16, device="meta")]
     assert missing_state_bytes("adamw_8bit", large) == 2 * (1 << 16) + 2 * 4 * 256
@@ -77,7 +93,10 @@ def test_what_is_counted() -> None:
     holdings = limit.holdings(model)
     assert (holdings.gradient_bytes, holdings.state_bytes) == (num_bytes, 2 * num_bytes)
     inside = MemoryLimit(limit="2GiB", optimizer="sgd", steps_in_backward=True).holdings(model)
-    assert (inside.gradient_bytes, inside.state_bytes) == (3 * max(parameter.nbytes for parameter in model.parameters()), 0)
+    assert (inside.gradient_bytes, inside.state_bytes) == (
+        3 * max(parameter.nbytes for parameter in model.parameters()),
+        0,
+    )
     model.layers[0].requires_grad_(False)
     frozen_bytes = sum(parameter.nbytes for parameter in model.layers[0].parameters())
     assert limit.holdings(model).gradient_bytes == num_bytes - frozen_bytes
@@ -88,7 +107,9 @@ def test_what_is_counted() -> None:
 
 def test_errors_and_budgets() -> None:
     model, x = models.Stack(), torch.randn(64, 16)
-    with pytest.raises(InfeasibleMemoryLimitError, match="leaves nothing for activations") as caught:
+    with pytest.raises(
+        InfeasibleMemoryLimitError, match="leaves nothing for activations"
+    ) as caught:
         RockmateModule(model, x, memory_limit="10MiB")
     assert caught.value.limit_bytes == 10 * 2**20
     assert caught.value.held_bytes > caught.value.limit_bytes
@@ -100,7 +121,9 @@ def test_errors_and_budgets() -> None:
     module = RockmateModule(model, x, memory_limit=limit_bytes)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     left = limit_bytes - module.plan.budget_bytes - 3 * num_bytes
-    assert abs(left - present_bytes(torch.device("cpu"))) <= 64 * 2**20  # the process may have grown a little since
+    assert (
+        abs(left - present_bytes(torch.device("cpu"))) <= 64 * 2**20
+    )  # the process may have grown a little since
 
 
 PROGRAM = """
@@ -147,18 +170,29 @@ print(json.dumps({
 
 def trained_process(mode: str, limit_bytes: int) -> dict[str, int]:
     """Trains two steps in a process of its own; the largest resident memory from after planning on."""
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    settings = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", PROGRAM, mode, str(limit_bytes)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=settings)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env=settings
+    )
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc"
+)
 def test_the_memory_of_a_process_stays_below_the_limit() -> None:
     limit_bytes = 900 * 2**20
     planned = trained_process("planned", limit_bytes)
     inside = trained_process("inside", limit_bytes)
-    assert planned["peak"] - planned["budget"] + planned["baseline"] > limit_bytes  # without recomputation it would not
+    assert (
+        planned["peak"] - planned["budget"] + planned["baseline"] > limit_bytes
+    )  # without recomputation it would not
     assert planned["peak"] <= limit_bytes
     assert planned["recomputed"] > 0
     assert inside["peak"] <= limit_bytes

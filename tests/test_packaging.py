@@ -17,14 +17,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def modules_after(statement: str) -> set[str]:
     """The top-level packages that a fresh interpreter has loaded after the statement."""
     program = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True
+    )
     return set(finished.stdout.split())
 
 
 @pytest.mark.parametrize(("package", "other"), [("rotor", "checkmate"), ("checkmate", "rotor")])
 def test_algorithm_packages_know_no_tensors(package: str, other: str) -> None:
     modules = [path.stem for path in (ROOT / package).glob("*.py") if path.stem != "__init__"]
-    loaded = modules_after("\n".join([f"import {package}", *(f"import {package}.{name}" for name in modules)]))
+    loaded = modules_after(
+        "\n".join([f"import {package}", *(f"import {package}.{name}" for name in modules)])
+    )
     assert package in loaded
     assert not loaded & {"torch", "transformers", "rockmate", other}
 
@@ -37,7 +41,11 @@ def test_rockmate_needs_no_extra() -> None:
 
 def test_command_line_starts_without_the_packages_of_the_extras() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "rockmate.cli", "demo", "--help"], cwd=ROOT, capture_output=True, check=True, text=True
+        [sys.executable, "-m", "rockmate.cli", "demo", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
     )
     assert "--budget" in finished.stdout
     assert finished.stderr == ""
@@ -45,17 +53,23 @@ def test_command_line_starts_without_the_packages_of_the_extras() -> None:
 
 def test_distribution_holds_the_three_packages() -> None:
     packages = PROJECT["tool"]["setuptools"]["packages"]
-    assert sorted(packages) == sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "bench")
+    assert sorted(packages) == sorted(
+        path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "bench"
+    )
 
 
 def test_every_declared_requirement_is_pinned() -> None:
     pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
     )
     declared = [*PROJECT["project"]["dependencies"]]
     for requirements in PROJECT["project"]["optional-dependencies"].values():
         declared += requirements
-    names = {re.split(r"[\[<>=~! ]", requirement)[0] for requirement in declared} - {PROJECT["project"]["name"]}
+    names = {re.split(r"[\[<>=~! ]", requirement)[0] for requirement in declared} - {
+        PROJECT["project"]["name"]
+    }
     assert names <= pins.keys()
 
 

@@ -34,11 +34,18 @@ def autograds_order(model: nn.Module, sample: object) -> Graph:
 
 def peak_of(ops: tuple[Op, ...]) -> int:
     """Peak of running every op once, counted apart from the simulator: all bytes alive at each op, nothing in place."""
-    last = {storage: position for position, op in enumerate(ops) for storage in (*op.writes, *op.reads)}
+    last = {
+        storage: position for position, op in enumerate(ops) for storage in (*op.writes, *op.reads)
+    }
     peak = 0
     for position in range(len(ops)):
         made = [storage for op in ops[: position + 1] for storage in op.writes]
-        peak = max(peak, sum(s.num_bytes for s in made if last[s] >= position or s.is_output or s.is_kept_to_end))
+        peak = max(
+            peak,
+            sum(
+                s.num_bytes for s in made if last[s] >= position or s.is_output or s.is_kept_to_end
+            ),
+        )
     return peak
 
 
@@ -49,17 +56,34 @@ def test_no_op_is_lost_and_the_peak_does_not_rise(name: str) -> None:
     ops = before.ops
     after = weight_gradients_first(before)
     assert sorted(op.name for op in after.ops) == sorted(op.name for op in ops)
-    assert [op.name for op in after.forward_ops] == [op.name for op in ops if op.phase is Phase.FORWARD]
+    assert [op.name for op in after.forward_ops] == [
+        op.name for op in ops if op.phase is Phase.FORWARD
+    ]
     assert peak_of(after.ops) <= peak_of(ops)
 
 
 def test_a_weights_gradient_precedes_the_inputs() -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4))
     names = [op.name for op in autograds_order(model, torch.randn(3, 6)).backward_ops]
-    ordered = [op.name for op in weight_gradients_first(autograds_order(model, torch.randn(3, 6))).backward_ops]
+    ordered = [
+        op.name
+        for op in weight_gradients_first(autograds_order(model, torch.randn(3, 6))).backward_ops
+    ]
     products = [name for name in names if name.startswith("mm")]
-    assert products == ["mm", "mm_1", "mm_2", "mm_3", "mm_4"]  # input, weight, input, weight, weight: autograd's order
-    assert [name for name in ordered if name.startswith("mm")] == ["mm_1", "mm", "mm_3", "mm_2", "mm_4"]
+    assert products == [
+        "mm",
+        "mm_1",
+        "mm_2",
+        "mm_3",
+        "mm_4",
+    ]  # input, weight, input, weight, weight: autograd's order
+    assert [name for name in ordered if name.startswith("mm")] == [
+        "mm_1",
+        "mm",
+        "mm_3",
+        "mm_2",
+        "mm_4",
+    ]
 
 
 def test_contributions_to_a_shared_weight_keep_their_order() -> None:
@@ -72,7 +96,9 @@ def test_contributions_to_a_shared_weight_keep_their_order() -> None:
             self.second.weight = self.third.weight = self.first.weight
 
         def forward(self, vectors: Tensor) -> Tensor:
-            return self.third(torch.tanh(self.second(torch.tanh(self.first(vectors))))).pow(2).mean()
+            return (
+                self.third(torch.tanh(self.second(torch.tanh(self.first(vectors))))).pow(2).mean()
+            )
 
     torch.manual_seed(0)
     model, vectors = Shared(), torch.randn(8, 16)
@@ -88,13 +114,19 @@ def test_contributions_to_a_shared_weight_keep_their_order() -> None:
 def test_a_hook_may_change_the_parameter_that_the_inputs_gradient_reads(register: str) -> None:
     """A hook fires when nothing is left to read its parameter, although the gradient was ready before."""
     torch.manual_seed(0)
-    model, vectors = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()), torch.randn(8, 16)
+    model, vectors = (
+        nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()),
+        torch.randn(8, 16),
+    )
 
     def trained(callee: nn.Module, owner: nn.Module) -> dict[str, Tensor]:
         def zero(parameter: nn.Parameter, _: Tensor) -> None:
             parameter.data.zero_()
 
-        handles = [getattr(parameter, register)(partial(zero, parameter)) for parameter in owner.parameters()]
+        handles = [
+            getattr(parameter, register)(partial(zero, parameter))
+            for parameter in owner.parameters()
+        ]
         callee(vectors).pow(2).mean().backward()
         for handle in handles:
             handle.remove()
@@ -118,7 +150,9 @@ def test_firing_hooks_leaves_grad_as_it_is() -> None:
     weight = nn.Parameter(torch.ones(256, 256))
     weight.grad = torch.full_like(weight, -0.0)
     before, fired = weight.grad.clone(), []
-    weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad is not None))
+    weight.register_post_accumulate_grad_hook(
+        lambda parameter: fired.append(parameter.grad is not None)
+    )
     sink = GradientSink({"weight": weight})
     peak_bytes = measure.allocator_peak(lambda: sink.finish("weight"))
     assert same_bits(weight.grad, before)
@@ -132,7 +166,9 @@ class Meeting(nn.Module):
     def __init__(self, *, is_shared: bool) -> None:
         super().__init__()
         self.deep = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.wide = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 128), nn.Linear(128, 16), nn.Linear(16, 16)])
+        self.wide = nn.ModuleList(
+            [nn.Linear(16, 16), nn.Linear(16, 128), nn.Linear(128, 16), nn.Linear(16, 16)]
+        )
         if is_shared:
             self.deep[0].weight = self.wide[0].weight
 

@@ -21,7 +21,28 @@ from rockmate.buckets import PadToBuckets
 from rockmate.trainer import wrap_trainer
 
 VOCABULARY = 40
-LENGTHS = [3, 17, 20, 5, 9, 1, 14, 2, 19, 8, 15, 6, 11, 12, 4, 16, 13, 7, 18, 10]  # of 20 batches, no two alike
+LENGTHS = [
+    3,
+    17,
+    20,
+    5,
+    9,
+    1,
+    14,
+    2,
+    19,
+    8,
+    15,
+    6,
+    11,
+    12,
+    4,
+    16,
+    13,
+    7,
+    18,
+    10,
+]  # of 20 batches, no two alike
 BUCKETS = [6, 13, 20]
 
 
@@ -38,7 +59,10 @@ class Reader(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         scores = self.head(self.dropout(self.reader(self.embedding(input_ids))[0]))
-        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "logits": scores}
+        return {
+            "loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()),
+            "logits": scores,
+        }
 
 
 class Looping(nn.Module):
@@ -51,7 +75,9 @@ class Looping(nn.Module):
         self.decay = nn.Parameter(torch.rand(16))
         self.head = nn.Linear(16, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
         words = self.embedding(input_ids)
         if attention_mask is not None:
             words = words * attention_mask[..., None]
@@ -59,7 +85,10 @@ class Looping(nn.Module):
         for place in range(1, int(words.shape[1])):
             states.append(torch.tanh(states[-1] * self.decay + words[:, place]))
         logits = self.head(torch.stack(states, 1))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "logits": logits,
+        }
 
 
 def row(length: int, seed: int) -> dict[str, Tensor]:
@@ -78,7 +107,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def counting(place: Any, name: str, label: str) -> None:
         function: Callable[..., Any] = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *args, **kwargs: done.append(label) or function(*args, **kwargs))
+        monkeypatch.setattr(
+            place, name, lambda *args, **kwargs: done.append(label) or function(*args, **kwargs)
+        )
 
     counting(step, "capture_joint", "capture")
     counting(symbolic, "capture_joint", "capture with symbols")
@@ -95,12 +126,22 @@ def padded(lengths: int | Sequence[int] = tuple(BUCKETS), **options: Any) -> Pad
 
 CAPTURES = {
     Reader: ["capture", "solve", "capture", "capture"],  # one schedule serves all lengths
-    Looping: ["capture", "solve", "capture with symbols", "capture", "solve", "capture", "solve"],  # each has its own ops
+    Looping: [
+        "capture",
+        "solve",
+        "capture with symbols",
+        "capture",
+        "solve",
+        "capture",
+        "solve",
+    ],  # each has its own ops
 }
 
 
 @pytest.mark.parametrize("build", [Reader, Looping])
-def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(build: type[nn.Module], work: list[str]) -> None:
+def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(
+    build: type[nn.Module], work: list[str]
+) -> None:
     model = build().train()
     eager = copy.deepcopy(model)
     module = RockmateModule(model, budget=0.8)
@@ -119,7 +160,10 @@ def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(build: typ
     for length in BUCKETS:  # memory depends on the shape alone
         given = collate(batch(length))
         module(**given)["loss"].backward()  # .grad is in place from here on
-        assert measure.allocator_peak(lambda given=given: module(**given)["loss"].backward()) <= budget_bytes
+        assert (
+            measure.allocator_peak(lambda given=given: module(**given)["loss"].backward())
+            <= budget_bytes
+        )
     assert work == CAPTURES[build]
 
 
@@ -146,7 +190,12 @@ def test_many_lengths_without_buckets_are_warned_of_once(caplog: pytest.LogCaptu
     warned = []
     for length in (8, 7, 6, 7, 5, 4):
         module(**batch(length))
-        warned.append(sum("pad_to_multiple_of=8 in a Hugging Face data collator" in record.getMessage() for record in warnings_of(caplog)))
+        warned.append(
+            sum(
+                "pad_to_multiple_of=8 in a Hugging Face data collator" in record.getMessage()
+                for record in warnings_of(caplog)
+            )
+        )
     assert warned == [0, 0, 0, 0, 1, 1]
 
 
@@ -159,7 +208,11 @@ def test_one_capture_for_all_lengths_is_not_warned_of(caplog: pytest.LogCaptureF
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == "rockmate" and record.levelno >= logging.WARNING]
+    return [
+        record
+        for record in caplog.records
+        if record.name == "rockmate" and record.levelno >= logging.WARNING
+    ]
 
 
 # --- Trainer ----------------------------------------------------------------------------------------------
@@ -168,21 +221,32 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 def pad_to_longest(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     fills = {"input_ids": 0, "labels": -100}
     pad = nn.utils.rnn.pad_sequence
-    return {name: pad([row[name] for row in rows], batch_first=True, padding_value=fill) for name, fill in fills.items()}
+    return {
+        name: pad([row[name] for row in rows], batch_first=True, padding_value=fill)
+        for name, fill in fills.items()
+    }
 
 
-def trainer_of(model: nn.Module, folder: Path, collate: Callable[[Any], Any]) -> tuple[transformers.Trainer, Record]:
+def trainer_of(
+    model: nn.Module, folder: Path, collate: Callable[[Any], Any]
+) -> tuple[transformers.Trainer, Record]:
     record = Record()
     args = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[], use_cpu=True,
         disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, seed=3,
     )  # fmt: skip
-    rows = [row(length, length) for length in (2, 3, 3, 5, 4, 9, 1, 4)]  # of four batches only one has the 9
-    return transformers.Trainer(model=model, args=args, callbacks=[record], train_dataset=rows, data_collator=collate), record
+    rows = [
+        row(length, length) for length in (2, 3, 3, 5, 4, 9, 1, 4)
+    ]  # of four batches only one has the 9
+    return transformers.Trainer(
+        model=model, args=args, callbacks=[record], train_dataset=rows, data_collator=collate
+    ), record
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trainer
-def test_a_trainer_changes_one_line_and_captures_once_a_bucket(tmp_path: Path, work: list[str]) -> None:
+def test_a_trainer_changes_one_line_and_captures_once_a_bucket(
+    tmp_path: Path, work: list[str]
+) -> None:
     plain, reference = trainer_of(Looping(), tmp_path, PadToBuckets(pad_to_longest, [5, 10]))
     plain.train()
     trainer, record = trainer_of(Looping(), tmp_path, pad_to_longest)
@@ -218,7 +282,9 @@ def test_what_tensors_are_padded_with() -> None:
         "weights": torch.tensor([[0.5, 0.5, 0.5]]), "decoder_input_ids": torch.tensor([[4, 4, 4, 4, 4]]), "kinds": torch.tensor([1]),
         "pixel_values": torch.zeros(1, 2, 2), "text": ["abc"],
     }  # fmt: skip
-    made = PadToBuckets(lambda rows: dict(rows), 4, pad_token_id=9, padding={"weights": -1.5})(given)
+    made = PadToBuckets(lambda rows: dict(rows), 4, pad_token_id=9, padding={"weights": -1.5})(
+        given
+    )
     assert made["input_ids"].tolist() == [[5, 6, 7, 9]]
     assert made["attention_mask"].tolist() == [[1, 1, 1, 0]]
     assert made["token_type_ids"].tolist() == [[0, 1, 1, 0]]
@@ -230,27 +296,42 @@ def test_what_tensors_are_padded_with() -> None:
 
 def test_the_mask_of_the_collator_and_other_dimensions_stay() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    given = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": mask, "labels": torch.ones(2, 5)}
+    given = {
+        "input_ids": torch.ones(2, 3, dtype=torch.long),
+        "attention_mask": mask,
+        "labels": torch.ones(2, 5),
+    }
     made = PadToBuckets(lambda rows: dict(rows), [5, 4])(given)  # the first batch takes the longest
     assert made["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]]
     assert made["labels"] is given["labels"]  # numbers for classes, not for tokens
-    bias = PadToBuckets(lambda rows: dict(rows), 4, padding={"bias": 0})({"bias": torch.ones(1, 3, 6)})["bias"]
+    bias = PadToBuckets(lambda rows: dict(rows), 4, padding={"bias": 0})(
+        {"bias": torch.ones(1, 3, 6)}
+    )["bias"]
     assert bias.shape == (1, 4, 6)
     assert bias[:, 3].count_nonzero() == 0
 
 
 def test_the_first_batch_is_as_long_as_any_to_come() -> None:
     collate = padded([4, 12])
-    assert [collate(batch(length))["input_ids"].shape[1] for length in (2, 2, 4, 5)] == [12, 4, 4, 12]
+    assert [collate(batch(length))["input_ids"].shape[1] for length in (2, 2, 4, 5)] == [
+        12,
+        4,
+        4,
+        12,
+    ]
     collate = padded(4)
     assert [collate(batch(length))["input_ids"].shape[1] for length in (2, 4, 5)] == [4, 4, 8]
 
 
 def test_what_cannot_be_padded_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"input_ids has 25 tokens, more than the largest of the lengths \[8, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"input_ids has 25 tokens, more than the largest of the lengths \[8, 16\]"
+    ):
         padded([16, 8])(batch(25))
     given = {**batch(6), "depth": torch.zeros(3, 6)}
-    with pytest.raises(ValueError, match=r"depth is as long as input_ids \(6 tokens\).*padding=\{'depth': 0\}"):
+    with pytest.raises(
+        ValueError, match=r"depth is as long as input_ids \(6 tokens\).*padding=\{'depth': 0\}"
+    ):
         padded()(given)
     assert padded(padding={"depth": None})(given)["depth"] is given["depth"]
     with pytest.raises(TypeError, match="the data collator made a tuple"):

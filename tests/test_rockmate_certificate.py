@@ -127,7 +127,10 @@ def synthetic_costs(graph: Graph) -> Costs:
     rng = random.Random(len(graph.ops))
     first, again = [], []
     for op in graph.ops:
-        time_ms = rng.uniform(0.05, 1.0) + (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) / 1e5
+        time_ms = (
+            rng.uniform(0.05, 1.0)
+            + (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) / 1e5
+        )
         overhead_bytes = rng.choice((0, 0, op.written_bytes // 3))
         first.append(Cost(time_ms=time_ms, overhead_bytes=overhead_bytes))
         again.append(Cost(time_ms=time_ms * rng.uniform(0.6, 1.3), overhead_bytes=overhead_bytes))
@@ -164,7 +167,9 @@ class _Writer:
     """Runs ops one by one into a list, making again what is wanted and not at hand."""
 
     def __init__(self, graph: Graph) -> None:
-        self.at_hand: set[Storage] = {storage for storage in graph.storages if storage.is_static or storage.is_tangent}
+        self.at_hand: set[Storage] = {
+            storage for storage in graph.storages if storage.is_static or storage.is_tangent
+        }
         self.lasting = {storage for storage in graph.storages if storage.is_result}
         self.steps: list[int] = []
 
@@ -180,7 +185,11 @@ class _Writer:
         """Loses the chosen values, but for what cannot be made again, what others hold, and gradients."""
         for storage in chosen - self.lasting:
             producer = storage.producer
-            if producer is not None and producer.phase is not Phase.BACKWARD and producer.recompute_target is not None:
+            if (
+                producer is not None
+                and producer.phase is not Phase.BACKWARD
+                and producer.recompute_target is not None
+            ):
                 self.at_hand.discard(storage)
 
 
@@ -199,7 +208,11 @@ def schedule_of(graph: Graph, lost: set[Storage]) -> Schedule:
 
 def random_schedule(graph: Graph, rng: random.Random, *, any_order: bool = True) -> Schedule:
     """A valid schedule: values are forgotten at random, in the forward, at its end, and throughout the backward."""
-    in_forward, at_loss, in_backward = rng.choice((0, 0, 0.05)), rng.random(), rng.choice((0, 0, 0.03, 0.2))
+    in_forward, at_loss, in_backward = (
+        rng.choice((0, 0, 0.05)),
+        rng.random(),
+        rng.choice((0, 0, 0.03, 0.2)),
+    )
     backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
     writer = _Writer(graph)
     for op in _shuffled(graph.forward_ops, rng) if any_order else graph.forward_ops:
@@ -214,7 +227,15 @@ def random_schedule(graph: Graph, rng: random.Random, *, any_order: bool = True)
 
 
 def _some(storages: set[Storage], share: float, rng: random.Random) -> set[Storage]:
-    return {storage for storage in sorted(storages, key=lambda storage: storage.index) if rng.random() < share} if share else set()
+    return (
+        {
+            storage
+            for storage in sorted(storages, key=lambda storage: storage.index)
+            if rng.random() < share
+        }
+        if share
+        else set()
+    )
 
 
 def _shuffled(ops: tuple[Op, ...] | list[Op], rng: random.Random) -> list[Op]:
@@ -240,7 +261,12 @@ def _checked(graph: Graph, steps: list[int], num_forward: int) -> Schedule:
 def candidates(name: str, number: int = 400) -> Iterator[Schedule]:
     """Schedules of a small model: all sets of its largest values forgotten at the loss, and random ones."""
     graph, _ = small(name)
-    read_later = {storage for op in graph.backward_ops for storage in op.reads if storage.producer in graph.forward_ops}
+    read_later = {
+        storage
+        for op in graph.backward_ops
+        for storage in op.reads
+        if storage.producer in graph.forward_ops
+    }
     large = sorted(read_later, key=lambda storage: (-storage.num_bytes, storage.index))[:8]
     for count in range(len(large) + 1):
         for lost in combinations(large, count):
@@ -254,7 +280,10 @@ def candidates(name: str, number: int = 400) -> Iterator[Schedule]:
 def reached(name: str) -> tuple[tuple[int, float], ...]:
     """Peak and time of the schedules that no other one beats in both, growing peaks."""
     graph, costs = small(name)
-    figures = {(s.peak_bytes, s.time_ms) for s in (simulate(graph, schedule, costs) for schedule in candidates(name))}
+    figures = {
+        (s.peak_bytes, s.time_ms)
+        for s in (simulate(graph, schedule, costs) for schedule in candidates(name))
+    }
     best: list[tuple[int, float]] = []
     for peak_bytes, time_ms in sorted(figures):
         if not best or time_ms < best[-1][1]:
@@ -276,16 +305,26 @@ def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
     bounds = certificate(name)
     assert len(reached(name)) >= 3
     for peak_bytes, time_ms in reached(name):
-        assert time_ms >= bounds.bound_ms(peak_bytes) * ROUNDING, f"{time_ms} ms within {peak_bytes:,} bytes"
-        assert bounds.bound_ms(peak_bytes) <= bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+        assert time_ms >= bounds.bound_ms(peak_bytes) * ROUNDING, (
+            f"{time_ms} ms within {peak_bytes:,} bytes"
+        )
+        assert (
+            bounds.bound_ms(peak_bytes) <= bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+        )
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_bound_is_the_largest_that_any_moment_alone_gives(name: str) -> None:
     graph, costs = small(name)
     bounds, ops = certificate(name), [op for op in graph.ops if op.phase is not Phase.BACKWARD]
-    problems = [knapsack_of(ops, moment.later, costs, at_hand=moment.in_use, with_states=True)[0] for moment in bounds.moments]
-    curves = [(moment.num_bytes, Curve(problem)) for moment, problem in zip(bounds.moments, problems, strict=True)]
+    problems = [
+        knapsack_of(ops, moment.later, costs, at_hand=moment.in_use, with_states=True)[0]
+        for moment in bounds.moments
+    ]
+    curves = [
+        (moment.num_bytes, Curve(problem))
+        for moment, problem in zip(bounds.moments, problems, strict=True)
+    ]
     least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
     for budget_bytes in budgets_between(0, reached(name)[-1][0], 40):
         again_ms = max(curve.bound_ms(budget_bytes - num_bytes) for num_bytes, curve in curves)
@@ -296,8 +335,14 @@ def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
     gained = []
     for name in SMALL:
         bounds = certificate(name)
-        gained += [bounds.closer_bound_ms(peak) > bounds.bound_ms(peak) + 1e-4 * time_ms for peak, time_ms in reached(name)]
-        values = [bounds.closer_bound_ms(budget) for budget in budgets_between(0, reached(name)[-1][0], 25)]
+        gained += [
+            bounds.closer_bound_ms(peak) > bounds.bound_ms(peak) + 1e-4 * time_ms
+            for peak, time_ms in reached(name)
+        ]
+        values = [
+            bounds.closer_bound_ms(budget)
+            for budget in budgets_between(0, reached(name)[-1][0], 25)
+        ]
         assert all(tight >= loose * ROUNDING for tight, loose in pairwise(values))
     assert any(gained)
 
@@ -306,7 +351,10 @@ def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
     for name in SMALL:
         bounds = certificate(name)
-        assert all(bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING for peak_bytes, time_ms in reached(name))
+        assert all(
+            bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+            for peak_bytes, time_ms in reached(name)
+        )
 
 
 def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, int]:
@@ -314,16 +362,29 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, 
     monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
-    times_ms = [1e-6 * (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) for op in graph.ops]
+    times_ms = [
+        1e-6 * (op.written_bytes + sum(storage.num_bytes for storage in op.reads))
+        for op in graph.ops
+    ]
     by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
     costs = Costs(first=by_bytes, again=by_bytes, num_distinct=len(by_bytes))
     baseline = simulate(graph, no_recomputation(graph), costs)
-    return Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)), baseline, baseline.peak_bytes // 2
+    return (
+        Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)),
+        baseline,
+        baseline.peak_bytes // 2,
+    )
 
 
-def test_two_moments_without_whole_numbers_say_more_where_branches_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_moments_without_whole_numbers_say_more_where_branches_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bounds, baseline, budget_bytes = branched(monkeypatch)
-    assert bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms < bounds.closer_bound_ms(budget_bytes) < inf
+    assert (
+        bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms
+        < bounds.closer_bound_ms(budget_bytes)
+        < inf
+    )
 
 
 @functools.cache
@@ -332,11 +393,18 @@ def three_moments(name: str, *, is_relaxed: bool) -> list[tuple[float, float, fl
     bounds, found = certificate(name), []
     first = bounds.moments[0]
     behind = [bounds._moment(op) for op in first.later]  # pyright: ignore[reportPrivateUsage]
-    pairs = [(one, other) for one, other in combinations(behind, 2) if other.op not in one.later and one.op not in other.later]
+    pairs = [
+        (one, other)
+        for one, other in combinations(behind, 2)
+        if other.op not in one.later and one.op not in other.later
+    ]
     least_ms = bounds.bound_ms(reached(name)[-1][0])
     for pair in random.Random(0).sample(pairs, 6):
         for peak_bytes, time_ms in reached(name):
-            orders = [bounds._solved((first, *order), peak_bytes, is_relaxed=is_relaxed) for order in permutations(pair)]  # pyright: ignore[reportPrivateUsage]
+            orders = [
+                bounds._solved((first, *order), peak_bytes, is_relaxed=is_relaxed)
+                for order in permutations(pair)
+            ]  # pyright: ignore[reportPrivateUsage]
             less, more = sorted(least_ms + again_ms for again_ms, _ in orders)
             ones = [bounds._solved((first, one), peak_bytes, is_relaxed=is_relaxed) for one in pair]  # pyright: ignore[reportPrivateUsage]
             found.append((time_ms, least_ms + max(again_ms for again_ms, _ in ones), less, more))
@@ -346,20 +414,35 @@ def three_moments(name: str, *, is_relaxed: bool) -> list[tuple[float, float, fl
 @pytest.mark.parametrize("is_relaxed", [True, False])
 @pytest.mark.parametrize("name", SMALL)
 def test_three_moments_hold_whichever_comes_first(name: str, is_relaxed: bool) -> None:
-    assert all(less <= time_ms / ROUNDING for time_ms, _, less, _ in three_moments(name, is_relaxed=is_relaxed))
+    assert all(
+        less <= time_ms / ROUNDING
+        for time_ms, _, less, _ in three_moments(name, is_relaxed=is_relaxed)
+    )
 
 
 def test_three_moments_in_one_order_are_found_out() -> None:
     for is_relaxed in (True, False):
-        assert any(more > time_ms / ROUNDING for name in SMALL for time_ms, _, _, more in three_moments(name, is_relaxed=is_relaxed))
+        assert any(
+            more > time_ms / ROUNDING
+            for name in SMALL
+            for time_ms, _, _, more in three_moments(name, is_relaxed=is_relaxed)
+        )
 
 
 def test_three_moments_say_more_than_two() -> None:
-    assert any(less > two + 1e-3 * time_ms for name in SMALL for time_ms, two, less, _ in three_moments(name, is_relaxed=True))
+    assert any(
+        less > two + 1e-3 * time_ms
+        for name in SMALL
+        for time_ms, two, less, _ in three_moments(name, is_relaxed=True)
+    )
 
 
 def test_three_moments_without_whole_numbers_say_no_less_than_two() -> None:
-    assert all(less >= two - 1e-5 * time_ms for name in SMALL for time_ms, two, less, _ in three_moments(name, is_relaxed=True))
+    assert all(
+        less >= two - 1e-5 * time_ms
+        for name in SMALL
+        for time_ms, two, less, _ in three_moments(name, is_relaxed=True)
+    )
 
 
 def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,12 +456,17 @@ def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(rockmate.certificate, "least_again_ms", noted)
     bounds, baseline, budget_bytes = branched(monkeypatch)
-    assert bounds.closer_bound_ms(budget_bytes) > bounds.bound_ms(budget_bytes) + 0.05 * baseline.time_ms
+    assert (
+        bounds.closer_bound_ms(budget_bytes)
+        > bounds.bound_ms(budget_bytes) + 0.05 * baseline.time_ms
+    )
     assert {2, 3} <= set(asked)
 
 
 @pytest.mark.parametrize("changed", [{"room_bytes": 0}, {"in_use": ()}])
-def test_two_moments_that_count_too_much_are_found_out(changed: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_moments_that_count_too_much_are_found_out(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = rockmate.certificate.least_again_ms
 
     def wrong(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
@@ -388,7 +476,9 @@ def test_two_moments_that_count_too_much_are_found_out(changed: dict[str, object
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
-        beaten += [time_ms < bounds.closer_bound_ms(peak) * ROUNDING for peak, time_ms in reached(name)]
+        beaten += [
+            time_ms < bounds.closer_bound_ms(peak) * ROUNDING for peak, time_ms in reached(name)
+        ]
     assert any(beaten)
 
 
@@ -397,7 +487,11 @@ def test_what_pooling_keeps_to_run_again_is_paid_for(monkeypatch: pytest.MonkeyP
     with_states = certificate("pooling")
     known = [with_states.bound_ms(peak) for peak, _ in reached("pooling")]
     right = rockmate.certificate.knapsack_of
-    monkeypatch.setattr(rockmate.certificate, "knapsack_of", lambda *args, **named: right(*args, **{**named, "with_states": False}))
+    monkeypatch.setattr(
+        rockmate.certificate,
+        "knapsack_of",
+        lambda *args, **named: right(*args, **{**named, "with_states": False}),
+    )
     without = certificate("pooling")
     lower = [without.bound_ms(peak) for peak, _ in reached("pooling")]
     assert all(one >= other * ROUNDING for one, other in zip(known, lower, strict=True))
@@ -414,7 +508,9 @@ def test_the_bound_is_reached_at_some_peak_where_something_is_recomputed(name: s
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_decides(name: str) -> None:
+def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_decides(
+    name: str,
+) -> None:
     """A schedule that keeps so much and makes the rest once runs late ops and reads of earlier moments besides, never less."""
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
@@ -437,7 +533,9 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_bound_that_counts_too_much_memory_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_counts_too_much_memory_is_found_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Certificate._moment
     more_bytes = reached(name)[-1][0] // 12
 
@@ -447,28 +545,44 @@ def test_a_bound_that_counts_too_much_memory_is_found_out(name: str, monkeypatch
 
     monkeypatch.setattr(Certificate, "_moment", wrong)
     bounds = certificate(name)
-    assert any(time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name))
+    assert any(
+        time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name)
+    )
 
 
-def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = Certificate._moment
-    monkeypatch.setattr(Certificate, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset()))
+    monkeypatch.setattr(
+        Certificate, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset())
+    )
     bounds = certificate("returning")
-    assert any(time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached("returning"))
+    assert any(
+        time_ms < bounds.bound_ms(peak_bytes) * ROUNDING
+        for peak_bytes, time_ms in reached("returning")
+    )
 
 
-def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = Certificate._moment
 
     def wrong(self: Certificate, op: Op) -> object:
         moment = right(self, op)
-        return replace(moment, later=tuple(other for other in self._graph.backward_ops if other is not op))
+        return replace(
+            moment, later=tuple(other for other in self._graph.backward_ops if other is not op)
+        )
 
     monkeypatch.setattr(Certificate, "_moment", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
-        beaten += [time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name)]
+        beaten += [
+            time_ms < bounds.bound_ms(peak_bytes) * ROUNDING
+            for peak_bytes, time_ms in reached(name)
+        ]
     assert any(beaten)
 
 
@@ -506,7 +620,9 @@ def test_the_bound_falls_with_the_budget_to_the_time_of_no_recomputation(name: s
 def test_no_plan_of_any_strategy_beats_the_bound(name: str, num_budgets: int) -> None:
     planner = fixed(name).planner
     graph, costs = graph_and_costs(planner)
-    for budget_bytes in budgets_between(planner.minimum_peak_bytes, planner.baseline_peak_bytes, num_budgets):
+    for budget_bytes in budgets_between(
+        planner.minimum_peak_bytes, planner.baseline_peak_bytes, num_budgets
+    ):
         bound_ms = planner.lower_bound_ms(budget_bytes)
         for strategy in HEURISTIC:
             if budget_bytes < planner.minimum_peak(strategy):
@@ -531,7 +647,11 @@ def test_the_bound_is_infinite_only_where_no_strategy_has_a_plan(name: str) -> N
     for part in (bounds[:num_below], bounds[num_below:]):  # below, schedules in chunks count, too
         assert part == sorted(part, reverse=True)
     floor = min(planner.minimum_peak(strategy) for strategy in HEURISTIC)
-    assert all(budget_bytes < floor for budget_bytes, bound_ms in zip(budgets, bounds, strict=True) if bound_ms == inf)
+    assert all(
+        budget_bytes < floor
+        for budget_bytes, bound_ms in zip(budgets, bounds, strict=True)
+        if bound_ms == inf
+    )
     assert bounds[0] == inf
 
 
@@ -551,7 +671,9 @@ def test_below_every_schedule_the_bound_is_infinite_or_above_the_baseline() -> N
     assert f"{plan.lower_bound_ms:.1f} ms within the budget" in plan.summary()
 
 
-def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[object] = []
 
     def least_again_ms(*_: object, time_limit_s: float, **__: object) -> tuple[float, bool]:

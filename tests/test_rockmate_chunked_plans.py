@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_rockmate_chunking import CLASSES, chunked, distances, eager, gradients, make, sample, sorted_scores
+from test_rockmate_chunking import (
+    CLASSES,
+    chunked,
+    distances,
+    eager,
+    gradients,
+    make,
+    sample,
+    sorted_scores,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,7 +54,11 @@ class Wide(nn.Module):
         self.head = nn.Linear(64, 4096, bias=False)
 
     def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        return {"loss": functional.cross_entropy(self.head(torch.tanh(self.words(words))).flatten(0, 1), labels.flatten())}
+        return {
+            "loss": functional.cross_entropy(
+                self.head(torch.tanh(self.words(words))).flatten(0, 1), labels.flatten()
+            )
+        }
 
 
 @functools.cache
@@ -72,7 +85,9 @@ def test_chunks_only_for_budgets_that_nothing_else_meets() -> None:
 def test_so_it_is_for_many_budgets_together() -> None:
     _, _, planner = wide()
     below = planner.minimum_peak_bytes // 3
-    plans = planner.plans([below, *evenly(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)])
+    plans = planner.plans(
+        [below, *evenly(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)]
+    )
     assert plans[below].schedule == planner.plan(below).schedule
     assert [budget for budget, plan in plans.items() if "loss_chunks" in plan.options] == [below]
     assert len(plans) == 21
@@ -143,7 +158,9 @@ def test_below_the_smallest_chunks() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.plan(1000)
     assert caught.value.minimum_bytes < planner.minimum_peak_bytes // 4
-    assert planner.plan(caught.value.minimum_bytes).predicted_peak_bytes == caught.value.minimum_bytes
+    assert (
+        planner.plan(caught.value.minimum_bytes).predicted_peak_bytes == caught.value.minimum_bytes
+    )
     with pytest.raises(InfeasibleBudgetError):
         planner.plan(int(0.89 * caught.value.minimum_bytes))
 
@@ -163,7 +180,9 @@ def test_plans_in_chunks_are_files_like_others() -> None:
 def test_a_plan_in_chunks_for_a_loss_that_has_none() -> None:
     _, batch, planner = wide()
     plan = planner.plan(planner.minimum_peak_bytes // 3)
-    with pytest.raises(PlanMismatchError, match=r"in chunks .* cannot be: .*sort.* has no rule.*Plan again"):
+    with pytest.raises(
+        PlanMismatchError, match=r"in chunks .* cannot be: .*sort.* has no rule.*Plan again"
+    ):
         RockmateModule(make(sorted_scores), batch | {"words": batch["words"] % CLASSES}, plan=plan)
 
 
@@ -193,7 +212,10 @@ class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(2048, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            for _ in range(2)
+        )
         self.head = nn.Linear(32, 2048, bias=False)
 
     def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
@@ -206,7 +228,12 @@ class Layered(nn.Module):
 def layered(allow_chunking: bool | None) -> Planner:
     """Its planner, with estimated costs: the same in every run."""
     words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
-    return Planner(Layered().train(), {"words": words, "labels": words.flip(0)}, machine="cpu-avx2", allow_chunking=allow_chunking)
+    return Planner(
+        Layered().train(),
+        {"words": words, "labels": words.flip(0)},
+        machine="cpu-avx2",
+        allow_chunking=allow_chunking,
+    )
 
 
 def plan_or_none(planner: Planner, budget_bytes: int) -> Plan | None:
@@ -217,11 +244,20 @@ def plan_or_none(planner: Planner, budget_bytes: int) -> Plan | None:
 
 
 @pytest.mark.parametrize("allow_chunking", [None, True, False])
-def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(allow_chunking: bool | None) -> None:
+def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(
+    allow_chunking: bool | None,
+) -> None:
     whole = layered(allow_chunking=False)
     unchunked, baseline = whole.minimum_peak_bytes, whole.baseline_peak_bytes
     planner = layered(allow_chunking)
-    budgets = (unchunked // 4, unchunked // 2, unchunked - 1, unchunked, (unchunked + baseline) // 2, baseline)
+    budgets = (
+        unchunked // 4,
+        unchunked // 2,
+        unchunked - 1,
+        unchunked,
+        (unchunked + baseline) // 2,
+        baseline,
+    )
     for budget_bytes in budgets:
         bound_ms = planner.lower_bound_ms(budget_bytes)
         plan = plan_or_none(planner, budget_bytes)
@@ -231,7 +267,9 @@ def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(allow_chun
             assert plan.lower_bound_ms == bound_ms >= plan.quick_lower_bound_ms > 0
             assert Plan.from_text(plan.to_text()).lower_bound_ms == bound_ms
     faster = plan_or_none(planner, unchunked - 1)
-    assert faster is None or faster.predicted_ms < whole.lower_bound_ms(unchunked - 1)  # so that of the step as captured does not hold
+    assert faster is None or faster.predicted_ms < whole.lower_bound_ms(
+        unchunked - 1
+    )  # so that of the step as captured does not hold
 
 
 @pytest.mark.parametrize("strategy", ["chen", "rotor"])
@@ -256,7 +294,16 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
             asked.append(self.quick_ms)
             return self.closer_ms + budget_bytes
 
-    least = LeastBound(lambda: [Known(9.0, 9.0), Known(4.0, 6.0), Known(inf, inf), Known(5.0, 5.5), Known(3.0, 8.0), Known(5.75, 6.0)])
+    least = LeastBound(
+        lambda: [
+            Known(9.0, 9.0),
+            Known(4.0, 6.0),
+            Known(inf, inf),
+            Known(5.0, 5.5),
+            Known(3.0, 8.0),
+            Known(5.75, 6.0),
+        ]
+    )
     assert least.bound_ms(10) == 13.0
     assert least.closer_bound_ms(10) == 15.5
     assert asked == [3.0, 4.0, 5.0]
@@ -265,7 +312,9 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
 # --- what is written out and solved --------------------------------------------------------------------
 
 
-def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner = layered(allow_chunking=None)
     budget_bytes = planner.minimum_peak_bytes - 1
     whole = planner._variants.plain.improving
@@ -302,7 +351,11 @@ class Smoothed(nn.Module):
 
     def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         scores = torch.tanh(self.head(self.words(words)) / 30.0) * 30.0
-        return {"loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight=self.weight, label_smoothing=0.1)}
+        return {
+            "loss": functional.cross_entropy(
+                scores.flatten(0, 1), labels.flatten(), weight=self.weight, label_smoothing=0.1
+            )
+        }
 
 
 def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +366,9 @@ def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(sys.modules["checkmate.pareto"], "solve_by_ilp", refuse)
     words = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0))
-    planner = Planner(Smoothed().train(), {"words": words, "labels": words.flip(0)}, allow_chunking=True)
+    planner = Planner(
+        Smoothed().train(), {"words": words, "labels": words.flip(0)}, allow_chunking=True
+    )
     assert planner.minimum_peak_bytes < 256 * 2048 * 4 // 4
     assert planner.plan(planner.minimum_peak_bytes).num_unproved_blocks == 0
 
@@ -331,7 +386,9 @@ def test_solvers_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solver_time.spent_s == 8.0
 
 
-def test_plans_without_time_to_solve(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_without_time_to_solve(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Convex hulls are there in any case, and never silently."""
     monkeypatch.setattr("rockmate.solver_time._LEAST_S", 1e-9)
     model, batch, planner = wide()
@@ -347,7 +404,9 @@ def test_plans_without_time_to_solve(caplog: pytest.LogCaptureFixture, monkeypat
         Planner(model, batch, time_limit_s=0.0)
 
 
-def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
     right = rockmate.step.separable_blocks
 

@@ -41,7 +41,9 @@ class Model(nn.Module):
 
 def sample(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    words, labels = (torch.randint(0, CLASSES, (_BATCH, _TOKENS), generator=generator) for _ in range(2))
+    words, labels = (
+        torch.randint(0, CLASSES, (_BATCH, _TOKENS), generator=generator) for _ in range(2)
+    )
     labels[0, :4] = -100
     return {"words": words, "labels": labels}
 
@@ -110,18 +112,26 @@ def of_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
 LOSSES: Mapping[str, Loss] = {
     "squared error": of_elements(functional.mse_loss),
     "squared error, summed": of_elements(functional.mse_loss, reduction="sum"),
-    "squared errors": lambda scores, labels: of_elements(functional.mse_loss, reduction="none")(scores, labels).mean(),
+    "squared errors": lambda scores, labels: of_elements(functional.mse_loss, reduction="none")(
+        scores, labels
+    ).mean(),
     "absolute error": of_elements(functional.l1_loss),
     "smooth l1": of_elements(functional.smooth_l1_loss, beta=0.3),
     "huber, summed": of_elements(functional.huber_loss, reduction="sum", delta=0.3),
     "binary": of_elements(functional.binary_cross_entropy_with_logits),
     "binary, summed": of_elements(functional.binary_cross_entropy_with_logits, reduction="sum"),
     "binary of probabilities": of_probabilities,
-    "soft margin": lambda scores, labels: functional.soft_margin_loss(scores, values_in_01(scores) - 0.5),
-    "divergence": lambda scores, labels: functional.kl_div(scores.log_softmax(-1), values_in_01(scores), reduction="batchmean"),
+    "soft margin": lambda scores, labels: functional.soft_margin_loss(
+        scores, values_in_01(scores) - 0.5
+    ),
+    "divergence": lambda scores, labels: functional.kl_div(
+        scores.log_softmax(-1), values_in_01(scores), reduction="batchmean"
+    ),
     "mean": cross_entropy(),
     "sum": cross_entropy(reduction="sum"),
-    "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(scores, labels.clamp(min=7)),
+    "ignored class": lambda scores, labels: cross_entropy(ignore_index=7)(
+        scores, labels.clamp(min=7)
+    ),
     "label smoothing": cross_entropy(label_smoothing=0.1),
     "class weights": class_weights,
     "num_items_in_batch": num_items_in_batch,
@@ -147,19 +157,29 @@ def chunked(step: CapturedStep, chunks: str) -> CapturedStep:
 def train(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
     """One step of the captured graph, nothing recomputed; gives the loss."""
     program = emit(step.graph, no_recomputation(step.graph), owner_names(step.model))
-    outputs = Runner(program, step.model).run([batch[name] for name in sorted(batch)], hooks_last=False)
+    outputs = Runner(program, step.model).run(
+        [batch[name] for name in sorted(batch)], hooks_last=False
+    )
     (outputs[0] * scale).backward()
     return outputs[0].detach()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 
 
 def eager(
-    model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0, *, autocast: torch.dtype | None = None
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    scale: float = 1.0,
+    *,
+    autocast: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         loss = model(**batch)["loss"]
@@ -217,7 +237,11 @@ def test_rows_do_not_divide_into_chunks_of_one_size() -> None:
     model = make(cross_entropy())
     step = capture_step(model, sample())
     graph = chunked(step, "5 recompute").graph
-    heights = [op.node.meta["val"].shape[0] for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
+    heights = [
+        op.node.meta["val"].shape[0]
+        for op in graph.ops
+        if op.node.target is torch.ops.aten._log_softmax.default
+    ]
     assert heights == [4, 4, 5, 4, 5]  # 22 rows
 
 
@@ -254,9 +278,15 @@ class Watched(fx.Interpreter):
         return value
 
 
-@pytest.mark.parametrize(("dtype", "forms"), [(torch.bfloat16, FORMS), (torch.float16, FORMS[:1])], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "forms"),
+    [(torch.bfloat16, FORMS), (torch.float16, FORMS[:1])],
+    ids=["bfloat16", "float16"],
+)
 @pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
-def test_written_out_under_autocast(options: dict[str, bool], dtype: torch.dtype, forms: tuple[str, ...]) -> None:
+def test_written_out_under_autocast(
+    options: dict[str, bool], dtype: torch.dtype, forms: tuple[str, ...]
+) -> None:
     """Autocast's casts are those that were captured, and chunks have no others; the loss is scaled, as float16 needs it."""
     model = make(cross_entropy(), **options)
     _, exact = eager(model.double(), sample(), 1024.0)
@@ -268,7 +298,9 @@ def test_written_out_under_autocast(options: dict[str, bool], dtype: torch.dtype
     assert isinstance(at_once, Refusal) == (dtype == torch.float16)
     for chunks, step in zip(forms, steps, strict=True):
         fakes = [node.meta["val"] for node, _ in step.capture.inputs]
-        Watched(step.capture.joint).run(*(torch.zeros(fake.shape, dtype=fake.dtype) for fake in fakes))
+        Watched(step.capture.joint).run(
+            *(torch.zeros(fake.shape, dtype=fake.dtype) for fake in fakes)
+        )
         assert distance(train(step, sample(), 1024.0), expected) <= 1e-6, chunks
         ours, of_eager = distances(gradients(model), exact), distances(rounded, exact)
         assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (chunks, ours, of_eager)
@@ -323,13 +355,18 @@ def sorted_scores(scores: Tensor, labels: Tensor) -> Tensor:
 
 def shifted(scores: Tensor, labels: Tensor) -> Tensor:
     """The last token's logits are left out: tokens of two samples are no longer side by side."""
-    return functional.cross_entropy(scores[:, :-1].reshape(-1, scores.shape[-1]), labels[:, 1:].reshape(-1))
+    return functional.cross_entropy(
+        scores[:, :-1].reshape(-1, scores.shape[-1]), labels[:, 1:].reshape(-1)
+    )
 
 
 INSEPARABLE: Mapping[str, tuple[Loss, str]] = {
     "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|takes rows)"),
     "normalised over tokens": (normalised_over_tokens, r"reads mean.*, a sum over all rows"),
-    "softmax over tokens": (softmax_over_tokens, r"aten\._log_softmax\.default .* runs along the rows"),
+    "softmax over tokens": (
+        softmax_over_tokens,
+        r"aten\._log_softmax\.default .* runs along the rows",
+    ),
     "sorted scores": (sorted_scores, r"aten\.sort\.default .* has no rule"),
     "shifted": (shifted, r"aten\.slice\.Tensor .* runs along the rows"),
 }
@@ -368,7 +405,9 @@ class Clipped(torch.autograd.Function):
 
 
 def test_a_backward_that_is_not_linear_is_not_taken_in_the_forward() -> None:
-    model = make(lambda scores, labels: functional.cross_entropy(*rows_of(Clipped.apply(scores), labels)))  # pyright: ignore
+    model = make(
+        lambda scores, labels: functional.cross_entropy(*rows_of(Clipped.apply(scores), labels))
+    )  # pyright: ignore
     step = capture_step(model, sample())
     found = step.in_chunks(Chunks.parse("2 at_once"))
     assert isinstance(found, Refusal)
@@ -392,7 +431,11 @@ class Centred(torch.autograd.Function):
 
 
 def test_a_sum_of_the_backward_is_not_read_before_it_is_complete() -> None:
-    model = make(lambda scores, labels: functional.cross_entropy(Centred.apply(rows_of(scores, labels)[0]), labels.view(-1)))  # pyright: ignore
+    model = make(
+        lambda scores, labels: functional.cross_entropy(
+            Centred.apply(rows_of(scores, labels)[0]), labels.view(-1)
+        )
+    )  # pyright: ignore
     found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
     assert isinstance(found, Refusal)
     assert "a sum over all rows, where only a part of them is known" in str(found)

@@ -59,7 +59,9 @@ def cleaned(function: Callable[[Tensor], Any]) -> Counter[str]:
 
 def calls(capture: Capture) -> Counter[str]:
     nodes = [node for node in capture.joint.graph.nodes if node.op == "call_function"]
-    return Counter(getattr(node.target, "_opname", getattr(node.target, "__name__", "")) for node in nodes)
+    return Counter(
+        getattr(node.target, "_opname", getattr(node.target, "__name__", "")) for node in nodes
+    )
 
 
 # --- the same bits, and the same memory shared -----------------------------------------------------------
@@ -72,11 +74,15 @@ def made_up(fake: Tensor, seed: int) -> Tensor:
         return torch.randint(0, 2, fake.shape, generator=generator).to(fake.dtype)
     values = torch.randn(fake.shape, generator=generator)
     if seed % 2 and values.numel() > 4 * len(SPECIAL):
-        values.view(-1)[torch.randperm(values.numel(), generator=generator)[: len(SPECIAL)]] = torch.tensor(SPECIAL)
+        values.view(-1)[torch.randperm(values.numel(), generator=generator)[: len(SPECIAL)]] = (
+            torch.tensor(SPECIAL)
+        )
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(values)
 
 
-def run(capture: Capture, specials: bool) -> tuple[list[Tensor | None], list[tuple[int, int]], Tensor]:
+def run(
+    capture: Capture, specials: bool
+) -> tuple[list[Tensor | None], list[tuple[int, int]], Tensor]:
     """What the joint graph returns, which of the returned and the given tensors share memory, and the generator's state after it."""
     nodes = [node for node in capture.joint.graph.nodes if node.op == "placeholder"]
     given = [made_up(node.meta["val"], 2 * index + specials) for index, node in enumerate(nodes)]
@@ -85,22 +91,33 @@ def run(capture: Capture, specials: bool) -> tuple[list[Tensor | None], list[tup
     tensors = [t for t in [*given, *returned] if isinstance(t, Tensor)]
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     pairs = itertools.combinations(range(len(tensors)), 2)
-    shared = [(a, b) for a, b in pairs if memory[a] == memory[b] and tensors[a].numel() and tensors[b].numel()]
+    shared = [
+        (a, b)
+        for a, b in pairs
+        if memory[a] == memory[b] and tensors[a].numel() and tensors[b].numel()
+    ]
     return returned, shared, torch.get_rng_state()
 
 
 def bits(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
     return tensor.contiguous().view(integer)
 
 
-def assert_clean_is_the_same(make: Callable[[], Capture], reduce: Callable[[Capture], None]) -> None:
+def assert_clean_is_the_same(
+    make: Callable[[], Capture], reduce: Callable[[Capture], None]
+) -> None:
     plain, ours = make(), make()
     remove_dead(plain.joint.graph)
     reduce(ours)
     assert [role for _, role in ours.outputs] == [role for _, role in plain.outputs]
     for specials in (False, True):
-        (expected, shared, state), (results, ours_shared, ours_state) = run(plain, specials), run(ours, specials)
+        (expected, shared, state), (results, ours_shared, ours_state) = (
+            run(plain, specials),
+            run(ours, specials),
+        )
         assert torch.equal(ours_state, state)
         assert ours_shared == shared
         for result, reference in zip(results, expected, strict=True):
@@ -116,7 +133,9 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
     workload = models.tiny(name)
 
     def make() -> Capture:
-        args, kwargs = ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        args, kwargs = (
+            ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        )
         return captured(workload.model, *args, **kwargs)
 
     assert_clean_is_the_same(make, lambda capture: clean(capture.joint.graph))
@@ -125,16 +144,40 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
 def nasty(h: Tensor) -> Any:
     """Equal outputs, outputs that are views or copies of each other, copies of what is returned, draws from equal arguments."""
     a, b = h.exp(), h.exp()
-    noise = functional.dropout(h, 0.5) + functional.dropout(h, 0.5) + torch.rand_like(h) * torch.rand_like(h)
+    noise = (
+        functional.dropout(h, 0.5)
+        + functional.dropout(h, 0.5)
+        + torch.rand_like(h) * torch.rand_like(h)
+    )
     copy = a.clone() * 1.0
-    same = (h * 1.0) ** 1 + h.clone() + (h + 0.0) + (h + -0.0) + h.view(h.shape).t().t().expand(h.shape)
+    same = (
+        (h * 1.0) ** 1
+        + h.clone()
+        + (h + 0.0)
+        + (h + -0.0)
+        + h.view(h.shape).t().t().expand(h.shape)
+    )
     count = torch.arange(8) + 0
-    return a, b, copy, copy.detach(), same, noise, count, torch.arange(8), h.t().detach(), h.t().detach(), functional.dropout(h, 0.0)
+    return (
+        a,
+        b,
+        copy,
+        copy.detach(),
+        same,
+        noise,
+        count,
+        torch.arange(8),
+        h.t().detach(),
+        h.t().detach(),
+        functional.dropout(h, 0.0),
+    )
 
 
 def test_nasty_graph_gives_the_same_bits() -> None:
     x = torch.randn(8, 8)
-    assert_clean_is_the_same(lambda: captured(Written(nasty), x), lambda capture: clean(capture.joint.graph))
+    assert_clean_is_the_same(
+        lambda: captured(Written(nasty), x), lambda capture: clean(capture.joint.graph)
+    )
 
     def loss_of(module: Callable[..., Any], step: int) -> tuple[Any, Tensor]:
         outputs = module(x * step)
@@ -155,34 +198,70 @@ def test_masks_of_all_layers_are_made_once() -> None:
     assert all(before[target] == 3 > after[target] == 1 for target in ("ones", "tril", "where"))
     count = sum(after.values())
     clean(capture.joint.graph)
-    assert sum(calls(capture).values()) == count < sum(before.values())  # a second time there is nothing left
+    assert (
+        sum(calls(capture).values()) == count < sum(before.values())
+    )  # a second time there is nothing left
 
 
 def test_equal_calls_merge_through_their_views() -> None:
-    found = cleaned(lambda h: (h.t().exp() + h.transpose(0, 1).exp().t().t() + h.permute(1, 0).exp()).sum())
+    found = cleaned(
+        lambda h: (h.t().exp() + h.transpose(0, 1).exp().t().t() + h.permute(1, 0).exp()).sum()
+    )
     assert found["exp"] == 1
 
 
 def test_views_that_change_nothing_go() -> None:
-    assert cleaned(lambda h: h.view(4, 8).expand(4, 8).t().t().view(2, 16).view(4, 8).tanh().sum()) == cleaned(lambda h: h.tanh().sum())
+    assert cleaned(
+        lambda h: h.view(4, 8).expand(4, 8).t().t().view(2, 16).view(4, 8).tanh().sum()
+    ) == cleaned(lambda h: h.tanh().sum())
 
 
 def test_copies_of_nothing_new_go() -> None:
-    copying = cleaned(lambda h: (functional.dropout(h.clone().tanh() * 1, 0.0) / 1.0).to(torch.float32, copy=True).square().sum())
+    copying = cleaned(
+        lambda h: (
+            (functional.dropout(h.clone().tanh() * 1, 0.0) / 1.0)
+            .to(torch.float32, copy=True)
+            .square()
+            .sum()
+        )
+    )
     assert copying == cleaned(lambda h: h.tanh().square().sum())
     assert copying["pow"] == 1  # the square; the power of one in its derivative is gone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8]
+)
 def test_what_counts_as_a_copy_is_one(dtype: torch.dtype) -> None:
-    x = torch.tensor(SPECIAL * 7).to(dtype) if dtype.is_floating_point else torch.arange(-60, 60).to(dtype)
-    results = [aten.clone(x), aten._to_copy(x, dtype=dtype), aten.pow.Tensor_Scalar(x, 1), aten.mul.Tensor(x, 1), aten.mul.Scalar(x, 1)]
+    x = (
+        torch.tensor(SPECIAL * 7).to(dtype)
+        if dtype.is_floating_point
+        else torch.arange(-60, 60).to(dtype)
+    )
+    results = [
+        aten.clone(x),
+        aten._to_copy(x, dtype=dtype),
+        aten.pow.Tensor_Scalar(x, 1),
+        aten.mul.Tensor(x, 1),
+        aten.mul.Scalar(x, 1),
+    ]
     if dtype.is_floating_point:
-        results += [aten.pow.Tensor_Scalar(x, 1.0), aten.mul.Tensor(x, 1.0), aten.div.Tensor(x, 1.0), aten.div.Scalar(x, 1)]
+        results += [
+            aten.pow.Tensor_Scalar(x, 1.0),
+            aten.mul.Tensor(x, 1.0),
+            aten.div.Tensor(x, 1.0),
+            aten.div.Scalar(x, 1),
+        ]
     else:
         results += [aten.add.Tensor(x, 0), aten.sub.Tensor(x, 0), aten.add.Scalar(x, 0)]
-    defined = torch.ones_like(x, dtype=torch.bool) if dtype.itemsize > 2 or not dtype.is_floating_point else ~x.isnan()
-    for result in results:  # in half precision eager's payloads differ between the vectors of a loop and its tail
+    defined = (
+        torch.ones_like(x, dtype=torch.bool)
+        if dtype.itemsize > 2 or not dtype.is_floating_point
+        else ~x.isnan()
+    )
+    for result in (
+        results
+    ):  # in half precision eager's payloads differ between the vectors of a loop and its tail
         assert torch.equal(bits(result)[defined], bits(x)[defined])
         assert torch.equal(result.isnan(), x.isnan())
 
@@ -236,14 +315,24 @@ def test_checkpoints_in_the_model_are_undone() -> None:
 
 
 def test_draws_do_not_merge() -> None:
-    found = cleaned(lambda h: (functional.dropout(h, 0.5) * functional.dropout(h, 0.5) + torch.rand_like(h) + torch.rand_like(h)).sum())
+    found = cleaned(
+        lambda h: (
+            functional.dropout(h, 0.5) * functional.dropout(h, 0.5)
+            + torch.rand_like(h)
+            + torch.rand_like(h)
+        ).sum()
+    )
     assert found["native_dropout"] == 2
     assert found["rand_like"] == 2
 
 
 def test_masks_of_different_layers_stay_different() -> None:
     case = planned("gpt2")
-    masks = [op for op in case.planner.plan(1.0).graph.ops if getattr(op.node.target, "__name__", "") == "dropout_mask"]
+    masks = [
+        op
+        for op in case.planner.plan(1.0).graph.ops
+        if getattr(op.node.target, "__name__", "") == "dropout_mask"
+    ]
     assert len(masks) == 1 + 3 * 3
     assert len({node for op in masks for node in op.node.users}) >= len(masks)
 
@@ -263,16 +352,28 @@ def test_draw_that_nobody_reads_stays() -> None:
 def test_constants_of_different_kind_do_not_merge() -> None:
     def kinds(h: Tensor) -> tuple[Tensor, ...]:
         integers = (h.detach() > 0).long()
-        made = (integers * True, integers * 1, integers * 1.0, integers + 2, integers + 2.0, integers.float(), integers.double())
+        made = (
+            integers * True,
+            integers * 1,
+            integers * 1.0,
+            integers + 2,
+            integers + 2.0,
+            integers.float(),
+            integers.double(),
+        )
         filled = (torch.full((3,), 1), torch.full((3,), 1.0), torch.full((3,), True))
         return h, *(t + 1 for t in made), *(t.clone() for t in filled)
 
     x = torch.randn(4, 8)
-    assert_clean_is_the_same(lambda: captured(Written(kinds), x), lambda capture: clean(capture.joint.graph))
+    assert_clean_is_the_same(
+        lambda: captured(Written(kinds), x), lambda capture: clean(capture.joint.graph)
+    )
 
 
 def test_zeros_of_different_sign_do_not_merge() -> None:
-    found = cleaned(lambda h: ((h + 0.0).reciprocal() + (h + -0.0).reciprocal() + (h - 0.0).reciprocal()).sum())
+    found = cleaned(
+        lambda h: ((h + 0.0).reciprocal() + (h + -0.0).reciprocal() + (h - 0.0).reciprocal()).sum()
+    )
     assert found["reciprocal"] == 3
 
 
@@ -301,7 +402,12 @@ def test_calls_of_other_libraries_do_not_merge() -> None:
         return x + next(drawn)
 
     next_number.register_fake(torch.empty_like)
-    assert cleaned(lambda h: (h * next_number(h.detach()) + next_number(h.detach())).sum())["next_number"] == 2
+    assert (
+        cleaned(lambda h: (h * next_number(h.detach()) + next_number(h.detach())).sum())[
+            "next_number"
+        ]
+        == 2
+    )
 
 
 def test_equal_outputs_stay_apart() -> None:
@@ -309,7 +415,14 @@ def test_equal_outputs_stay_apart() -> None:
 
     def outputs(h: Tensor) -> tuple[Tensor, ...]:
         hidden = h.tanh()
-        return h.cos(), h.cos(), hidden.clone().detach(), hidden.detach().clone(), (hidden * 1.0).detach(), hidden.sin()
+        return (
+            h.cos(),
+            h.cos(),
+            hidden.clone().detach(),
+            hidden.detach().clone(),
+            (hidden * 1.0).detach(),
+            hidden.sin(),
+        )
 
     x = torch.randn(16, 8)
 
@@ -329,11 +442,15 @@ def test_equal_outputs_stay_apart() -> None:
         planner = Planner(model, x)
         module = planner.module(1.0 if budget == "loose" else planner.minimum_peak_bytes)
         loss_of(module, 1)[1].backward()
-        ours = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        ours = [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        ]
         model.zero_grad()
         expected = model(x)[-1].square().sum()
         expected.backward()
-        reference = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        reference = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         assert len(ours) == len(reference) == 2
         assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True))
 
@@ -367,12 +484,16 @@ def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit-base", "gpt2"])
-def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A schedule that leaves out what has been merged or dropped computes the step, in as little memory but for what is shared."""
     workload = models.tiny(name)
 
     def graph_of() -> Graph:
-        args, kwargs = ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        args, kwargs = (
+            ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
+        )
         capture = captured(workload.model, *args, **kwargs)
         rockmate.rewrite.rewrite(capture.joint)
         return build_graph(capture)
@@ -387,7 +508,10 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str, m
     index = {op.name: op.index for op in ours.ops}
     assert len(index) < len(plain.ops)
     for schedule in (no_recomputation(plain), lower_saved(plain, partition(plain), ())):
-        halves = [[plain.ops[step].name for step in half] for half in (schedule.forward, schedule.backward)]
+        halves = [
+            [plain.ops[step].name for step in half]
+            for half in (schedule.forward, schedule.backward)
+        ]
         mapped = finish(ours, *([index[step] for step in half if step in index] for half in halves))
         mapped.verify(ours)
         mask_bytes = 16 * 16 * 4  # the causal mask of GPT-2, one for all layers
@@ -418,4 +542,6 @@ def test_loss_without_scores_holds_one_matrix_of_their_size() -> None:
     measured = measure.allocator_peak(step)
     scores_bytes = 4096 * 512 * 4
     assert measured <= 1.02 * plan.predicted_peak_bytes
-    assert scores_bytes <= plan.predicted_peak_bytes < 1.5 * scores_bytes  # log-probabilities and their gradient take the scores' place
+    assert (
+        scores_bytes <= plan.predicted_peak_bytes < 1.5 * scores_bytes
+    )  # log-probabilities and their gradient take the scores' place

@@ -36,7 +36,11 @@ def settings() -> dict[str, Any]:
         "compiling": torch.compiler.is_compiling(),
         "exporting": torch.compiler.is_exporting(),
         "compile flags": (torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
         "sdp": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
         "mkldnn": torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
         "donated": torch._functorch.config.donated_buffer,
@@ -53,7 +57,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "gradients": gradients_of(model),
         "modes": [module.training for module in model.modules()],
         "trainable": [parameter.requires_grad for parameter in model.parameters()],
-        "hooks": [[dict(getattr(module, name)) for name in HOOKS if hasattr(module, name)] for module in model.modules()],
+        "hooks": [
+            [dict(getattr(module, name)) for name in HOOKS if hasattr(module, name)]
+            for module in model.modules()
+        ],
         "tensor hooks": [dict(p._backward_hooks or {}) for p in model.parameters()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "children": [id(module) for module in model.modules()],
@@ -72,17 +79,25 @@ def assert_same_state(now: dict[str, Any], before: dict[str, Any]) -> None:
 def test_planning_and_wrapping_leave_no_trace(name: str) -> None:
     workload = models.tiny(name)
     model, sample = workload.model, workload.sample
-    for index, parameter in enumerate(model.parameters()):  # some have a gradient, some are frozen, some a hook
+    for index, parameter in enumerate(
+        model.parameters()
+    ):  # some have a gradient, some are frozen, some a hook
         if index % 3 == 0:
             parameter.grad = torch.full_like(parameter, 0.5)
         elif index % 5 == 1:
             parameter.requires_grad_(False)
-    next(module for module in model.modules() if isinstance(module, nn.Dropout | nn.LayerNorm | nn.BatchNorm2d | nn.Linear)).eval()
+    next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Dropout | nn.LayerNorm | nn.BatchNorm2d | nn.Linear)
+    ).eval()
     handle = model.register_forward_hook(lambda module, inputs, output: None)
     masking = __import__("transformers").masking_utils
     functions = {key: value for key, value in vars(masking).items() if callable(value)}
     if hasattr(model, "config"):
-        model.config.problem_type = "single_label_classification"  # else the model's own forward writes it there
+        model.config.problem_type = (
+            "single_label_classification"  # else the model's own forward writes it there
+        )
     config = copy.deepcopy(vars(model.config)) if hasattr(model, "config") else None
     sample_before = {key: value.clone() for key, value in sample.items()}
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
@@ -127,9 +142,15 @@ def test_it_is_the_original_to_the_outside() -> None:
     module = RockmateModule(model, workload.sample, 0.7)
     assert list(module.state_dict()) == list(model.state_dict())
     assert [id(p) for p in module.parameters()] == [id(p) for p in model.parameters()]
-    assert [name for name, _ in module.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in module.named_buffers()] == [name for name, _ in model.named_buffers()]
-    assert [name for name, _ in module.named_modules()][1:] == [name for name, _ in model.named_modules()][1:]
+    assert [name for name, _ in module.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert [name for name, _ in module.named_buffers()] == [
+        name for name, _ in model.named_buffers()
+    ]
+    assert [name for name, _ in module.named_modules()][1:] == [
+        name for name, _ in model.named_modules()
+    ][1:]
     assert module.config is model.config
     assert module.transformer is model.transformer
     assert module.device == model.device
@@ -212,7 +233,10 @@ def test_eval_and_no_grad_run_the_original(name: str) -> None:
     sample = case.workload.sample
     module.eval()
     assert not any(inner.training for inner in model.modules())
-    assert all(same_bits(a, b) for a, b in zip(tensors_of(module(**sample)), tensors_of(model(**sample)), strict=True))
+    assert all(
+        same_bits(a, b)
+        for a, b in zip(tensors_of(module(**sample)), tensors_of(model(**sample)), strict=True)
+    )
     module.train()
     assert all(inner.training for inner in model.modules())
     results = []

@@ -24,8 +24,19 @@ class _Heard(TorchDispatchMode):
         self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = tree_map(lambda value: (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value, args)
-        named = {name: value for name, value in (kwargs or {}).items() if not isinstance(value, torch.Tensor)}
+        plain = tree_map(
+            lambda value: (
+                (value.shape, value.stride(), value.dtype)
+                if isinstance(value, torch.Tensor)
+                else value
+            ),
+            args,
+        )
+        named = {
+            name: value
+            for name, value in (kwargs or {}).items()
+            if not isinstance(value, torch.Tensor)
+        }
         self.calls.append((func, plain, named, sorted(kwargs or ())))
         return func(*args, **(kwargs or {}))
 
@@ -43,12 +54,17 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
     case = planned(name)
     budget = (case.planner.minimum_peak_bytes + case.planner.baseline_peak_bytes) // 2
     module = case.planner.module(budget)
-    code = module._runnables[0].planned.program.forward_code + module._runnables[0].planned.program.backward_code
+    code = (
+        module._runnables[0].planned.program.forward_code
+        + module._runnables[0].planned.program.backward_code
+    )
     with monkeypatch.context() as patch:
         patch.setattr("rockmate.emit.call_directly", lambda graph: None)
         by_op = case.planner.module(budget)
     assert "torch.mm(" in code or "torch.addmm(" in code or "torch.convolution(" in code
-    assert code.count("torch.ops.aten") < by_op._runnables[0].planned.program.backward_code.count("torch.ops.aten")
+    assert code.count("torch.ops.aten") < by_op._runnables[0].planned.program.backward_code.count(
+        "torch.ops.aten"
+    )
     for either in (module, by_op):  # what a first step makes is there from now on
         _heard_in_a_step(either, case.workload)
     assert _heard_in_a_step(module, case.workload) == _heard_in_a_step(by_op, case.workload)
@@ -67,7 +83,12 @@ VALUES = torch.randn(4, 4)
         (aten.view.default, (VALUES, [16]), {}, torch.Tensor.view),
         (aten.relu_.default, (VALUES,), {}, torch.relu_),
         (aten.sum.dim_IntList, (VALUES, [0], True), {}, torch.sum),
-        (aten.add.Scalar, (VALUES, 2.0), {}, None),  # torch.add makes another op of it, which rounds halves differently
+        (
+            aten.add.Scalar,
+            (VALUES, 2.0),
+            {},
+            None,
+        ),  # torch.add makes another op of it, which rounds halves differently
         (aten.slice.Tensor, (VALUES, 0, 0, 2), {}, None),  # there is no such function
         (aten.scalar_tensor.default, (1.0,), {}, None),
         (torch.ops.prims.sin.default, (VALUES,), {}, None),
@@ -87,5 +108,8 @@ def test_nothing_is_run_to_find_out() -> None:
 
 def test_a_number_and_a_tensor_of_one_element_are_not_the_same_argument() -> None:
     half = torch.ones(2, dtype=torch.float16)
-    assert direct_function(aten.mul.Tensor, (half, torch.tensor(2.0, dtype=torch.float64)), {}) is torch.mul
+    assert (
+        direct_function(aten.mul.Tensor, (half, torch.tensor(2.0, dtype=torch.float64)), {})
+        is torch.mul
+    )
     assert direct_function(aten.mul.Tensor, (half, 2.0), {}) is torch.mul

@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rockmate import Plan, Planner, RockmateModule, UnsupportedModelError
 from rockmate.agreement import agreed_plan
 
-pytestmark = pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
+)
 
 NUM_RANKS = 2
 SMALL_BUCKETS_MB = 0.005
@@ -29,7 +31,9 @@ SMALL_BUCKETS_MB = 0.005
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()
 
@@ -58,10 +62,16 @@ def num_complete_at_the_first_visit() -> int:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     x = torch.randn(2, 512)
     module = RockmateModule(model, x, 1.0)
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+    nodes = [
+        torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()
+    ]
     found: list[int] = []
     for node in nodes:
-        node.register_hook(lambda *_: found.append(sum(parameter.grad is not None for parameter in model.parameters())))
+        node.register_hook(
+            lambda *_: found.append(
+                sum(parameter.grad is not None for parameter in model.parameters())
+            )
+        )
     module(x).square().sum().backward()
     assert len(found) == len(nodes) == 8
     return found[0]
@@ -90,14 +100,23 @@ def second_generation(module: nn.Module) -> nn.Module:
     ids=["flat", "original", "per parameter"],
 )
 @pytest.mark.parametrize("is_outside", [True, False])
-def test_sharded_parameters_are_refused(group: None, shard: Callable[[nn.Module], nn.Module], is_outside: bool) -> None:
+def test_sharded_parameters_are_refused(
+    group: None, shard: Callable[[nn.Module], nn.Module], is_outside: bool
+) -> None:
     model = models.Stack(2)
 
     def train() -> None:
-        module = shard(RockmateModule(model, budget=1.0)) if is_outside else RockmateModule(shard(model), budget=1.0)
+        module = (
+            shard(RockmateModule(model, budget=1.0))
+            if is_outside
+            else RockmateModule(shard(model), budget=1.0)
+        )
         module(torch.randn(8, 16)).sum().backward()
 
-    with pytest.raises(UnsupportedModelError, match=r"FSDP shards this model's parameters .* DistributedDataParallel"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"FSDP shards this model's parameters .* DistributedDataParallel",
+    ):
         train()
 
 
@@ -126,7 +145,9 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
     return torch.randn(64, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trained_ddp(rank: int, *, is_planned: bool, uses_last: bool = True, skips_sync: bool = False, **options: Any) -> dict[str, Any]:
+def trained_ddp(
+    rank: int, *, is_planned: bool, uses_last: bool = True, skips_sync: bool = False, **options: Any
+) -> dict[str, Any]:
     """Three steps on this rank's data; losses, weights and gradients after them, and the plan's text."""
     torch.manual_seed(0)
     model = Spare(uses_last)
@@ -145,7 +166,12 @@ def trained_ddp(rank: int, *, is_planned: bool, uses_last: bool = True, skips_sy
         optimizer.step()
         losses.append(loss.item())
     gradients = [parameter.grad for parameter in model.parameters()]
-    return {"losses": losses, "weights": list(model.state_dict().values()), "gradients": gradients, "module": module}
+    return {
+        "losses": losses,
+        "weights": list(model.state_dict().values()),
+        "gradients": gradients,
+        "module": module,
+    }
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -161,7 +187,12 @@ def check_equal_to_plain(rank: int) -> None:
         {"skips_sync": True},
         {"static_graph": True},
         {"find_unused_parameters": True},
-        {"find_unused_parameters": True, "uses_last": False, "skips_sync": True, "gradient_as_bucket_view": True},
+        {
+            "find_unused_parameters": True,
+            "uses_last": False,
+            "skips_sync": True,
+            "gradient_as_bucket_view": True,
+        },
     ]
     for variant in variants:
         ours = trained_ddp(rank, is_planned=True, **variant)
@@ -197,7 +228,10 @@ def check_buckets_become_ready_one_by_one(rank: int) -> None:
         work = distributed.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    reduce.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # DDP checks them
+    reduce.__annotations__ = {
+        "bucket": distributed.GradBucket,
+        "return": torch.futures.Future[torch.Tensor],
+    }  # DDP checks them
     parallel.register_comm_hook(None, reduce)
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
@@ -216,7 +250,9 @@ def check_buckets_become_ready_one_by_one(rank: int) -> None:
 
 def enter(rank: int, store: str, checks: list[Callable[[int], None]]) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
+    )
     try:
         for check in checks:
             check(rank)

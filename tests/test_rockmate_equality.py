@@ -36,7 +36,9 @@ def eager_steps(name: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("name", [name for name in models.TINY if name not in models.SUMS_IN_ANOTHER_ORDER])
+@pytest.mark.parametrize(
+    "name", [name for name in models.TINY if name not in models.SUMS_IN_ANOTHER_ORDER]
+)
 def test_three_steps_are_eagers_bit_for_bit(name: str, regime: str) -> None:
     case = planned(name)
     module = case.module(regime)
@@ -62,7 +64,13 @@ def test_weight_of_three_uses_differs_by_rounding_only(name: str, regime: str) -
         assert all(torch.equal(a, b) for a, b in zip(ours.outputs, reference.outputs, strict=True))
         assert torch.equal(ours.random_state, reference.random_state)
         assert ours.gradients.keys() == reference.gradients.keys()
-        assert max(relative_error(ours.gradients[k], reference.gradients[k]) for k in reference.gradients) <= 1e-6
+        assert (
+            max(
+                relative_error(ours.gradients[k], reference.gradients[k])
+                for k in reference.gradients
+            )
+            <= 1e-6
+        )
         optimizer.step()
 
 
@@ -96,7 +104,9 @@ def test_batch_norm_in_eval_mode_inside_a_training_model_stays_as_it_is() -> Non
     model.bn1.eval()
     model.bn1.running_mean.fill_(0.25)
     mean = model.bn1.running_mean.clone()
-    check_against_eager(model, images, lambda module, step: (None, module(images * step).square().sum()))
+    check_against_eager(
+        model, images, lambda module, step: (None, module(images * step).square().sum())
+    )
     assert torch.equal(model.bn1.running_mean, mean)
     assert not model.bn1.training
 
@@ -105,13 +115,19 @@ def test_batch_norm_in_eval_mode_inside_a_training_model_stays_as_it_is() -> Non
 def test_other_precisions(dtype: torch.dtype) -> None:
     x = torch.randn(64, 16).to(dtype)
     model = models.Stack().to(dtype)
-    check_against_eager(model, x, lambda module, step: (None, module(x * step).float().square().mean()))
+    check_against_eager(
+        model, x, lambda module, step: (None, module(x * step).float().square().mean())
+    )
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, 0.5])
 def test_dropout_at_its_extremes(probability: float) -> None:
     x = torch.randn(64, 16)
-    check_against_eager(models.Stack(dropout=probability), x, lambda module, step: (None, module(x * step).square().mean()))
+    check_against_eager(
+        models.Stack(dropout=probability),
+        x,
+        lambda module, step: (None, module(x * step).square().mean()),
+    )
 
 
 def test_every_kind_of_dropout() -> None:
@@ -160,7 +176,11 @@ def test_activation_checkpointing_of_the_model_itself_is_ours_to_do() -> None:
     planner = Planner(model, case.workload.sample)
     assert planner.baseline_peak_bytes == case.planner.baseline_peak_bytes
     module = planner.module(planner.minimum_peak_bytes)
-    assert all(inner.gradient_checkpointing for inner in model.modules() if hasattr(inner, "gradient_checkpointing"))
+    assert all(
+        inner.gradient_checkpointing
+        for inner in model.modules()
+        if hasattr(inner, "gradient_checkpointing")
+    )
     assert_same(train(module, model, loss_of, 1)[0], reference[0])
 
 
@@ -172,7 +192,11 @@ def test_padding_mask_of_a_later_batch_is_heeded() -> None:
     def batch(step: int) -> dict[str, torch.Tensor]:
         mask = torch.ones_like(words)
         mask[0, : step - 1] = 0
-        return {"input_ids": words, "labels": words.masked_fill(mask == 0, -100), "attention_mask": mask}
+        return {
+            "input_ids": words,
+            "labels": words.masked_fill(mask == 0, -100),
+            "attention_mask": mask,
+        }
 
     def loss_of(module: nn.Module, step: int) -> tuple[object, torch.Tensor]:
         output = module(**batch(step))
@@ -225,5 +249,9 @@ def test_ops_are_measured_as_they_run_whatever_autocast_is_on() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plan = Planner(Careful(64, 64, bias=False), torch.randn(64, 64)).plan(1.0)
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-    overheads = [cost.overhead_bytes for op, cost in zip(plan.graph.ops, plan.costs.first, strict=True) if op.node.target in products]
+    overheads = [
+        cost.overhead_bytes
+        for op, cost in zip(plan.graph.ops, plan.costs.first, strict=True)
+        if op.node.target in products
+    ]
     assert overheads == [0] * 2

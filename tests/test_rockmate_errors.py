@@ -48,7 +48,9 @@ def test_unreadable_budget(budget: Any) -> None:
     assert "6GiB" in text, "says what to write"
 
 
-@pytest.mark.parametrize(("budget", "written"), [("0.5", "0.5"), (" 0.70 ", "0.7"), (".25", "0.25"), ("1.0", "1.0")])
+@pytest.mark.parametrize(
+    ("budget", "written"), [("0.5", "0.5"), (" 0.70 ", "0.7"), (".25", "0.25"), ("1.0", "1.0")]
+)
 def test_fraction_in_quotes(budget: str, written: str) -> None:
     with pytest.raises(InvalidBudgetError, match=re.escape(f"{budget!r} is text")) as caught:
         planned("gpt2").planner.plan(budget)
@@ -92,7 +94,9 @@ def test_a_budget_just_below_the_minimum_is_met_if_the_plan_there_needs_no_more(
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     assert plan.predicted_ms == at_minimum.predicted_ms
     with pytest.raises(InfeasibleBudgetError) as caught:
-        planner.plan(min(at_minimum.predicted_peak_bytes, int(0.9 * planner.minimum_peak_bytes)) - 1)
+        planner.plan(
+            min(at_minimum.predicted_peak_bytes, int(0.9 * planner.minimum_peak_bytes)) - 1
+        )
     assert caught.value.minimum_bytes == planner.minimum_peak_bytes
 
 
@@ -110,7 +114,10 @@ def test_fraction_below_the_minimum() -> None:
 def test_budget_forms_agree() -> None:
     planner = planned("gpt2").planner
     num_bytes = 300 * 1024
-    plans = [planner.plan(budget) for budget in (num_bytes, "300KiB", " 300 kib ", "0.29296875MiB", np.int64(num_bytes))]
+    plans = [
+        planner.plan(budget)
+        for budget in (num_bytes, "300KiB", " 300 kib ", "0.29296875MiB", np.int64(num_bytes))
+    ]
     assert {plan.budget_bytes for plan in plans} == {num_bytes}
     assert {plan.schedule for plan in plans} == {plans[0].schedule}
     assert planner.plan(1.0).budget_bytes == planner.baseline_peak_bytes
@@ -187,8 +194,17 @@ class Counting(Branching):
 @pytest.mark.parametrize("cls", [Branching, Selecting, Reading, Counting])
 def test_data_dependent_model_names_the_line(cls: type[nn.Module]) -> None:
     lines = Path(__file__).read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
-    marked = next(number for number in range(start, len(lines)) if "the line that the error names" in lines[number]) + 1
+    start = next(
+        number for number, line in enumerate(lines) if line.startswith(f"class {cls.__name__}(")
+    )
+    marked = (
+        next(
+            number
+            for number in range(start, len(lines))
+            if "the line that the error names" in lines[number]
+        )
+        + 1
+    )
     with pytest.raises(UnsupportedModelError) as caught:
         Planner(cls(), X)
     assert f"{Path(__file__).name}:{marked}" in str(caught.value)
@@ -314,7 +330,9 @@ def test_constant_of_another_value_or_type() -> None:
             self.linear = nn.Linear(16, 16)
 
         def forward(self, x: Tensor, which: object) -> Tensor:
-            return self.linear(x) + (1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3)
+            return self.linear(x) + (
+                1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3
+            )
 
     module = RockmateModule(Scaling(), {"x": X, "scale": 2.0}, 1.0)
     with pytest.raises(SignatureMismatchError, match=r"2\.0[\s\S]*3\.0"):
@@ -366,7 +384,10 @@ def test_model_changed_after_planning(change: Any, text: str) -> None:
 
 def test_autocast_switched_on_after_planning() -> None:
     module = RockmateModule(models.Stack(), X, 1.0, replan=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(SignatureMismatchError, match="autocast"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(SignatureMismatchError, match="autocast"),
+    ):
         module(X)
     module(X).sum().backward()
 
@@ -432,7 +453,9 @@ def test_backward_with_inputs_in_the_default_mode_accumulates_nowhere_else() -> 
             loss.backward(inputs=inputs)
         except RuntimeError as error:
             assert 'gradients="returned"' in str(error)  # noqa: PT017
-        assert not gradients_of(model)  # torch never runs the node for a weight that it does not know, so it cannot complain
+        assert not gradients_of(
+            model
+        )  # torch never runs the node for a weight that it does not know, so it cannot complain
 
 
 @pytest.mark.parametrize("regime", [0, 1, 2])

@@ -70,12 +70,16 @@ def test_every_storage_is_explained_as_the_schedule_treats_it(name: str, regime:
     for storage in plan.graph.storages:
         (told,) = plan.explain(storage.name).storages
         assert (told.name, told.num_bytes) == (storage.name, storage.num_bytes)
-        assert told.backward_readers == tuple(dict.fromkeys(truth.backward_readers.get(storage.name, ())))
+        assert told.backward_readers == tuple(
+            dict.fromkeys(truth.backward_readers.get(storage.name, ()))
+        )
         if storage.producer is None:
             continue
         assert told.module == storage.producer.module
         assert told.num_recomputations == max(0, truth.num_runs[storage.producer.name] - 1)
-        assert told.recompute_ms == pytest.approx(told.num_recomputations * plan.costs.again[storage.producer.index].time_ms)
+        assert told.recompute_ms == pytest.approx(
+            told.num_recomputations * plan.costs.again[storage.producer.index].time_ms
+        )
         assert told.is_kept == (storage.name in truth.kept)
         assert len(told.stays) == truth.num_runs[storage.producer.name]
 
@@ -83,17 +87,33 @@ def test_every_storage_is_explained_as_the_schedule_treats_it(name: str, regime:
 def test_known_answer_on_a_small_model() -> None:
     """Two layers: at the least budget the first layer's GELU runs again, and its input is what is kept."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)) for _ in range(2)))
+    model = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+            for _ in range(2)
+        )
+    )
     planner = Planner(model, torch.randn(256, 16))
     plan = planner.plan(1.0)
     (told,) = plan.explain("0.1").storages
-    assert (told.name, told.num_bytes, told.is_kept, told.num_recomputations) == ("gelu", 256 * 64 * 4, True, 0)
+    assert (told.name, told.num_bytes, told.is_kept, told.num_recomputations) == (
+        "gelu",
+        256 * 64 * 4,
+        True,
+        0,
+    )
     assert told.made_by == "aten.gelu.default(float32[256, 64])"
-    (reader,) = [op.name for op in plan.graph.ops if "0.2.weight" in [role.name for _, role in op.delivers]]
+    (reader,) = [
+        op.name for op in plan.graph.ops if "0.2.weight" in [role.name for _, role in op.delivers]
+    ]
     assert told.backward_readers == (reader,)
     steps = plan.schedule.to_text(plan.graph).splitlines()
-    made, released = (next(i for i, row in enumerate(steps) if row.split()[2] == op) for op in ("gelu", reader))
-    assert told.stays == (f"made at step {made} (forward), released after {reader} at step {released} (backward)",)
+    made, released = (
+        next(i for i, row in enumerate(steps) if row.split()[2] == op) for op in ("gelu", reader)
+    )
+    assert told.stays == (
+        f"made at step {made} (forward), released after {reader} at step {released} (backward)",
+    )
     tight = planner.plan(planner.minimum_peak_bytes)
     text = str(tight.explain("gelu"))
     assert "not kept, recomputed once" in text
@@ -105,14 +125,22 @@ def test_known_answer_on_a_small_model() -> None:
 def test_submodule_stands_for_what_its_forward_makes() -> None:
     plan = plan_of("gpt2", "binding")
     told = plan.explain("transformer.h.1.mlp")
-    inside = [op for op in plan.graph.ops if op.module.startswith("transformer.h.1.mlp") and op.phase.value != "backward"]
-    assert [storage.name for storage in told.storages] == [storage.name for op in inside for storage in op.writes]
+    inside = [
+        op
+        for op in plan.graph.ops
+        if op.module.startswith("transformer.h.1.mlp") and op.phase.value != "backward"
+    ]
+    assert [storage.name for storage in told.storages] == [
+        storage.name for op in inside for storage in op.writes
+    ]
     assert str(told).startswith(f"transformer.h.1.mlp: makes {len(told.storages)} storages")
     assert len(plan.explain("transformer.h").storages) > len(told.storages)
 
 
 def test_a_frozen_submodule_has_its_name_as_a_trained_one_has() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1)
+    )
     sample = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
     def modules() -> list[str]:
@@ -130,10 +158,16 @@ def test_parameters_inputs_views_and_ops_are_known_by_name() -> None:
     assert "not counted" in str(weight)
     (tokens,) = plan.explain("input_ids").storages
     assert (tokens.kind.value, tokens.num_bytes) == ("input", 2 * 16 * 8)
-    view = next(node for node, storage in plan.graph.storage_of.items() if storage.producer and node is not storage.root)
+    view = next(
+        node
+        for node, storage in plan.graph.storage_of.items()
+        if storage.producer and node is not storage.root
+    )
     assert plan.explain(view.name).storages[0].name == plan.graph.storage_of[view].name
     norm = next(op for op in plan.graph.ops if len(op.writes) == 3)
-    assert [storage.name for storage in plan.explain(norm.name).storages] == [storage.name for storage in norm.writes]
+    assert [storage.name for storage in plan.explain(norm.name).storages] == [
+        storage.name for storage in norm.writes
+    ]
 
 
 def test_line_of_the_users_code_is_told() -> None:
@@ -141,7 +175,12 @@ def test_line_of_the_users_code_is_told() -> None:
     lines = Path(models.__file__).read_text().splitlines()
     sources = {op.name: op.source for op in plan.outline.ops}
     number = next(i for i, line in enumerate(lines, start=1) if "x = x + layer(x)" in line)
-    for name in ("addmm", "gelu", "addmm_1", "add"):  # the layers of torch.nn are no code of the user's
+    for name in (
+        "addmm",
+        "gelu",
+        "addmm_1",
+        "add",
+    ):  # the layers of torch.nn are no code of the user's
         assert sources[name].endswith(f"models.py:{number} in forward: x = x + layer(x)")
         assert not Path(sources[name]).is_absolute()
     assert {op.source for op in plan.outline.ops if op.phase == "backward"} == {""}
@@ -183,7 +222,9 @@ def test_unknown_name_suggests_close_ones(asked: str, suggested: str) -> None:
 
 @pytest.mark.parametrize("asked", [None, 3, "", " ", b"gelu", ["gelu"]])
 def test_what_is_no_name_is_refused(asked: Any) -> None:
-    with pytest.raises(UnknownNameError, match=re.escape(f"{asked!r} is no name. ") + r".*plan\.tree\(\)"):
+    with pytest.raises(
+        UnknownNameError, match=re.escape(f"{asked!r} is no name. ") + r".*plan\.tree\(\)"
+    ):
         plan_of("mlp", "binding").explain(asked)
 
 
@@ -195,12 +236,21 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
     for plan in plans_of(name, 5):
         live = plan.live_at_peak()
         sizes = [num_bytes for _, num_bytes in live]
-        assert sum(sizes) == plan.simulation.live_bytes[plan.simulation.peak_position] == plan.predicted_peak_bytes
+        assert (
+            sum(sizes)
+            == plan.simulation.live_bytes[plan.simulation.peak_position]
+            == plan.predicted_peak_bytes
+        )
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) > 0
-        assert plan.stays.simulation(plan.costs) == plan.simulation  # at every step, not the peak alone
+        assert (
+            plan.stays.simulation(plan.costs) == plan.simulation
+        )  # at every step, not the peak alone
         step = len(plan.schedule.forward) // 2
-        assert sum(occupant.num_bytes for occupant in plan.stays.at(step, plan.costs)) == plan.simulation.live_bytes[step]
+        assert (
+            sum(occupant.num_bytes for occupant in plan.stays.at(step, plan.costs))
+            == plan.simulation.live_bytes[step]
+        )
 
 
 def test_storages_at_the_peak_are_named() -> None:
@@ -222,7 +272,9 @@ def test_block_table_adds_up(name: str) -> None:
         graph, schedule = plan.graph, plan.schedule
         runs = Counter(schedule.steps)
         assert sum(row.num_ops for row in rows) == len(graph.ops)
-        assert sum(row.made_bytes for row in rows) == sum(op.written_bytes for op in graph.forward_ops)
+        assert sum(row.made_bytes for row in rows) == sum(
+            op.written_bytes for op in graph.forward_ops
+        )
         states = sum(
             CPU_STATE_BYTES if op.is_random else op.state_bytes
             for op in graph.forward_ops

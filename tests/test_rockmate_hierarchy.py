@@ -19,11 +19,16 @@ class Streams(nn.Module):
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(2)) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width) for _ in range(2)) for _ in range(num_layers)
+        )
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         for layer in self.layers:
-            one, other = torch.tanh(layer[0](one)) * other.exp(), torch.tanh(layer[1](other)) * one.exp()
+            one, other = (
+                torch.tanh(layer[0](one)) * other.exp(),
+                torch.tanh(layer[1](other)) * one.exp(),
+            )
         return one + other
 
 
@@ -39,9 +44,13 @@ class Woven(nn.Module):
 @functools.cache
 def planner_of(name: str) -> Planner:
     if name == "streams":
-        return Planner(Streams(12, 16).train(), tuple(torch.ones(8, 16).split(4)), machine="cpu-avx2")
+        return Planner(
+            Streams(12, 16).train(), tuple(torch.ones(8, 16).split(4)), machine="cpu-avx2"
+        )
     if name == "woven":
-        return Planner(Woven(), tuple(torch.ones(8, 16, requires_grad=True).split(4)), machine="cpu-avx2")
+        return Planner(
+            Woven(), tuple(torch.ones(8, 16, requires_grad=True).split(4)), machine="cpu-avx2"
+        )
     workload = models.build(name, tiny=True).with_loss_inside()
     return Planner(workload.model, workload.sample, machine="cpu-avx2")
 
@@ -62,7 +71,9 @@ def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name
             assert Counter(part.ops) == Counter(op for inner in part.parts for op in inner.ops)
             assert [op for inner in part.parts for op in inner.forward] == list(part.forward)
     order = [op.name for op in plan.outline.ops if op.phase == "forward"]
-    assert [plan.outline.ops[op].name for leaf in plan.hierarchy.leaves() for op in leaf.forward] == order
+    assert [
+        plan.outline.ops[op].name for leaf in plan.hierarchy.leaves() for op in leaf.forward
+    ] == order
 
 
 @pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
@@ -72,19 +83,31 @@ def test_no_leaf_is_larger_than_a_solver_takes(name: str) -> None:
 
 
 def largest_block(plan: Plan) -> Part:
-    sizes = [sum(plan.outline.ops[op].phase == "forward" for op in block.ops) for block in plan.chain.blocks]
+    sizes = [
+        sum(plan.outline.ops[op].phase == "forward" for op in block.ops)
+        for block in plan.chain.blocks
+    ]
     assert max(sizes) > LARGEST_BLOCK, "the case is gone: every block is small"
     return plan.hierarchy.block(sizes.index(max(sizes)))
 
 
-def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_goes_along() -> None:
+def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_goes_along() -> (
+    None
+):
     plan = planner_of("streams").plan(1.0)
     largest = largest_block(plan)
     layers = [f"layers.{index}" for index in range(12)]
-    assert [part.name for part in largest.parts] in (layers, ["layers.0.1", *layers[1:]])  # what is ahead of the first cut is another block
+    assert [part.name for part in largest.parts] in (
+        layers,
+        ["layers.0.1", *layers[1:]],
+    )  # what is ahead of the first cut is another block
     for layer, part in zip(layers, largest.parts, strict=True):
         assert {plan.outline.ops[op].module.rpartition(".")[0] for op in part.ops} - {""} == {layer}
-        backward = [op for op in part.ops if plan.outline.ops[op].phase == "backward" and plan.outline.ops[op].module]
+        backward = [
+            op
+            for op in part.ops
+            if plan.outline.ops[op].phase == "backward" and plan.outline.ops[op].module
+        ]
         assert backward  # autograd gives each backward op its forward op's module
 
 
@@ -98,20 +121,31 @@ def test_a_large_block_of_one_submodule_is_halved() -> None:
 def test_a_part_is_explained_by_the_name_that_the_tree_gives_it() -> None:
     plan = planner_of("unet").plan(1.0)
     part = next(part for part in parts(plan) if " to " in part.name)
-    made = [plan.outline.storages[storage].name for op in part.forward for storage in plan.outline.ops[op].writes]
+    made = [
+        plan.outline.storages[storage].name
+        for op in part.forward
+        for storage in plan.outline.ops[op].writes
+    ]
     assert [storage.name for storage in plan.explain(part.name).storages] == made
 
 
 def test_modules_of_the_model_are_parts_by_their_paths() -> None:
     names = {part.name for part in parts(planner_of("t5-small").plan(1.0))}
-    assert {"encoder.block", "encoder.block.0.layer", "decoder.block", "decoder.block.1.layer.0"} <= names
+    assert {
+        "encoder.block",
+        "encoder.block.0.layer",
+        "decoder.block",
+        "decoder.block.1.layer.0",
+    } <= names
 
 
 def test_passing_storages_are_those_that_a_later_block_reads_beside_its_input() -> None:
     for name in ("unet", "t5-small", "hrnet"):
         plan = planner_of(name).plan(1.0)
         graph = plan.graph
-        block_of = {index: number for number, block in enumerate(plan.chain.blocks) for index in block.ops}
+        block_of = {
+            index: number for number, block in enumerate(plan.chain.blocks) for index in block.ops
+        }
         expected = set()
         for storage in graph.storages:
             if storage.producer is None or storage.producer not in graph.forward_ops:
@@ -137,19 +171,29 @@ def test_a_skip_of_a_unet_is_kept_at_a_loose_budget_and_made_again_at_a_tight_on
     assert kept.num_recomputations == 0
     assert not made_again.is_kept
     assert made_again.num_recomputations >= 1
-    for found, end in ((kept, "and stays until the backward has read it"), (made_again, "is made again for the backward")):
+    for found, end in (
+        (kept, "and stays until the backward has read it"),
+        (made_again, "is made again for the backward"),
+    ):
         assert found.rule.startswith("it is carried from block ")
         assert end in found.rule
     runs = [tight.outline.ops[index].name for index in tight.schedule.steps]
     assert runs.count(name) == 1 + made_again.num_recomputations
 
 
-def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a_tighter_one() -> None:
+def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a_tighter_one() -> (
+    None
+):
     torch.manual_seed(0)
     transformer = nn.Transformer(32, 2, 2, 3, 32, dropout=0.0, batch_first=True).train()
-    planner = Planner(transformer, (torch.ones(2, 256, 32), torch.ones(2, 256, 32)), machine="cpu-avx2")
+    planner = Planner(
+        transformer, (torch.ones(2, 256, 32), torch.ones(2, 256, 32)), machine="cpu-avx2"
+    )
     loose = planner.plan(1.0)
-    tighter = [planner.plan(int(share * planner.minimum_peak_bytes)) for share in (1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7)]
+    tighter = [
+        planner.plan(int(share * planner.minimum_peak_bytes))
+        for share in (1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7)
+    ]
     output = loose.passages[0]
     made_by = next(op for op in loose.outline.ops if output.storage in op.writes)
     assert loose.outline.storages[output.storage].num_bytes == 2 * 256 * 32 * 4
@@ -178,17 +222,30 @@ class Branches(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (24, 48, 96), num_rounds: int = 4) -> None:
         super().__init__()
         self.begin = nn.ModuleList(nn.Linear(168, width) for width in widths)
-        self.rounds = nn.ModuleList(nn.ModuleList(self._branch(width) for width in widths) for _ in range(num_rounds))
+        self.rounds = nn.ModuleList(
+            nn.ModuleList(self._branch(width) for width in widths) for _ in range(num_rounds)
+        )
 
     @staticmethod
     def _branch(width: int) -> nn.Module:
-        return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))])
+        return nn.Sequential(
+            *[
+                layer
+                for _ in range(3)
+                for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+            ]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         made = [begin(x) for begin in self.begin]
         for branches in self.rounds:
             made = [branch(value) for branch, value in zip(branches, made, strict=True)]
-            made = [torch.tanh(sum((fitted(other, value) for other in made if other is not value), value)) for value in made]
+            made = [
+                torch.tanh(
+                    sum((fitted(other, value) for other in made if other is not value), value)
+                )
+                for value in made
+            ]
         return torch.stack([value.square().mean() for value in made]).sum()
 
 

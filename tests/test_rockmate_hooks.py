@@ -9,7 +9,17 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, assert_same, differing, gradients_of, modules_of, one_step, planned, same_bits, workload_loss
+from helpers import (
+    REGIMES,
+    assert_same,
+    differing,
+    gradients_of,
+    modules_of,
+    one_step,
+    planned,
+    same_bits,
+    workload_loss,
+)
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -31,12 +41,18 @@ def test_post_accumulate_hooks_fire_once_a_backward(name: str, gradients: str) -
             fired[id(parameter)] += 1
             seen[id(parameter)] = parameter.grad.clone()
 
-        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()
+        ]
         for times in (1, 2):
             _, loss = case.workload.loss(module, case.workload.make_batch(times))
             loss.backward()
-            assert [fired[id(parameter)] for parameter in model.parameters()] == [times] * len(list(model.parameters()))
-            assert all(same_bits(seen[id(parameter)], parameter.grad) for parameter in model.parameters())
+            assert [fired[id(parameter)] for parameter in model.parameters()] == [times] * len(
+                list(model.parameters())
+            )
+            assert all(
+                same_bits(seen[id(parameter)], parameter.grad) for parameter in model.parameters()
+            )
         for handle in handles:
             handle.remove()
         model.zero_grad()
@@ -47,9 +63,14 @@ def test_hooks_of_accumulation_nodes_run_once_a_backward(name: str) -> None:
     """They cannot be seen from Python, and DistributedDataParallel's are such: `.grad` is complete when each runs, as in eager."""
     case = planned(name)
     model, eager = case.eager(), case.eager()
-    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+    for callee, owner in (
+        (eager, eager),
+        *((module, model) for module in modules_of(model, case.workload.sample)),
+    ):
         owner.zero_grad()
-        one_step(callee, owner, workload_loss(case.workload), 1)  # nodes that are hooked only after a step must be told, too
+        one_step(
+            callee, owner, workload_loss(case.workload), 1
+        )  # nodes that are hooked only after a step must be told, too
         ran: collections.Counter[str] = collections.Counter()
         seen: dict[str, Tensor] = {}
 
@@ -57,15 +78,22 @@ def test_hooks_of_accumulation_nodes_run_once_a_backward(name: str) -> None:
             ran[key] += 1
             seen[key] = parameter.grad.clone()
 
-        nodes = {key: torch.autograd.graph.get_gradient_edge(parameter).node for key, parameter in owner.named_parameters()}
+        nodes = {
+            key: torch.autograd.graph.get_gradient_edge(parameter).node
+            for key, parameter in owner.named_parameters()
+        }
         handles = [
-            nodes[key].register_hook(lambda *_, key=key, parameter=parameter, note=note: note(key, parameter))
+            nodes[key].register_hook(
+                lambda *_, key=key, parameter=parameter, note=note: note(key, parameter)
+            )
             for key, parameter in owner.named_parameters()
         ]
         for times in (1, 2):
             case.workload.loss(callee, case.workload.make_batch(times))[1].backward()
             assert ran == dict.fromkeys(nodes, times)
-            assert all(same_bits(seen[key], parameter.grad) for key, parameter in owner.named_parameters())
+            assert all(
+                same_bits(seen[key], parameter.grad) for key, parameter in owner.named_parameters()
+            )
         for handle in handles:
             handle.remove()
 
@@ -73,12 +101,19 @@ def test_hooks_of_accumulation_nodes_run_once_a_backward(name: str) -> None:
 def test_a_sparse_grad_is_added_to() -> None:
     model = models.Stack()
     reference = copy.deepcopy(model)
-    for callee, owner in ((reference, reference), *((module, model) for module in modules_of(model, X))):
+    for callee, owner in (
+        (reference, reference),
+        *((module, model) for module in modules_of(model, X)),
+    ):
         for parameter in owner.parameters():
-            parameter.grad = torch.zeros_like(parameter).index_fill(0, torch.tensor([0]), 2.0).to_sparse()
+            parameter.grad = (
+                torch.zeros_like(parameter).index_fill(0, torch.tensor([0]), 2.0).to_sparse()
+            )
         torch.manual_seed(1)
         callee(X).square().sum().backward()
-        assert not differing(gradients_of(model if owner is model else reference), gradients_of(reference))
+        assert not differing(
+            gradients_of(model if owner is model else reference), gradients_of(reference)
+        )
 
 
 @pytest.mark.parametrize("name", TIED)
@@ -86,10 +121,18 @@ def test_tensor_hooks_see_the_summed_gradient_once_and_may_replace_it(name: str)
     case = planned(name)
     model, eager = case.eager(), case.eager()
     found = []
-    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+    for callee, owner in (
+        (eager, eager),
+        *((module, model) for module in modules_of(model, case.workload.sample)),
+    ):
         calls: list[tuple[str, Tensor]] = []
         handles = [
-            parameter.register_hook(lambda gradient, key=key, calls=calls: (calls.append((key, gradient.clone())), gradient * 0.5)[1])
+            parameter.register_hook(
+                lambda gradient, key=key, calls=calls: (
+                    calls.append((key, gradient.clone())),
+                    gradient * 0.5,
+                )[1]
+            )
             for key, parameter in owner.named_parameters()
         ]
         owner.zero_grad()
@@ -115,7 +158,10 @@ def test_optimizer_in_the_backward(name: str) -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
 
-        handles = [parameter.register_post_accumulate_grad_hook(descend) for parameter in owner.parameters()]
+        handles = [
+            parameter.register_post_accumulate_grad_hook(descend)
+            for parameter in owner.parameters()
+        ]
         for step in (1, 2, 3):
             torch.manual_seed(step)
             case.workload.loss(callee, case.workload.make_batch(step))[1].backward()
@@ -126,7 +172,9 @@ def test_optimizer_in_the_backward(name: str) -> None:
 
     try:
         reference = trained(eager, eager)
-    except RuntimeError as error:  # a weight that is changed while an op of the backward still reads it
+    except (
+        RuntimeError
+    ) as error:  # a weight that is changed while an op of the backward still reads it
         pytest.skip(f"eager itself refuses: {error}")
     for module in modules_of(model, case.workload.sample):
         model.load_state_dict(before)
@@ -141,7 +189,9 @@ def test_saved_tensor_hooks_around() -> None:
     for module in modules_of(model, X):
         model.zero_grad()
         torch.manual_seed(1)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.clone(), lambda tensor: tensor
+        ):
             loss = module(X).square().sum()
         loss.backward()
         assert not differing(gradients_of(model), gradients_of(reference))
@@ -179,7 +229,9 @@ def test_failure_in_the_middle_of_a_backward_leaves_it_usable(name: str) -> None
             state = torch.get_rng_state()
             with pytest.raises(ArithmeticError, match="on purpose"):
                 loss.backward()
-            assert torch.equal(torch.get_rng_state(), state), "the generator is left in the middle of a replay"
+            assert torch.equal(torch.get_rng_state(), state), (
+                "the generator is left in the middle of a replay"
+            )
             handle.remove()
             del loss
         model.load_state_dict(case.before)
@@ -210,7 +262,10 @@ def test_gradient_clipping_and_scaling_between() -> None:
     case = planned("llama")
     model, eager = case.eager(), case.eager()
     norms = []
-    for callee, owner in ((eager, eager), *((module, model) for module in modules_of(model, case.workload.sample))):
+    for callee, owner in (
+        (eager, eager),
+        *((module, model) for module in modules_of(model, case.workload.sample)),
+    ):
         owner.zero_grad()
         one_step(callee, owner, workload_loss(case.workload), 1)
         norms.append(torch.nn.utils.clip_grad_norm_(owner.parameters(), 0.1).item())
@@ -224,7 +279,9 @@ def test_hooks_that_come_between_forward_and_backward(gradients: str) -> None:
         fired: collections.Counter[str] = collections.Counter()
         loss = module(X).square().sum()
         handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name, fired=fired: fired.update([name]))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name, fired=fired: fired.update([name])
+            )
             for name, parameter in model.named_parameters()
         ]
         loss.backward()
@@ -244,7 +301,9 @@ def test_a_hook_may_differentiate() -> None:
                 (slope,) = torch.autograd.grad(copied.square().sum(), copied)
             found.append(torch.equal(slope, 2 * parameter.detach()))
 
-        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()
+        ]
         module(X).square().sum().backward()
         assert found == [True] * len(list(model.parameters()))
         for handle in handles:

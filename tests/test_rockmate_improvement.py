@@ -11,7 +11,16 @@ from math import inf
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
-from test_rockmate_certificate import SMALL, budgets_between, candidates, fixed, graph_and_costs, random_schedule, schedule_of, small
+from test_rockmate_certificate import (
+    SMALL,
+    budgets_between,
+    candidates,
+    fixed,
+    graph_and_costs,
+    random_schedule,
+    schedule_of,
+    small,
+)
 
 import rockmate.improver
 from bench import models
@@ -39,7 +48,10 @@ def cases(name: str, number: int) -> Iterator[tuple[Graph, Costs, Schedule, Simu
         yield graph, costs, schedule, simulate(graph, schedule, costs)
 
 
-@pytest.mark.parametrize(("name", "number"), [*((name, 80) for name in SMALL), ("gpt2", 5), ("hf-resnet", 8), ("llama", 5)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*((name, 80) for name in SMALL), ("gpt2", 5), ("hf-resnet", 8), ("llama", 5)],
+)
 def test_spending_room_fits_and_is_never_slower(name: str, number: int) -> None:
     num_faster = 0
     for graph, costs, schedule, simulation in cases(name, number):
@@ -103,11 +115,19 @@ def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
     simulation = simulate(graph, schedule, costs)
     fitting = []
     for percent in range(99, 30, -1):
-        smaller = make_room(graph, costs, schedule, simulation, simulation.peak_bytes * percent // 100)
-        if smaller is not None and (found := simulate(graph, smaller, costs)).peak_bytes <= simulation.peak_bytes * percent // 100:
+        smaller = make_room(
+            graph, costs, schedule, simulation, simulation.peak_bytes * percent // 100
+        )
+        if (
+            smaller is not None
+            and (found := simulate(graph, smaller, costs)).peak_bytes
+            <= simulation.peak_bytes * percent // 100
+        ):
             fitting.append(percent)
             assert found.time_ms > simulation.time_ms
-    one_level = [simulate(graph, candidate, costs).peak_bytes for candidate in candidates(name, 0)]  # in the same order of the backward
+    one_level = [
+        simulate(graph, candidate, costs).peak_bytes for candidate in candidates(name, 0)
+    ]  # in the same order of the backward
     assert min(fitting) <= min(one_level) * 100 // simulation.peak_bytes + 15
 
 
@@ -146,7 +166,9 @@ class Given:
 
 def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was_given() -> None:
     num_improved = {name: _num_improved(name) for name in SMALL}
-    assert sum(num_improved.values()) > 3 * len(SMALL), num_improved  # a model of few values may have nothing to gain
+    assert sum(num_improved.values()) > 3 * len(SMALL), (
+        num_improved
+    )  # a model of few values may have nothing to gain
 
 
 def _num_improved(name: str) -> int:
@@ -170,12 +192,18 @@ def _num_improved(name: str) -> int:
     return num_improved
 
 
-def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, image = UNet(num_levels=2, base_width=8, classes=4).train(), torch.zeros(2, 3, 64, 64)
-    planner, again, greedy = (Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(3))
+    planner, again, greedy = (
+        Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(3)
+    )
     shares = []
     budgets = [int(factor * planner.minimum_peak_bytes) for factor in (1.03, 1.1, 1.15)]
-    backwards = {budget_bytes: again.plan(budget_bytes).schedule for budget_bytes in reversed(budgets)}
+    backwards = {
+        budget_bytes: again.plan(budget_bytes).schedule for budget_bytes in reversed(budgets)
+    }
     for budget_bytes in budgets:
         plan = planner.plan(budget_bytes)
         plan.schedule.verify(plan.graph)
@@ -205,10 +233,14 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     for most_ops in (1_000_000, 10):
         monkeypatch.setattr("rockmate.improver._LONG_STEP", most_ops)
         planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
-        budgets = budgets_between(planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4)
+        budgets = budgets_between(
+            planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4
+        )
         calls = 0
 
-        def counted(*args: object, right: Callable[..., object] = rockmate.improver.evaluate) -> object:
+        def counted(
+            *args: object, right: Callable[..., object] = rockmate.improver.evaluate
+        ) -> object:
             nonlocal calls
             calls += 1
             return right(*args)
@@ -234,11 +266,15 @@ def test_gradients_of_a_changed_schedule_are_eagers_bit_for_bit(name: str) -> No
     baseline = simulate(graph, no_recomputation(graph), costs)
     reference_model = case.eager()
     reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
-    changed = [make_room(graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3)]
+    changed = [
+        make_room(graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3)
+    ]
     for schedule in (scattered, schedule_of(graph, lost)):
         simulation = simulate(graph, schedule, costs)
         changed.append(spend_room(graph, costs, schedule, simulation, baseline.peak_bytes))
-        changed.append(make_room(graph, costs, schedule, simulation, int(0.9 * simulation.peak_bytes)))
+        changed.append(
+            make_room(graph, costs, schedule, simulation, int(0.9 * simulation.peak_bytes))
+        )
     schedules = [schedule for schedule in changed if schedule is not None]
     assert len(schedules) >= 4
     assert all(schedule.num_recomputations() > 0 for schedule in schedules)

@@ -30,7 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
-from rockmate import BackwardError, Planner, RockmateModule, SignatureMismatchError, UnsupportedModelError
+from rockmate import (
+    BackwardError,
+    Planner,
+    RockmateModule,
+    SignatureMismatchError,
+    UnsupportedModelError,
+)
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
 
@@ -84,7 +90,11 @@ def test_adapters_in_a_frozen_gpt2() -> None:
         class Low(nn.Module):
             def __init__(self, inner: nn.Module) -> None:
                 super().__init__()
-                self.inner, self.down, self.up = inner, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+                self.inner, self.down, self.up = (
+                    inner,
+                    nn.Linear(32, 2, bias=False),
+                    nn.Linear(2, 32, bias=False),
+                )
 
             def forward(self, x: Tensor) -> Tensor:
                 return self.inner(x) + self.up(self.down(x))
@@ -102,7 +112,9 @@ def test_tied_weights() -> None:
         return output, output["loss"]
 
     model = models.TiedLanguageModel()
-    check_against_eager(model, {"words": words, "labels": words}, lambda m, s: loss_of(Keywords(m), s))
+    check_against_eager(
+        model, {"words": words, "labels": words}, lambda m, s: loss_of(Keywords(m), s)
+    )
 
 
 class Keywords:
@@ -327,19 +339,46 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "list": lambda loss, logits, hidden, x: [loss, logits],
     "dict": lambda loss, logits, hidden, x: {"loss": loss, "logits": logits},
     "named tuple": lambda loss, logits, hidden, x: Pair(loss, logits),
-    "dataclass": lambda loss, logits, hidden, x: models.PlainOutput(loss, logits, (hidden, logits), "a note"),
-    "nested dataclass": lambda loss, logits, hidden, x: Frozen(loss, models.PlainOutput(loss * 2, logits)),
+    "dataclass": lambda loss, logits, hidden, x: models.PlainOutput(
+        loss, logits, (hidden, logits), "a note"
+    ),
+    "nested dataclass": lambda loss, logits, hidden, x: Frozen(
+        loss, models.PlainOutput(loss * 2, logits)
+    ),
     "model output": lambda loss, logits, hidden, x: CausalLMOutput(loss=loss, logits=logits),
-    "model output with nested": lambda loss, logits, hidden, x: CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden, logits)),
+    "model output with nested": lambda loss, logits, hidden, x: CausalLMOutput(
+        loss=loss, logits=logits, hidden_states=(hidden, logits)
+    ),
     "the input": lambda loss, logits, hidden, x: {"loss": loss, "x": x},
     "view of the input": lambda loss, logits, hidden, x: {"loss": loss, "x": x[1:].t()},
-    "view of an activation": lambda loss, logits, hidden, x: {"loss": loss, "part": hidden[2:, :3], "whole": hidden.view(-1)},
+    "view of an activation": lambda loss, logits, hidden, x: {
+        "loss": loss,
+        "part": hidden[2:, :3],
+        "whole": hidden.view(-1),
+    },
     "the same twice": lambda loss, logits, hidden, x: {"loss": loss, "a": logits, "b": logits},
-    "constants": lambda loss, logits, hidden, x: {"loss": loss, "n": 3, "name": "x", "none": None, "size": logits.shape},
+    "constants": lambda loss, logits, hidden, x: {
+        "loss": loss,
+        "n": 3,
+        "name": "x",
+        "none": None,
+        "size": logits.shape,
+    },
     "detached": lambda loss, logits, hidden, x: {"loss": loss, "logits": logits.detach()},
-    "integers": lambda loss, logits, hidden, x: {"loss": loss, "best": logits.argmax(-1), "sign": logits > 0},
-    "nested": lambda loss, logits, hidden, x: {"loss": loss, "deep": [{"a": (logits, None, 2.5)}, []]},
-    "new tensor": lambda loss, logits, hidden, x: {"loss": loss, "ones": torch.ones(3), "count": torch.tensor(7)},
+    "integers": lambda loss, logits, hidden, x: {
+        "loss": loss,
+        "best": logits.argmax(-1),
+        "sign": logits > 0,
+    },
+    "nested": lambda loss, logits, hidden, x: {
+        "loss": loss,
+        "deep": [{"a": (logits, None, 2.5)}, []],
+    },
+    "new tensor": lambda loss, logits, hidden, x: {
+        "loss": loss,
+        "ones": torch.ones(3),
+        "count": torch.tensor(7),
+    },
 }
 
 
@@ -404,7 +443,9 @@ def test_a_loss_of_other_outputs_is_refused_unless_they_are_differentiable() -> 
     reference = copy.deepcopy(model)
     output = module(**batch)
     assert output.logits.requires_grad  # as in eager
-    with pytest.raises(BackwardError, match=r"shape \(.*\) beside the model's own loss.* differentiable=\"all\""):
+    with pytest.raises(
+        BackwardError, match=r"shape \(.*\) beside the model's own loss.* differentiable=\"all\""
+    ):
         (output.loss + output.logits.square().mean()).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     for run in (reference, module):
@@ -412,7 +453,10 @@ def test_a_loss_of_other_outputs_is_refused_unless_they_are_differentiable() -> 
         output = run(**batch)
         (output.loss + 0.0 * output.logits.sum()).backward()  # zeros leave nothing out
     expected = dict(reference.named_parameters())
-    assert all(torch.equal(parameter.grad, expected[name].grad) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter.grad, expected[name].grad)
+        for name, parameter in model.named_parameters()
+    )
     logits = module(**batch).logits
     logits.div_(2)  # in place, as in eager
     module = RockmateModule(case.workload.model, case.workload.sample, 1.0, differentiable="all")
@@ -426,8 +470,19 @@ def test_every_output_differentiable(used: str) -> None:
 
     def loss_of(module: nn.Module, step: int) -> tuple[Any, Tensor]:
         output = module(**case.workload.make_batch(step))
-        loss = output.loss * (used != "logits") + output.logits.square().mean() * (used != "loss") if used == "both" else None
-        return output, loss if loss is not None else output.loss if used == "loss" else output.logits.square().mean()
+        loss = (
+            output.loss * (used != "logits") + output.logits.square().mean() * (used != "loss")
+            if used == "both"
+            else None
+        )
+        return (
+            output,
+            loss
+            if loss is not None
+            else output.loss
+            if used == "loss"
+            else output.logits.square().mean(),
+        )
 
     before = copy.deepcopy(model.state_dict())
     reference_model = copy.deepcopy(model)

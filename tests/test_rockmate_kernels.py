@@ -47,12 +47,18 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.3, 0.5, 0.75, 0.9, 1.0])
 def test_dropout_in_two_parts_is_native_dropout(probability: float, dtype: torch.dtype) -> None:
-    for layout in (torch.randn(7, 33), torch.randn(5, 6, 4).transpose(0, 2), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+    for layout in (
+        torch.randn(7, 33),
+        torch.randn(5, 6, 4).transpose(0, 2),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ):
         values = layout.to(dtype)
         torch.manual_seed(3)
         output, mask = torch.native_dropout(values, probability, True)
         state = torch.get_rng_state()
-        if probability == 1.0:  # eager's dropout draws nothing where all is dropped, unlike the fused op that it is captured as
+        if (
+            probability == 1.0
+        ):  # eager's dropout draws nothing where all is dropped, unlike the fused op that it is captured as
             torch.manual_seed(3)
             state = torch.get_rng_state()
         torch.manual_seed(3)
@@ -79,8 +85,12 @@ def spread_out(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("layout", [lambda values: values, spread_out], ids=["in order", "spread out"])
-def test_large_dropout_and_its_gradient_are_eager_s(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "layout", [lambda values: values, spread_out], ids=["in order", "spread out"]
+)
+def test_large_dropout_and_its_gradient_are_eager_s(
+    layout: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
     """More elements than are drawn or applied at once, and no multiple of either."""
     rows, columns, probability = 2 * CHUNK_BYTES // dtype.itemsize // 1001 + 3, 1001, 0.1
     torch.manual_seed(2)
@@ -120,7 +130,9 @@ def test_masks_are_drawn_as_pytorch_draws_them(kept: float) -> None:
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     _draw(ours, kept, generators[0])
     theirs.bernoulli_(kept, generator=generators[1])
-    is_same = torch.equal(ours, theirs) and torch.equal(generators[0].get_state(), generators[1].get_state())
+    is_same = torch.equal(ours, theirs) and torch.equal(
+        generators[0].get_state(), generators[1].get_state()
+    )
     assert is_same == _draws_whole_numbers()
 
 
@@ -130,14 +142,23 @@ def test_a_mask_without_data_is_drawn_without_data() -> None:
     assert (mask.dtype, mask.shape, mask.stride()) == (torch.bool, (400, 400), (400, 1))
 
 
-@pytest.mark.parametrize(("numel", "sizes"), [(250_000, [1_000_000]), (524_288, [1 << 20] * 2), (524_289, [699_052, 699_052, 699_052])])
+@pytest.mark.parametrize(
+    ("numel", "sizes"),
+    [(250_000, [1_000_000]), (524_288, [1 << 20] * 2), (524_289, [699_052, 699_052, 699_052])],
+)
 def test_dropout_converts_its_mask_in_even_pieces(numel: int, sizes: list[int]) -> None:
     """In bytes of float32; a short rest would lie on the C library's heap and fragment it."""
     values, mask = torch.randn(numel), torch.rand(numel) < 0.5
     dropout_apply(values, mask, 0.5)
     points = timeline(lambda: dropout_apply(values, mask, 0.5, out=values)).points
-    allocated = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(points) if later > earlier]
-    assert [num_bytes for num_bytes in allocated if num_bytes > 64] == sizes  # beside numbers of no dim
+    allocated = [
+        later - earlier
+        for (_, earlier), (_, later) in itertools.pairwise(points)
+        if later > earlier
+    ]
+    assert [
+        num_bytes for num_bytes in allocated if num_bytes > 64
+    ] == sizes  # beside numbers of no dim
     assert peak_beyond_result(lambda: dropout_apply(values, mask, 0.5), values.device) == max(sizes)
 
 
@@ -148,7 +169,9 @@ def test_dropout_converts_its_mask_in_even_pieces(numel: int, sizes: list[int]) 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("rows", "classes"), [(1, 1), (5, 7), (300, 2000), (3, 400_000)])
-def test_cross_entropy_backward(rows: int, classes: int, reduction: int, weighted: bool, aliased: bool) -> None:
+def test_cross_entropy_backward(
+    rows: int, classes: int, reduction: int, weighted: bool, aliased: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     scores = torch.randn(rows, classes, generator=generator).log_softmax(1)
     target = torch.randint(0, classes, (rows,), generator=generator)
@@ -159,24 +182,35 @@ def test_cross_entropy_backward(rows: int, classes: int, reduction: int, weighte
     first = aten.nll_loss_backward(gradient, scores, target, weight, reduction, -100, total)
     expected = aten._log_softmax_backward_data(first, scores, 1, scores.dtype)
     given = scores.clone()
-    ours = cross_entropy_backward(gradient, given, target, weight, reduction, -100, total, out=given if aliased else None)
+    ours = cross_entropy_backward(
+        gradient, given, target, weight, reduction, -100, total, out=given if aliased else None
+    )
     assert (ours.data_ptr() == given.data_ptr()) is aliased
-    assert torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))  # a mean over no target is not a number
+    assert torch.equal(
+        ours.nan_to_num(7.0), expected.nan_to_num(7.0)
+    )  # a mean over no target is not a number
     assert aliased or same_bits(given, scores)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ignore_index", [0, 3, -1])
-def test_cross_entropy_backward_of_other_types_and_ignored_targets(dtype: torch.dtype, ignore_index: int) -> None:
+def test_cross_entropy_backward_of_other_types_and_ignored_targets(
+    dtype: torch.dtype, ignore_index: int
+) -> None:
     scores = torch.randn(50, 11).to(dtype).log_softmax(1)
     target = torch.randint(0, 11, (50,))
     target[:4] = ignore_index
     for reduction in (1, 2):
         _, total = aten.nll_loss_forward(scores, target, None, reduction, ignore_index)
         gradient = torch.ones((), dtype=dtype)
-        first = aten.nll_loss_backward(gradient, scores, target, None, reduction, ignore_index, total)
+        first = aten.nll_loss_backward(
+            gradient, scores, target, None, reduction, ignore_index, total
+        )
         expected = aten._log_softmax_backward_data(first, scores, 1, dtype)
-        assert same_bits(cross_entropy_backward(gradient, scores, target, None, reduction, ignore_index, total), expected)
+        assert same_bits(
+            cross_entropy_backward(gradient, scores, target, None, reduction, ignore_index, total),
+            expected,
+        )
 
 
 def test_cross_entropy_of_every_kind_through_a_plan() -> None:
@@ -191,7 +225,9 @@ def test_cross_entropy_of_every_kind_through_a_plan() -> None:
             self.options = options
 
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            return functional.cross_entropy(self.linear(x).tanh(), target, self.weight, **self.options).sum()
+            return functional.cross_entropy(
+                self.linear(x).tanh(), target, self.weight, **self.options
+            ).sum()
 
     x, target = torch.randn(64, 16), torch.randint(0, 9, (64,))
     target[:5] = 4
@@ -200,7 +236,12 @@ def test_cross_entropy_of_every_kind_through_a_plan() -> None:
         ({}, target), ({"reduction": "sum"}, target), ({"reduction": "none"}, target), ({"ignore_index": 4}, target),
         ({"weight": torch.rand(9)}, target), ({"label_smoothing": 0.1}, target), ({}, soft),
     ):  # fmt: skip
-        check_against_eager(Loss(**options), (x, wanted), lambda m, s, wanted=wanted: (None, m(x * s, wanted)), num_steps=2)
+        check_against_eager(
+            Loss(**options),
+            (x, wanted),
+            lambda m, s, wanted=wanted: (None, m(x * s, wanted)),
+            num_steps=2,
+        )
 
 
 # --- batch norm ----------------------------------------------------------------------------------------
@@ -212,7 +253,9 @@ def test_batch_norm_again(shape: tuple[int, ...], affine: bool) -> None:
     values = torch.randn(shape)
     weight, bias = (torch.randn(5), torch.randn(5)) if affine else (None, None)
     mean, var = torch.randn(5), torch.rand(5)
-    expected = aten._native_batch_norm_legit_functional(values, weight, bias, mean, var, True, 0.1, 1e-5)
+    expected = aten._native_batch_norm_legit_functional(
+        values, weight, bias, mean, var, True, 0.1, 1e-5
+    )
     other_mean = torch.randn(5)
     ours = batch_norm_again(values, weight, bias, other_mean, var, True, 0.1, 1e-5)
     assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
@@ -220,28 +263,49 @@ def test_batch_norm_again(shape: tuple[int, ...], affine: bool) -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(16, 5), (4, 5, 7), (4, 37, 6, 7), (2, 5, 3, 3, 3), (3, 64, 33, 31)])
-def test_normalizing_again_gives_the_bits_of_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, affine: bool) -> None:
-    channels, last = shape[1], {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
+@pytest.mark.parametrize(
+    "shape", [(16, 5), (4, 5, 7), (4, 37, 6, 7), (2, 5, 3, 3, 3), (3, 64, 33, 31)]
+)
+def test_normalizing_again_gives_the_bits_of_batch_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, affine: bool
+) -> None:
+    channels, last = (
+        shape[1],
+        {4: torch.channels_last, 5: torch.channels_last_3d}.get(
+            len(shape), torch.contiguous_format
+        ),
+    )
     for layout in (torch.contiguous_format, last):
         values = (3 * torch.randn(shape, dtype=dtype) + 7).to(memory_format=layout)
         values[:, 0] = 2.5  # a channel without variance
-        weight, bias = (torch.randn(channels, dtype=dtype), torch.randn(channels, dtype=dtype)) if affine else (None, None)
+        weight, bias = (
+            (torch.randn(channels, dtype=dtype), torch.randn(channels, dtype=dtype))
+            if affine
+            else (None, None)
+        )
         running = torch.randn(channels, dtype=dtype), torch.rand(channels, dtype=dtype)
-        expected = aten._native_batch_norm_legit_functional(values, weight, bias, *running, True, 0.1, 1e-5)
+        expected = aten._native_batch_norm_legit_functional(
+            values, weight, bias, *running, True, 0.1, 1e-5
+        )
         assert can_normalize_again(values, weight, bias, *expected[1:3])
         ours = normalize_again(values, weight, bias, *expected[1:3])
         assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
         assert [a.stride() for a in ours[:3]] == [b.stride() for b in expected[:3]]
-        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(ours[:3], expected[:3], strict=True))
+        assert all(
+            a.data_ptr() != b.data_ptr() for a, b in zip(ours[:3], expected[:3], strict=True)
+        )
 
 
 def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
     values, vector = torch.randn(4, 5, 6, 7), torch.randn(5)
     assert can_normalize_again(values, None, None, vector, vector)
-    assert not can_normalize_again(values.permute(0, 1, 3, 2), None, None, vector, vector)  # another kernel, which rounds otherwise
+    assert not can_normalize_again(
+        values.permute(0, 1, 3, 2), None, None, vector, vector
+    )  # another kernel, which rounds otherwise
     assert not can_normalize_again(values.bfloat16(), vector, vector, vector, vector)
-    assert not can_normalize_again(values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16())
+    assert not can_normalize_again(
+        values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16()
+    )
     assert not can_normalize_again(values, vector.double(), vector, vector, vector)
 
 
@@ -251,12 +315,18 @@ def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ([2, 2], [2, 2]), ([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 0], [2, 3]), ([2], [2]),
+        ([2, 2], [2, 2]),
+        ([2, 2],),
+        ([3, 3], [2, 2], [1, 1]),
+        ([3, 2], [1, 2], [1, 0], [2, 3]),
+        ([2], [2]),
         ([3, 3], [2, 2], [0, 0], [1, 1], True),
     ],
 )
 @pytest.mark.parametrize("shape", [(2, 5, 16, 12), (3, 9, 13)])
-def test_pooling_again_gives_the_bits_of_max_pooling(shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+def test_pooling_again_gives_the_bits_of_max_pooling(
+    shape: tuple[int, ...], arguments: tuple[Any, ...]
+) -> None:
     values = torch.randn(shape).relu()  # with ties
     values.view(-1)[::7] = -torch.inf
     values.view(-1)[3] = torch.nan
@@ -276,7 +346,9 @@ def test_pooling_again_gives_the_bits_of_max_pooling(shape: tuple[int, ...], arg
 def test_what_cannot_be_pooled_again() -> None:
     assert not can_pool_again(torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2])
     assert can_pool_again(torch.empty(1, 3, 32766), [2, 2])
-    assert not can_pool_again(torch.empty(1, 3, 32768), [2, 2])  # the offset of the second row does not fit into two bytes
+    assert not can_pool_again(
+        torch.empty(1, 3, 32768), [2, 2]
+    )  # the offset of the second row does not fit into two bytes
 
 
 # --- in place ------------------------------------------------------------------------------------------
@@ -305,20 +377,33 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
         aten._softmax_backward_data.default: (a, b.softmax(1), 1, torch.float32),
         aten.native_dropout_backward.default: (a, mask, 1.25),
         aten.addmm.default: (a, torch.randn(6, 4), torch.randn(4, 5)),
-        cross_entropy_backward: (torch.tensor(1.0), scores, classes, None, 1, -100, torch.tensor(6.0)),
+        cross_entropy_backward: (
+            torch.tensor(1.0),
+            scores,
+            classes,
+            None,
+            1,
+            -100,
+            torch.tensor(6.0),
+        ),
         dropout_apply: (a, mask, 0.3),
     }
     if target in special:
         return special[target]
     schema = target._schema.arguments
     values = iter((a, b))
-    kinds = [str(argument.type) for argument in schema if not argument.kwarg_only and not argument.has_default_value()]
+    kinds = [
+        str(argument.type)
+        for argument in schema
+        if not argument.kwarg_only and not argument.has_default_value()
+    ]
     return tuple(next(values) if kind == "Tensor" else 0.7 for kind in kinds)
 
 
 CASES = [(target, position) for target, form in _FORMS.items() for position in form.operands]
 CASE_NAMES = [  # the same in every process: a function's text has its address
-    f"{target if isinstance(target, torch._ops.OpOverload) else target.__name__}-{position}" for target, position in CASES
+    f"{target if isinstance(target, torch._ops.OpOverload) else target.__name__}-{position}"
+    for target, position in CASES
 ]
 
 
@@ -326,10 +411,17 @@ CASE_NAMES = [  # the same in every process: a function's text has its address
 def test_in_place_form_is_the_functional_form(target: Any, position: int) -> None:
     form = _FORMS[target]
     given = arguments_of(target)
-    takes_number = not form.out_name and len(given) > 1  # the two forms round a number to bfloat16 differently: not offered there
+    takes_number = (
+        not form.out_name and len(given) > 1
+    )  # the two forms round a number to bfloat16 differently: not offered there
     only_float32 = takes_number or target is cross_entropy_backward
     for dtype in (torch.float32,) if only_float32 else (torch.float32, torch.bfloat16):
-        args = [arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim else arg for arg in given]
+        args = [
+            arg.to(dtype)
+            if isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim
+            else arg
+            for arg in given
+        ]
         if dtype in args or torch.float32 in args:
             args = [dtype if arg is torch.float32 else arg for arg in args]
         before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
@@ -401,7 +493,12 @@ class Leaf:
         lambda t: t(),
         lambda t: (t(), [t(), {"a": t(), "b": None}], 3, 2.5, "x", True, None),
         lambda t: Leaf(t(), Leaf((t(), t()), {"k": t()})),
-        lambda t: {"dtype": torch.float32, "device": torch.device("cpu"), "size": torch.Size([2]), "colour": Colour.RED},
+        lambda t: {
+            "dtype": torch.float32,
+            "device": torch.device("cpu"),
+            "size": torch.Size([2]),
+            "colour": Colour.RED,
+        },
         lambda t: (),
         lambda t: [[], {}, (), t()],
         lambda t: [Leaf(None), Leaf(t())],
@@ -420,7 +517,9 @@ def test_structure_round_trip(make: Any) -> None:
 
 
 def test_structure_keeps_some_tensors_only() -> None:
-    tensors, structure = flatten({"a": torch.tensor(0), "b": Leaf(torch.tensor(1), [torch.tensor(2)])}, what="it")
+    tensors, structure = flatten(
+        {"a": torch.tensor(0), "b": Leaf(torch.tensor(1), [torch.tensor(2)])}, what="it"
+    )
     rebuilt = structure.without_tensors({2}).rebuild([tensors[2]])
     assert rebuilt == {"a": None, "b": Leaf(None, [tensors[2]])}
 
@@ -493,5 +592,8 @@ def test_forms_with_a_number_are_not_offered_in_half_precision() -> None:
     for dtype, expected in ((torch.float32, True), (torch.bfloat16, False)):
         planner = Planner(Halving().to(dtype), torch.randn(4, 8, dtype=dtype))
         plan = planner.plan(1.0)
-        names = [plan.graph.ops[plan.schedule.steps[position]].node.target for position in plan.schedule.in_place]
+        names = [
+            plan.graph.ops[plan.schedule.steps[position]].node.target
+            for position in plan.schedule.in_place
+        ]
         assert (torch.ops.aten.mul.Scalar in names) is expected

@@ -17,7 +17,9 @@ TOP_BYTES = 1000
 
 def candidate(peak_bytes: int, forward: tuple[int, ...] = ()) -> Candidate:
     """A schedule that tells by its runs what it came from."""
-    simulation = Simulation(peak_bytes=peak_bytes, peak_position=0, time_ms=1.0, live_bytes=(), saved_bytes=0)
+    simulation = Simulation(
+        peak_bytes=peak_bytes, peak_position=0, time_ms=1.0, live_bytes=(), saved_bytes=0
+    )
     return Candidate(schedule=Schedule(forward, ()), simulation=simulation)
 
 
@@ -30,10 +32,16 @@ class Improvement:
 
     def __call__(self, above: Candidate, budget_bytes: int) -> Candidate | None:
         self.budgets.append(budget_bytes)
-        return None if budget_bytes < self.least_bytes else candidate(budget_bytes, (*above.schedule.forward, budget_bytes))
+        return (
+            None
+            if budget_bytes < self.least_bytes
+            else candidate(budget_bytes, (*above.schedule.forward, budget_bytes))
+        )
 
 
-def rungs(budgets: Sequence[int], *, factor: float = 2.0, least_bytes: int = 1) -> tuple[list[tuple[int, ...] | None], list[int]]:
+def rungs(
+    budgets: Sequence[int], *, factor: float = 2.0, least_bytes: int = 1
+) -> tuple[list[tuple[int, ...] | None], list[int]]:
     """What each rung came from, None where there is none, and the budgets for which something was improved."""
     improvement = Improvement(least_bytes)
     ladder = Ladder(candidate(TOP_BYTES), factor, improvement)
@@ -43,9 +51,20 @@ def rungs(budgets: Sequence[int], *, factor: float = 2.0, least_bytes: int = 1) 
 
 @pytest.mark.parametrize(
     ("budget_bytes", "expected"),
-    [(1000, ()), (999, ()), (501, ()), (500, (500,)), (499, (500,)), (251, (500,)), (250, (500, 250)), (120, (500, 250, 125))],
+    [
+        (1000, ()),
+        (999, ()),
+        (501, ()),
+        (500, (500,)),
+        (499, (500,)),
+        (251, (500,)),
+        (250, (500, 250)),
+        (120, (500, 250, 125)),
+    ],
 )
-def test_the_rung_is_the_last_that_is_not_below_the_budget(budget_bytes: int, expected: tuple[int, ...]) -> None:
+def test_the_rung_is_the_last_that_is_not_below_the_budget(
+    budget_bytes: int, expected: tuple[int, ...]
+) -> None:
     assert rungs([budget_bytes]) == ([expected], list(expected))
 
 
@@ -58,7 +77,9 @@ def test_what_was_asked_before_changes_nothing_and_is_not_made_again() -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0, TOP_BYTES + 1])
 def test_a_budget_that_no_rung_can_be_above_is_refused(budget_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"a budget of {budget_bytes:,} bytes is not between 1 and the 1,000"):
+    with pytest.raises(
+        ValueError, match=f"a budget of {budget_bytes:,} bytes is not between 1 and the 1,000"
+    ):
         rungs([budget_bytes])
 
 

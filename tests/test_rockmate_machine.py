@@ -60,7 +60,9 @@ def call_names(ops: list[Op]) -> list[str]:
     return [str(getattr(op.node.target, "__name__", op.node.target)) for op in ops]
 
 
-def tiny_llama(dtype: torch.dtype = torch.bfloat16, *, num_layers: int = 2, key_value_heads: int = 2) -> nn.Module:
+def tiny_llama(
+    dtype: torch.dtype = torch.bfloat16, *, num_layers: int = 2, key_value_heads: int = 2
+) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=64, num_attention_heads=4, num_key_value_heads=key_value_heads, intermediate_size=160,
         vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
@@ -79,7 +81,11 @@ def words(device: str = "meta") -> dict[str, Tensor]:
 
 def test_shipped_machines_load() -> None:
     assert {"a100", "h100", "cpu-avx2"} <= set(known_machines())
-    assert load_machine("h100").peak_tflops["bfloat16"] > load_machine("a100").peak_tflops["bfloat16"] > 100
+    assert (
+        load_machine("h100").peak_tflops["bfloat16"]
+        > load_machine("a100").peak_tflops["bfloat16"]
+        > 100
+    )
     for name in known_machines():
         machine = load_machine(name)
         assert machine.name == name
@@ -88,7 +94,9 @@ def test_shipped_machines_load() -> None:
 
 def test_descriptions_are_part_of_the_distribution() -> None:
     root = Path(__file__).resolve().parent.parent
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["rockmate"]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["rockmate"]
     declared = {path.stem for pattern in patterns for path in (root / "rockmate").glob(pattern)}
     assert set(known_machines()) <= declared
 
@@ -110,7 +118,9 @@ def test_unknown_machine_names_the_known_ones_and_how_to_write_one() -> None:
 
 @pytest.mark.parametrize("machine", [3, b"h100", ["h100"], torch.device("cpu")])
 def test_what_is_no_machine_is_refused(machine: Any) -> None:
-    with pytest.raises(MachineError, match=r"a name, a path or a rockmate\.Machine is needed") as caught:
+    with pytest.raises(
+        MachineError, match=r"a name, a path or a rockmate\.Machine is needed"
+    ) as caught:
         Planner(nn.Linear(3, 3), torch.zeros(2, 3), machine=machine)
     for word in (f"machine {machine!r} is of type {type(machine).__name__};", "h100", ".toml"):
         assert word in str(caught.value)
@@ -148,7 +158,11 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_a_dtype_without_peak_is_told(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="bfloat16"):
-        Planner(nn.Linear(3, 3).bfloat16(), torch.zeros(2, 3, dtype=torch.bfloat16), machine=exact(tmp_path))
+        Planner(
+            nn.Linear(3, 3).bfloat16(),
+            torch.zeros(2, 3, dtype=torch.bfloat16),
+            machine=exact(tmp_path),
+        )
 
 
 # --- costs ---------------------------------------------------------------------------------------------
@@ -158,7 +172,13 @@ def test_times_are_the_roofline(tmp_path: Path) -> None:
     """Worked by hand: 7 us a launch, 0.25 TFLOP/s in products, 1 GB/s, 1 us a transcendental element."""
     model = nn.Sequential(nn.Linear(100, 200), nn.GELU(), nn.ReLU())
     step = capture_step(model, torch.randn(50, 100), machine=exact(tmp_path))
-    costs = dict(zip(call_names(list(step.graph.ops)), estimate_costs(step.graph, exact(tmp_path)).again, strict=True))
+    costs = dict(
+        zip(
+            call_names(list(step.graph.ops)),
+            estimate_costs(step.graph, exact(tmp_path)).again,
+            strict=True,
+        )
+    )
     product_bytes = 4 * (50 * 100 + 100 * 200 + 200 + 50 * 200)
     assert costs["addmm.default"].time_ms == pytest.approx(7e-3 + product_bytes / 1e6)
     assert costs["gelu.default"].time_ms == pytest.approx(7e-3 + 50 * 200 / 1e3)
@@ -170,7 +190,9 @@ def test_times_are_the_roofline(tmp_path: Path) -> None:
 
 
 def test_adding_a_gradient_counts_at_the_first_run_alone(tmp_path: Path) -> None:
-    step = capture_step(nn.Linear(100, 200, bias=False), torch.randn(50, 100), machine=exact(tmp_path))
+    step = capture_step(
+        nn.Linear(100, 200, bias=False), torch.randn(50, 100), machine=exact(tmp_path)
+    )
     costs = estimate_costs(step.graph, exact(tmp_path))
     (product,) = (op.index for op in step.graph.ops if op.delivers)
     added = costs.first[product].time_ms - costs.again[product].time_ms
@@ -186,20 +208,32 @@ def test_operations_add_up_to_what_eager_runs(name: str) -> None:
     counter = FlopCounterMode(display=False)
     with counter:
         workload.loss(workload.model, batch)[1].backward()
-    assert sum(num_flops(op.node) for op in ops_of(workload.model, workload.sample)) == counter.get_total_flops() > 0
+    assert (
+        sum(num_flops(op.node) for op in ops_of(workload.model, workload.sample))
+        == counter.get_total_flops()
+        > 0
+    )
 
 
 def test_groups_of_a_convolution_are_apart() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 32, 3, groups=4, padding=1))
     ops = ops_of(model, torch.randn(2, 8, 10, 10))
     first, second = 2 * 200 * 16 * 8, 2 * 200 * 32 * 4 * 9
-    assert [count for op in ops if (count := num_flops(op.node))] == [first, second, second, second, first]
+    assert [count for op in ops if (count := num_flops(op.node))] == [
+        first,
+        second,
+        second,
+        second,
+        first,
+    ]
 
 
 def test_a_causal_mask_halves_attention_on_a_gpu() -> None:
     class Attention(nn.Linear):
         def forward(self, x: Tensor, is_causal: bool) -> Tensor:
-            return functional.scaled_dot_product_attention(x, x, super().forward(x), is_causal=is_causal)
+            return functional.scaled_dot_product_attention(
+                x, x, super().forward(x), is_causal=is_causal
+            )
 
     machine, x = load_machine("a100"), torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
     counts = []
@@ -224,7 +258,10 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
             return functional.cross_entropy(functional.dropout(self.linear(x)), labels)
 
     step = capture_step(Head(), (torch.randn(num_rows, 8), torch.zeros(num_rows, dtype=torch.long)))
-    estimated, measured = estimate_costs(step.graph, load_machine("cpu-avx2")), measure_costs(step.graph)
+    estimated, measured = (
+        estimate_costs(step.graph, load_machine("cpu-avx2")),
+        measure_costs(step.graph),
+    )
     compared = 0
     for op, ours, theirs in zip(step.graph.ops, estimated.first, measured.first, strict=True):
         if op.name.startswith(("cross_entropy", "dropout")):
@@ -236,7 +273,11 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
 def test_gradients_of_attention_take_float32_sums_on_a_gpu() -> None:
     step = capture_step(tiny_llama(), words(), machine=load_machine("h100"))
     costs = estimate_costs(step.graph, load_machine("h100")).first
-    found = {costs[op.index].overhead_bytes for op in step.graph.ops if "attention_backward" in op.node.target.__name__}
+    found = {
+        costs[op.index].overhead_bytes
+        for op in step.graph.ops
+        if "attention_backward" in op.node.target.__name__
+    }
     sums, row_sums, shared_heads = 4 * 2 * 4 * 128 * 32, 4 * 2 * 4 * 32, 2 * 2 * 4 * 32 * 16
     assert found == {sums + row_sums + 2 * shared_heads}
 
@@ -265,7 +306,9 @@ def test_the_graph_is_the_gpu_s() -> None:
     step = capture_step(gpt2.model, gpt2.sample, machine=load_machine("a100"))
     assert {op.device.type for op in step.graph.ops} == {"cuda"}
     assert all(storage.num_bytes % 512 == 0 for storage in step.graph.storages)
-    assert not any(value == torch.device("cpu") for op in step.graph.ops for value in op.node.kwargs.values())
+    assert not any(
+        value == torch.device("cpu") for op in step.graph.ops for value in op.node.kwargs.values()
+    )
     names = call_names(list(step.graph.ops))
     assert "native_dropout.default" in names
     assert "dropout_mask" not in names
@@ -273,10 +316,15 @@ def test_the_graph_is_the_gpu_s() -> None:
 
 def test_a_machine_of_the_model_s_own_kind_changes_no_op(tmp_path: Path) -> None:
     encoder = models.tiny("encoder")
-    steps = [capture_step(encoder.model, encoder.sample, machine=machine) for machine in (None, load_machine("cpu-avx2"), exact(tmp_path))]
+    steps = [
+        capture_step(encoder.model, encoder.sample, machine=machine)
+        for machine in (None, load_machine("cpu-avx2"), exact(tmp_path))
+    ]
     plain, estimated, coarse = (step.graph for step in steps)
     assert str(plain) == str(estimated)
-    assert [s.num_bytes for s in coarse.storages] == [(s.num_bytes + 99) // 100 * 100 for s in plain.storages]
+    assert [s.num_bytes for s in coarse.storages] == [
+        (s.num_bytes + 99) // 100 * 100 for s in plain.storages
+    ]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +340,9 @@ def test_a_machine_of_the_model_s_own_kind_changes_no_op(tmp_path: Path) -> None
     ],
 )
 @pytest.mark.parametrize("shared_heads", [1, 2])
-def test_attention_is_the_kernel_of_a_gpu(dtype: torch.dtype, width: int, has_mask: bool, kernel: str, shared_heads: int) -> None:
+def test_attention_is_the_kernel_of_a_gpu(
+    dtype: torch.dtype, width: int, has_mask: bool, kernel: str, shared_heads: int
+) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -300,23 +350,38 @@ def test_attention_is_the_kernel_of_a_gpu(dtype: torch.dtype, width: int, has_ma
 
         def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
             k = k * self.scale
-            return functional.scaled_dot_product_attention(q * self.scale, k, k, attn_mask=mask, enable_gqa=shared_heads > 1)
+            return functional.scaled_dot_product_attention(
+                q * self.scale, k, k, attn_mask=mask, enable_gqa=shared_heads > 1
+            )
 
-    q, k = (torch.empty(2, heads, 24, width, dtype=dtype, device="meta") for heads in (4, 4 // shared_heads))
+    q, k = (
+        torch.empty(2, heads, 24, width, dtype=dtype, device="meta")
+        for heads in (4, 4 // shared_heads)
+    )
     mask = torch.ones(1, 1, 24, 24, dtype=torch.bool, device="meta") if has_mask else None
     step = capture_step(Attention(), {"q": q, "k": k, "mask": mask}, machine=load_machine("h100"))
-    names = {str(op.node.target).removeprefix("aten.").removesuffix(".default") for op in step.graph.ops}
+    names = {
+        str(op.node.target).removeprefix("aten.").removesuffix(".default") for op in step.graph.ops
+    }
     fused = {name for name in names if "dot_product" in name}
     assert fused == ({kernel, f"{kernel}_backward"} if kernel != "bmm" else set())
     assert kernel in names
-    (result,) = (node.meta["val"] for node, role in step.graph.outputs if role.kind.value == "output")
-    assert (tuple(result.shape), result.dtype, result.device.type) == ((2, 4, 24, width), dtype, "cuda")
+    (result,) = (
+        node.meta["val"] for node, role in step.graph.outputs if role.kind.value == "output"
+    )
+    assert (tuple(result.shape), result.dtype, result.device.type) == (
+        (2, 4, 24, width),
+        dtype,
+        "cuda",
+    )
 
 
 def test_a_model_that_is_not_there_is_planned_and_not_run() -> None:
     planner = Planner(tiny_llama(), words(), machine="h100")
     points = planner.frontier()
-    assert [point.predicted_ms for point in points] == sorted((point.predicted_ms for point in points), reverse=True)
+    assert [point.predicted_ms for point in points] == sorted(
+        (point.predicted_ms for point in points), reverse=True
+    )
     assert points[0].budget_bytes == planner.minimum_peak_bytes < planner.baseline_peak_bytes
     assert planner.plan("1GiB").predicted_ms == planner.baseline_ms
     plan = planner.plan((planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
@@ -336,7 +401,10 @@ def test_a_meta_model_without_a_machine_is_refused() -> None:
 
 
 def test_autocast_for_a_gpu_that_is_not_here_is_refused() -> None:
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UnsupportedModelError, match="autocast"),
+    ):
         Planner(nn.Linear(3, 3), torch.zeros(2, 3), machine="h100")
 
 
@@ -353,7 +421,9 @@ def test_a_model_larger_than_the_machine_takes_no_memory() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2**16, 2**16, bias=False) for _ in range(7))).bfloat16()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planner = Planner(model, torch.empty(2**14, 2**16, dtype=torch.bfloat16, device="meta"), machine="h100")
+    planner = Planner(
+        model, torch.empty(2**14, 2**16, dtype=torch.bfloat16, device="meta"), machine="h100"
+    )
     assert planner.baseline_peak_bytes > 12 * 2**30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 2**19
 

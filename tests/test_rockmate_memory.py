@@ -30,7 +30,9 @@ def step_of(module: nn.Module, name: str) -> Any:
         if name in models.HAS_OWN_LOSS:
             output.loss.backward()
         else:
-            output.backward(torch.ones_like(output))  # the tangent is made inside the step, as a loss would
+            output.backward(
+                torch.ones_like(output)
+            )  # the tangent is made inside the step, as a loss would
         del output
 
     return step
@@ -192,7 +194,10 @@ def test_work_is_what_the_schedule_says() -> None:
         module = case.module(regime)
         plan = module.plan
         standing = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
-        wanted = sum(target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) for target in standing)
+        wanted = sum(
+            target in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+            for target in standing
+        )
         batch = case.workload.make_batch(1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             case.workload.loss(module, batch)[1].backward()
@@ -224,17 +229,31 @@ def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
     step()
     measured = allocator_peak(step)
     assert measured <= module.plan.budget_bytes
-    assert abs(measured - module.plan.predicted_peak_bytes) <= 64  # the equality check's flag, and no second matrix of 131,072 bytes
+    assert (
+        abs(measured - module.plan.predicted_peak_bytes) <= 64
+    )  # the equality check's flag, and no second matrix of 131,072 bytes
 
 
 def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()).train()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()
+    ).train()
     x = torch.randn(2, 3, 32, 32)
     model(x).sum().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    expected = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     (module,) = modules_of(model, x)[1:2]
-    masks = [op.node.args[-1] for op in module.plan.graph.ops if "convolution_backward" in str(op.node.target)]
-    assert sorted(map(str, masks)) == ["[False, True, True]", "[False, True, True]", "[True, False, False]"]  # the first needs one alone
+    masks = [
+        op.node.args[-1]
+        for op in module.plan.graph.ops
+        if "convolution_backward" in str(op.node.target)
+    ]
+    assert sorted(map(str, masks)) == [
+        "[False, True, True]",
+        "[False, True, True]",
+        "[True, False, False]",
+    ]  # the first needs one alone
     model.zero_grad(set_to_none=True)
     module(x).sum().backward()
     for found, known in zip(model.parameters(), expected, strict=True):
@@ -247,7 +266,9 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
         def __init__(self, depth: int) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(64, 64), nn.Linear(128, 8)
-            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)])
+            self.middle = nn.Sequential(
+                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x).tanh()
@@ -256,7 +277,9 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
     def copies(depth: int) -> int:
         model, x = Skip(depth).train(), torch.randn(256, 64)
         model(x).backward()
-        expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        expected = [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        ]
         (module,) = modules_of(model, x)[1:2]
         model.zero_grad(set_to_none=False)
         module(x).backward()
@@ -268,7 +291,9 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
         graph = module.plan.graph
         copied = [op for op in graph.ops if "clone" in str(op.node.target)]
         for copy in copied:  # once nobody needs the whole: until then there would be both
-            readers = {reader for storage in copy.reads for reader in graph.readers[storage]} - {copy}
+            readers = {reader for storage in copy.reads for reader in graph.readers[storage]} - {
+                copy
+            }
             assert readers
             assert all(reader.index < copy.index for reader in readers)
         return len(copied)
@@ -277,12 +302,16 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
     assert copies(depth=1) == 0
 
 
-def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_it_is_sliced() -> None:
+def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_it_is_sliced() -> (
+    None
+):
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
-            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(14)])
+            self.middle = nn.Sequential(
+                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(14)]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             whole = self.first(x)
@@ -291,7 +320,9 @@ def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_i
 
     model, x = Parts().train(), torch.randn(64, 16)
     model(x).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    expected = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     for module in modules_of(model, x):
         model.zero_grad(set_to_none=False)
         module(x).backward()
@@ -306,7 +337,9 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", torch.randn(2, 64))
-            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
+            self.middle = nn.Sequential(
+                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, last = self.table[:1], self.table[1:]
@@ -321,7 +354,9 @@ def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(16, 16)
-            self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)])
+            self.middle = nn.Sequential(
+                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x)
@@ -342,12 +377,17 @@ def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
 
 @pytest.mark.parametrize("machine", [None, "cpu-avx2"])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_weight_gradients_that_a_convolution_makes_unasked_are_counted(machine: str | None, is_first: bool) -> None:
+def test_weight_gradients_that_a_convolution_makes_unasked_are_counted(
+    machine: str | None, is_first: bool
+) -> None:
     layers = [nn.Conv2d(256, 256, 3, padding=1) for _ in range(3)]
     for layer in layers:
         layer.weight.requires_grad_(False)
     model = nn.Sequential(*([] if is_first else [nn.Conv2d(256, 256, 1)]), *layers)
-    images, tangent = torch.randn(4, 256, 4, 4), torch.ones(4, 256, 4, 4)  # small ones go to kernels that make only what is asked for
+    images, tangent = (
+        torch.randn(4, 256, 4, 4),
+        torch.ones(4, 256, 4, 4),
+    )  # small ones go to kernels that make only what is asked for
     planner = Planner(model, images, machine=machine)
     for budget_bytes in (planner.minimum_peak_bytes, planner.baseline_peak_bytes):
         module = planner.module(budget_bytes)

@@ -19,7 +19,15 @@ from torch import nn
 
 import rockmate.costs
 from bench.measure import allocator_peak
-from rockmate import InvalidBudgetError, Plan, PlanFileError, PlanMismatchError, Planner, RockmateModule, SignatureMismatchError
+from rockmate import (
+    InvalidBudgetError,
+    Plan,
+    PlanFileError,
+    PlanMismatchError,
+    Planner,
+    RockmateModule,
+    SignatureMismatchError,
+)
 from rockmate.bounds import KnownBound
 from rockmate.outline import outline_of
 from rockmate.schedule import Schedule, no_recomputation
@@ -123,7 +131,14 @@ def test_text_is_readable_json_that_says_what_the_plan_promises() -> None:
     plan = replace(plan_of("gpt2"), strategy="chen", bounds=KnownBound(0.75))
     text = plan.to_text()
     content = json.loads(text)
-    for key in ("budget_bytes", "predicted_peak_bytes", "predicted_ms", "baseline_peak_bytes", "baseline_ms", "minimum_peak_bytes"):
+    for key in (
+        "budget_bytes",
+        "predicted_peak_bytes",
+        "predicted_ms",
+        "baseline_peak_bytes",
+        "baseline_ms",
+        "minimum_peak_bytes",
+    ):
         assert content[key] == getattr(plan, key)
     assert content["strategy"] == "chen"
     assert content["schedule"] == plan.schedule.to_text(plan.graph).splitlines()
@@ -143,7 +158,9 @@ def test_loaded_plan_trains_bit_for_bit_like_the_planned_module(name: str, tmp_p
     direct.plan.save(tmp_path / "plan.json")
     reference = train(direct, case.workload.model, workload_loss(case.workload))
     case.module("minimum")  # puts the weights back
-    loaded = RockmateModule(case.workload.model, case.workload.sample, plan=Plan.load(tmp_path / "plan.json"))
+    loaded = RockmateModule(
+        case.workload.model, case.workload.sample, plan=Plan.load(tmp_path / "plan.json")
+    )
     ours = train(loaded, case.workload.model, workload_loss(case.workload))
     for step, expected in zip(ours, reference, strict=True):
         assert_same(step, expected)
@@ -155,7 +172,9 @@ def test_loaded_plan_has_the_peak_that_it_promises() -> None:
     case = planned("gpt2", "medium")
     plan = case.planner.plan(budget_for(case.planner, "binding"))
     case.module("binding")
-    module = RockmateModule(case.workload.model, case.workload.sample, plan=Plan.from_text(plan.to_text()))
+    module = RockmateModule(
+        case.workload.model, case.workload.sample, plan=Plan.from_text(plan.to_text())
+    )
     batch = case.workload.make_batch(1)
     for parameter in case.workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -182,7 +201,9 @@ def test_options_of_the_capture_travel_with_the_plan(gradients: Any) -> None:
     else:
         module(x).sum().backward()
         got = [parameter.grad for parameter in parameters]
-    for gradient, expected in zip(got, torch.autograd.grad(model(x).sum(), parameters), strict=True):
+    for gradient, expected in zip(
+        got, torch.autograd.grad(model(x).sum(), parameters), strict=True
+    ):
         assert torch.equal(gradient, expected)
 
 
@@ -215,12 +236,20 @@ def test_loaded_plan_runs_in_a_process_without_solvers(tmp_path: Path) -> None:
         capture_output=True,
         check=False,
         text=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "PYTHONHASHSEED": "12345",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert ran.returncode == 0, ran.stderr
     fingerprints, numbers, loaded, planning = ran.stdout.splitlines()
     assert fingerprints.split() == [plan.outline.fingerprint, plan.outline.call_fingerprint]
-    sums = [parameter.grad.double().sum().item().hex() for parameter in model.parameters() if parameter.grad is not None]
+    sums = [
+        parameter.grad.double().sum().item().hex()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     assert numbers.split() == [loss.item().hex(), *sums]
     assert loaded == "end"
     assert "pulp is blocked" in planning  # so the block works
@@ -240,7 +269,9 @@ def test_fingerprint_is_that_of_the_step_not_of_its_weights_or_names() -> None:
         fingerprint(models.Stack(dropout=0.2)),
         fingerprint(models.Stack(), x[:32].clone()),
         fingerprint(models.Stack().double(), x.double()),
-        fingerprint(nn.Sequential(models.Stack())),  # parameters of other names: their gradients go elsewhere
+        fingerprint(
+            nn.Sequential(models.Stack())
+        ),  # parameters of other names: their gradients go elsewhere
     ]
     assert len({base, *others}) == 6
 
@@ -257,12 +288,18 @@ def test_fingerprint_is_that_of_the_step_not_of_its_weights_or_names() -> None:
         (models.Stack().double(), torch.randn(64, 16).double(), r"float64\[64, 16\]"),
         (models.Stack(), {"x": torch.randn(64, 16)}, "'x'"),
         (models.Stack(), torch.randn(16, 64).t(), "input 0 is"),
-        (models.Stack().requires_grad_(False).requires_grad_(True).bfloat16(), torch.randn(64, 16).bfloat16(), "bfloat16"),
+        (
+            models.Stack().requires_grad_(False).requires_grad_(True).bfloat16(),
+            torch.randn(64, 16).bfloat16(),
+            "bfloat16",
+        ),
         (nn.Linear(16, 16), torch.randn(64, 16), "layers.0.0.weight"),
     ],
     ids=["layers", "dropout", "batch", "dtype", "keyword", "strides", "half", "architecture"],
 )
-def test_plan_for_something_else_is_refused_by_name(model: nn.Module, sample: Any, named: str) -> None:
+def test_plan_for_something_else_is_refused_by_name(
+    model: nn.Module, sample: Any, named: str
+) -> None:
     with pytest.raises(PlanMismatchError, match=named):
         RockmateModule(model.train(), sample, plan=Plan.from_text(stack_text()))
 
@@ -291,8 +328,13 @@ def test_damaged_file_is_refused(change: Callable[[dict[str, Any]], None], said:
         Plan.from_text(edited(plan_of("mlp"), change))
 
 
-@pytest.mark.parametrize("change", [lambda c: c.pop("storages"), lambda c: c["costs"].pop(), lambda c: c["ops"][0].pop("call")])
-def test_file_that_lacks_something_is_refused_even_if_its_digest_fits(change: Callable[[dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda c: c.pop("storages"), lambda c: c["costs"].pop(), lambda c: c["ops"][0].pop("call")],
+)
+def test_file_that_lacks_something_is_refused_even_if_its_digest_fits(
+    change: Callable[[dict[str, Any]], None],
+) -> None:
     with pytest.raises(PlanFileError, match="no plan that can be read"):
         Plan.from_text(edited(plan_of("mlp"), change, sealed=True))
 
@@ -324,14 +366,20 @@ def rows_of(plan: Plan, schedule: Schedule) -> list[str]:
         (lambda rows: rows.__setitem__(0, rows[0] + "_2"), "would have to read"),
     ],
 )
-def test_invalid_edit_of_the_schedule_is_refused(change: Callable[[list[str]], None], said: str) -> None:
+def test_invalid_edit_of_the_schedule_is_refused(
+    change: Callable[[list[str]], None], said: str
+) -> None:
     with pytest.raises(PlanFileError, match=said):
         Plan.from_text(edited(plan_of("mlp"), lambda content: change(content["schedule"])))
 
 
 def test_edit_that_draws_in_another_order_is_refused() -> None:
     plan = plan_of("gpt2", "loose")
-    masks = [position for position, index in enumerate(plan.schedule.forward) if plan.graph.ops[index].is_random]
+    masks = [
+        position
+        for position, index in enumerate(plan.schedule.forward)
+        if plan.graph.ops[index].is_random
+    ]
 
     def swap(content: dict[str, Any]) -> None:
         rows = content["schedule"]
@@ -345,7 +393,10 @@ def test_edit_above_the_promised_peak_is_refused_and_one_below_is_taken() -> Non
     case = planned("gpt2")
     tight, loose = plan_of("gpt2", "minimum"), plan_of("gpt2", "loose")
     everything = rows_of(tight, no_recomputation(tight.graph))
-    with pytest.raises(PlanFileError, match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes"):
+    with pytest.raises(
+        PlanFileError,
+        match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes",
+    ):
         Plan.from_text(edited(tight, set_entry("schedule", everything)))
     lower = Plan.from_text(edited(loose, set_entry("schedule", rows_of(tight, tight.schedule))))
     case.module("loose")
@@ -365,7 +416,9 @@ def test_in_place_where_nothing_ends_is_refused() -> None:
 
     case.module("loose")
     with pytest.raises(PlanMismatchError, match=f"step {position} .*in-place"):
-        RockmateModule(case.workload.model, case.workload.sample, plan=Plan.from_text(edited(plan, mark)))
+        RockmateModule(
+            case.workload.model, case.workload.sample, plan=Plan.from_text(edited(plan, mark))
+        )
 
 
 def test_budget_and_plan_exclude_each_other() -> None:
@@ -375,9 +428,14 @@ def test_budget_and_plan_exclude_each_other() -> None:
         RockmateModule(model, x, budget=0.5, plan=plan)
     with pytest.raises(InvalidBudgetError, match=r"a budget .* or a plan"):
         RockmateModule(model, x)
-    with pytest.raises(TypeError, match=r"outputs cannot be given with a plan, .* outputs='all'.*Leave that out"):
+    with pytest.raises(
+        TypeError, match=r"outputs cannot be given with a plan, .* outputs='all'.*Leave that out"
+    ):
         RockmateModule(model, x, plan=plan, outputs="loss")
-    with pytest.raises(TypeError, match="strategy cannot be given with a plan, which has been made with strategy='rockmate', "):
+    with pytest.raises(
+        TypeError,
+        match="strategy cannot be given with a plan, which has been made with strategy='rockmate', ",
+    ):
         RockmateModule(model, x, plan=plan, strategy="rotor")
     with pytest.raises(TypeError, match=r"a sample must be given, too, .* Give the sample"):
         RockmateModule(model, plan=plan)
@@ -388,7 +446,9 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     planner = Planner(model, x)
     path = tmp_path / "plan.json"
     for given in ("plan.json", path, 3, planner, planner.plan(1.0).to_text()):
-        with pytest.raises(TypeError, match=rf"is of type {type(given).__name__}, .*plan=Plan\.load\(path\)") as caught:
+        with pytest.raises(
+            TypeError, match=rf"is of type {type(given).__name__}, .*plan=Plan\.load\(path\)"
+        ) as caught:
             RockmateModule(model, x, plan=given)  # pyright: ignore[reportArgumentType]
         assert len(str(caught.value)) < 400
 

@@ -24,7 +24,11 @@ NAMES = ("gpt2", "t5-small", "hf-resnet", "mlp")
 def fixed_costs(graph: Any, **_: Any) -> Costs:
     """A cost for each op from its bytes alone: the same in every run."""
     costs = tuple(
-        Cost(time_ms=1e-3 + (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) / 1e6, overhead_bytes=op.written_bytes // 3)
+        Cost(
+            time_ms=1e-3
+            + (op.written_bytes + sum(storage.num_bytes for storage in op.reads)) / 1e6,
+            overhead_bytes=op.written_bytes // 3,
+        )
         for op in graph.ops
     )
     return Costs(first=costs, again=costs, num_distinct=len(costs))
@@ -62,7 +66,9 @@ def test_frontier_is_monotone_and_every_point_is_reachable(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_budget_never_costs_time_in_whatever_order_it_is_asked_for(name: str, fixed: None) -> None:
+def test_more_budget_never_costs_time_in_whatever_order_it_is_asked_for(
+    name: str, fixed: None
+) -> None:
     workload = models.tiny(name)
     planner = Planner(workload.model, workload.sample)
     budgets = budgets_of(planner, 13)
@@ -96,16 +102,24 @@ def test_asking_again_gives_the_same_plan() -> None:
     assert [planner.plan(budget).schedule for budget in budgets_of(planner)] == before
 
 
-def test_further_budgets_cost_no_capture_no_measurement_and_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = planned("t5-small")
 
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("captured or measured again")
 
-    for module, name in ((rockmate.planner, "capture_step"), (rockmate.planner, "measure_costs"), (rockmate.variants, "partition")):
+    for module, name in (
+        (rockmate.planner, "capture_step"),
+        (rockmate.planner, "measure_costs"),
+        (rockmate.variants, "partition"),
+    ):
         monkeypatch.setattr(module, name, never)
     for budget in budgets_of(case.planner, 7):
-        runs = [partial(case.planner.plan, budget + more) for more in (64, 128, 192)]  # a budget asked for before costs nothing
+        runs = [
+            partial(case.planner.plan, budget + more) for more in (64, 128, 192)
+        ]  # a budget asked for before costs nothing
         assert least_seconds(*runs) < 2.0
         assert isinstance(case.planner.module(budget), RockmateModule)
 
@@ -177,7 +191,11 @@ def test_progress_changes_no_plan(fixed: None, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("model", "shape"),
-    [(torch.nn.Linear(3, 2), (4, 3)), (torch.nn.Sequential(torch.nn.Linear(3, 3)), (1, 3)), (torch.nn.Bilinear(3, 3, 2), None)],
+    [
+        (torch.nn.Linear(3, 2), (4, 3)),
+        (torch.nn.Sequential(torch.nn.Linear(3, 3)), (1, 3)),
+        (torch.nn.Bilinear(3, 3, 2), None),
+    ],
 )
 def test_smallest_models(model: torch.nn.Module, shape: tuple[int, ...] | None) -> None:
     sample = (torch.randn(5, 3), torch.randn(5, 3)) if shape is None else torch.randn(shape)

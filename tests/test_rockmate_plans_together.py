@@ -67,18 +67,25 @@ def test_more_room_never_takes_longer(name: str) -> None:
 def test_they_are_about_as_fast_as_plans_made_one_by_one(name: str) -> None:
     planner = planner_of(name)
     alone = [planner.plan(budget_bytes) for budget_bytes in budgets_of(planner)]
-    slower = [one.predicted_ratio - other.predicted_ratio for one, other in zip(together(name), alone, strict=True)]
+    slower = [
+        one.predicted_ratio - other.predicted_ratio
+        for one, other in zip(together(name), alone, strict=True)
+    ]
     assert statistics.mean(slower) <= 0.01
     assert statistics.median(slower) <= 0.0025
     assert max(slower) <= 0.15
 
 
-def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner = planner_of("resnet50")
     neighbours = Counter[tuple[Schedule, int]]()
     improved = Attempts.improved
 
-    def counted(attempts: Attempts, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
+    def counted(
+        attempts: Attempts, start: Candidate, budget_bytes: int, known_ms: float
+    ) -> Candidate | None:
         found = improved(attempts, start, budget_bytes, known_ms)
         neighbours[start.schedule, budget_bytes] += found is not None
         return found
@@ -91,12 +98,16 @@ def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(monkeypatch
 
 def test_the_order_of_budgets_does_not_matter_nor_what_was_planned_before() -> None:
     known = planner_of("unet")
-    before, after = (Planner.of(known._step, machine=MACHINE, allow_chunking=False) for _ in range(2))
+    before, after = (
+        Planner.of(known._step, machine=MACHINE, allow_chunking=False) for _ in range(2)
+    )
     budgets = budgets_of(known)
     alone = {budget: before.plan(budget).schedule for budget in budgets[::5]}
     plans = before.plans([*budgets[::2], *budgets[::-1]])
     assert list(plans) == budgets
-    assert [plan.schedule for plan in plans.values()] == [plan.schedule for plan in after.plans(budgets).values()]
+    assert [plan.schedule for plan in plans.values()] == [
+        plan.schedule for plan in after.plans(budgets).values()
+    ]
     assert {budget: after.plan(budget).schedule for budget in budgets[::5]} == alone
 
 
@@ -114,14 +125,18 @@ def test_more_room_takes_no_longer_than_a_budget_that_is_met_just_below_the_mini
 def test_a_few_are_those_of_the_planner_one_by_one() -> None:
     planner = planner_of("unet")
     budgets = budgets_of(planner)[: _MANY - 1]
-    assert [plan.schedule for plan in planner.plans(budgets).values()] == [planner.plan(budget).schedule for budget in budgets]
+    assert [plan.schedule for plan in planner.plans(budgets).values()] == [
+        planner.plan(budget).schedule for budget in budgets
+    ]
 
 
 def test_where_few_fit_they_are_planned_one_by_one() -> None:
     planner = planner_of("unet")
     fitting = budgets_of(planner)[:2]
     plans = planner.plans([*range(1, _MANY), *fitting])
-    assert {budget: plan.schedule for budget, plan in plans.items()} == {budget: planner.plan(budget).schedule for budget in fitting}
+    assert {budget: plan.schedule for budget, plan in plans.items()} == {
+        budget: planner.plan(budget).schedule for budget in fitting
+    }
     assert planner.plans([]) == {}
     assert planner.plans(range(1, 2 * _MANY), progress=True) == {}
 
@@ -140,7 +155,11 @@ def test_budgets_without_a_plan_are_left_out(num_budgets: int) -> None:
 def test_shares_and_sizes_are_read_as_by_plan(capsys: pytest.CaptureFixture[str]) -> None:
     planner = planner_of("unet")
     plans = planner.plans([1.0, 0.9, "1TB"], progress=True)
-    assert list(plans) == [int(0.9 * planner.baseline_peak_bytes), planner.baseline_peak_bytes, 10**12]
+    assert list(plans) == [
+        int(0.9 * planner.baseline_peak_bytes),
+        planner.baseline_peak_bytes,
+        10**12,
+    ]
     assert "planning: 100%" in capsys.readouterr().err
     assert list(planner.plans("0.9:1.0:2")) == list(plans)[:2]
     with pytest.raises(InvalidBudgetError, match="12 parsecs"):
@@ -152,7 +171,9 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     sample = torch.randn(64, 16)
     planner = Planner(model, sample, machine=MACHINE)
     budgets = evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
-    rows = rockmate.sweep(model, sample, budgets=budgets, strategies=("none", "rockmate"), machine=MACHINE)
+    rows = rockmate.sweep(
+        model, sample, budgets=budgets, strategies=("none", "rockmate"), machine=MACHINE
+    )
     ours = [row for row in rows if row.strategy == "rockmate"]
     assert [row.strategy for row in rows] == ["none"] * _MANY + ["rockmate"] * _MANY
     assert [(row.budget_bytes, row.predicted_ms) for row in ours] == [
@@ -160,7 +181,9 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     ]
 
 
-def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     budgets = f"0.6:1.0:{_MANY}"
     before = rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
@@ -176,7 +199,9 @@ def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(tmp_path
     assert (tmp_path / "sweep.jsonl").read_text() == lines
 
 
-def test_an_interrupt_while_a_few_are_planned_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_few_are_planned_keeps_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     plan, asked = Planner.plan, list[object]()
 
@@ -189,7 +214,9 @@ def test_an_interrupt_while_a_few_are_planned_keeps_the_rows_before(tmp_path: Pa
     monkeypatch.setattr(Planner, "plan", interrupted_later)
     with pytest.raises(KeyboardInterrupt):
         rockmate.sweep(model, sample, budgets="0.6:1.0:5", machine=MACHINE, out=tmp_path)
-    assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) == 2  # the first that is asked for is of nothing recomputed
+    assert (
+        len((tmp_path / "sweep.jsonl").read_text().splitlines()) == 2
+    )  # the first that is asked for is of nothing recomputed
 
 
 def test_measured_rows_are_of_the_plans_made_together() -> None:
@@ -203,7 +230,9 @@ def test_measured_rows_are_of_the_plans_made_together() -> None:
 def test_a_plan_made_together_trains() -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     planner = Planner(model, sample)
-    plan = planner.plans(evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY))[planner.minimum_peak_bytes]
+    plan = planner.plans(evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY))[
+        planner.minimum_peak_bytes
+    ]
     module = planner.module_of(plan)
     assert module.plan.schedule == plan.schedule
     module(sample).sum().backward()

@@ -41,7 +41,9 @@ def all_put_off(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedul
     for op in sorted(can_wait(graph), key=lambda op: op.index):
         position = schedule.steps.index(op.index)
         if position + 1 < len(schedule.steps):
-            schedule = put_off(graph, schedule, position, rng.randint(position + 2, len(schedule.steps)))
+            schedule = put_off(
+                graph, schedule, position, rng.randint(position + 2, len(schedule.steps))
+            )
     return schedule
 
 
@@ -51,10 +53,15 @@ def test_what_others_read_and_parts_of_a_sum_stay() -> None:
     delivering: dict[str, list[Op]] = {}
     for op in graph.ops:
         for _, role in op.delivers:
-            delivering.setdefault(role.name.partition(".")[0] if role.name.endswith("weight") else role.name, []).append(op)
+            delivering.setdefault(
+                role.name.partition(".")[0] if role.name.endswith("weight") else role.name, []
+            ).append(op)
     assert waiting.issuperset(delivering["first"] + delivering["last"])
     assert waiting.isdisjoint(delivering["second"] + delivering.get("third", []))
-    assert all(op.phase is Phase.BACKWARD and not any(graph.readers.get(storage) for storage in op.writes) for op in waiting)
+    assert all(
+        op.phase is Phase.BACKWARD and not any(graph.readers.get(storage) for storage in op.writes)
+        for op in waiting
+    )
 
 
 def test_what_hooks_of_another_gradient_wait_for_stays() -> None:
@@ -79,8 +86,12 @@ def test_schedules_with_runs_put_off_compute_the_step_and_take_no_longer(name: s
         schedule = random_schedule(graph, rng, any_order=name in SMALL)
         moved = all_put_off(graph, schedule, rng)
         moved.verify(graph)
-        assert Counter(moved.steps) <= Counter(schedule.steps)  # what a later run makes anew need not have been made before
-        assert simulate(graph, moved, costs).time_ms <= simulate(graph, schedule, costs).time_ms * (1 + 1e-12)
+        assert Counter(moved.steps) <= Counter(
+            schedule.steps
+        )  # what a later run makes anew need not have been made before
+        assert simulate(graph, moved, costs).time_ms <= simulate(graph, schedule, costs).time_ms * (
+            1 + 1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["chain", "batch-norm", "hf-resnet", "resnet50"])
@@ -94,7 +105,9 @@ def test_where_there_is_room_a_run_fits(name: str) -> None:
         simulation = simulate(graph, schedule, costs)
         for op in can_wait(graph):
             position = schedule.steps.index(op.index)
-            for place in places_with_room(graph, costs, schedule, simulation, position, simulation.peak_bytes):
+            for place in places_with_room(
+                graph, costs, schedule, simulation, position, simulation.peak_bytes
+            ):
                 assert position + 1 < place <= len(schedule.steps)
                 moved = simulate(graph, put_off(graph, schedule, position, place), costs)
                 assert moved.peak_bytes <= simulation.peak_bytes
@@ -108,10 +121,14 @@ def test_a_run_takes_its_results_and_its_workspace() -> None:
     assert own_bytes(graph, costs).tolist() == expected
 
 
-def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its deepest convolutions have gradients larger than what they read."""
     model, image = UNet(num_levels=3, base_width=16, classes=4).train(), torch.zeros(2, 3, 32, 32)
-    planner, without = (Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(2))
+    planner, without = (
+        Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(2)
+    )
     shares = []
     for factor in (1.03, 1.1, 1.15):
         plan = planner.plan(int(factor * planner.minimum_peak_bytes))
@@ -138,7 +155,9 @@ def test_gradients_that_are_put_off_are_eagers_bit_for_bit(name: str) -> None:
         owner = case.workload.model
         owner.load_state_dict(case.before)
         owner.zero_grad(set_to_none=True)
-        ours = replace(plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs))
+        ours = replace(
+            plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs)
+        )
         module = RockmateModule.of(owner, case.planner._step.planned_call(ours))
         assert_same(train(module, owner, workload_loss(case.workload), 1)[0], reference)
 

@@ -29,8 +29,14 @@ def replayed_live_bytes(plan: Plan, overhead_of: list[int]) -> np.ndarray:
     steps = [graph.ops[index] for index in schedule.forward + schedule.backward]
     num_forward, end = len(schedule.forward), len(schedule.forward) + len(schedule.backward)
     held = {graph.storage_of[n] for n, role in graph.outputs if role.kind is RoleKind.OUTPUT}
-    returned = {graph.storage_of[n] for n, role in graph.outputs if role.kind is RoleKind.INPUT_GRADIENT}
-    copied = {graph.storage_of[n] for n, role in graph.outputs if role.kind in (RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE)}
+    returned = {
+        graph.storage_of[n] for n, role in graph.outputs if role.kind is RoleKind.INPUT_GRADIENT
+    }
+    copied = {
+        graph.storage_of[n]
+        for n, role in graph.outputs
+        if role.kind in (RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE)
+    }
     tangents = {graph.storage_of[n] for n, role in graph.inputs if role.kind is RoleKind.TANGENT}
     live = np.zeros(end, dtype=np.int64)
     births = collections.defaultdict(list)
@@ -41,7 +47,9 @@ def replayed_live_bytes(plan: Plan, overhead_of: list[int]) -> np.ndarray:
     for storage, made in births.items():
         for number, birth in enumerate(made):
             past = made[number + 1] if number + 1 < len(made) else end
-            reads = [position for position in range(birth, past) if storage in steps[position].reads]
+            reads = [
+                position for position in range(birth, past) if storage in steps[position].reads
+            ]
             death = max([birth, *reads])
             if storage in copied and birth < num_forward:
                 death = max(death, num_forward - 1)
@@ -59,14 +67,24 @@ def replayed_live_bytes(plan: Plan, overhead_of: list[int]) -> np.ndarray:
     for op, positions in runs.items():
         if op.is_random and len(positions) > 1:
             live[positions[0] : positions[-1] + 1] += STATE_BYTES
-        elif "batch_norm" in str(op.node.target) and len(positions) > 1:  # mean and inverse deviation of each channel, float32
+        elif (
+            "batch_norm" in str(op.node.target) and len(positions) > 1
+        ):  # mean and inverse deviation of each channel, float32
             live[positions[0] : positions[-1] + 1] += 2 * 4 * op.node.meta["val"][0].shape[1]
-        elif "max_pool2d" in str(op.node.target) and len(positions) > 1:  # two bytes for each maximum
+        elif (
+            "max_pool2d" in str(op.node.target) and len(positions) > 1
+        ):  # two bytes for each maximum
             live[positions[0] : positions[-1] + 1] += 2 * op.node.meta["val"][0].numel()
     for position in schedule.in_place:
         op = steps[position]
-        dying = [s for s in op.reads if any(b <= position == d for (t, b), d in intervals.items() if t is s)]
-        assert any(storage.num_bytes == op.writes[0].num_bytes for storage in dying), "nothing dies that could be taken over"
+        dying = [
+            s
+            for s in op.reads
+            if any(b <= position == d for (t, b), d in intervals.items() if t is s)
+        ]
+        assert any(storage.num_bytes == op.writes[0].num_bytes for storage in dying), (
+            "nothing dies that could be taken over"
+        )
         live[position] -= op.writes[0].num_bytes
     return live
 
@@ -77,7 +95,10 @@ def test_independent_replay_agrees(name: str) -> None:
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     costs = planner.plan(1.0).costs
     overhead = [cost.overhead_bytes for cost in costs.first]
-    assert [cost.overhead_bytes for cost in costs.again] == overhead or name in ("resnet50", "hf-resnet")
+    assert [cost.overhead_bytes for cost in costs.again] == overhead or name in (
+        "resnet50",
+        "hf-resnet",
+    )
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
         plan = planner.plan(int(low + share * (high - low)))
         live = replayed_live_bytes(plan, overhead)
@@ -85,7 +106,9 @@ def test_independent_replay_agrees(name: str) -> None:
 
 
 def test_a_statistic_that_the_last_run_of_the_forward_updates_is_released_once() -> None:
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16), nn.BatchNorm1d(16)).train()
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16), nn.BatchNorm1d(16)
+    ).train()
     plan = Planner(model, torch.randn(32, 16)).plan(1.0)
     live = replayed_live_bytes(plan, [cost.overhead_bytes for cost in plan.costs.first])
     assert tuple(live.tolist()) == plan.simulation.live_bytes
@@ -95,7 +118,12 @@ def test_predicted_time_is_the_sum_over_the_runs() -> None:
     planner = planned("gpt2").planner
     costs = planner.plan(1.0).costs
     for share in (0.0, 0.5, 1.0):
-        plan = planner.plan(int(planner.minimum_peak_bytes + share * (planner.baseline_peak_bytes - planner.minimum_peak_bytes)))
+        plan = planner.plan(
+            int(
+                planner.minimum_peak_bytes
+                + share * (planner.baseline_peak_bytes - planner.minimum_peak_bytes)
+            )
+        )
         seen: set[int] = set()
         total = 0.0
         for index in plan.schedule.forward + plan.schedule.backward:

@@ -27,7 +27,13 @@ class Reader(nn.Module):
         self.embed = nn.Embedding(20, 16)
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 20))
 
-    def forward(self, words: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        words: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> Tensor:
         states = self.embed(words)
         if shift is not None:
             states = states + shift
@@ -42,7 +48,12 @@ def call(rows: int, length: int, *extra: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(rows * length)
     words = torch.randint(20, (rows, length), generator=generator)
     mask = torch.arange(length).expand(rows, length) < length - 2
-    named = {"words": words, "labels": words.clone(), "mask": mask, "shift": torch.ones(rows, length, 16)}
+    named = {
+        "words": words,
+        "labels": words.clone(),
+        "mask": mask,
+        "shift": torch.ones(rows, length, 16),
+    }
     return {name: named[name] for name in ("words", *extra)}
 
 
@@ -54,7 +65,9 @@ def reader() -> Reader:
 def gradients(module: nn.Module, owner: nn.Module, named: dict[str, Tensor]) -> list[Tensor]:
     owner.zero_grad()
     module(**named).backward()
-    return [parameter.grad.clone() for parameter in owner.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in owner.parameters() if parameter.grad is not None
+    ]
 
 
 def assert_as_eager(module: RockmateModule, named: dict[str, Tensor]) -> None:
@@ -77,7 +90,11 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     capture = step_file.capture_joint
     for place in (step_file, symbolic_file):
-        monkeypatch.setattr(place, "capture_joint", lambda *args, **kwargs: made.append(1) or capture(*args, **kwargs))
+        monkeypatch.setattr(
+            place,
+            "capture_joint",
+            lambda *args, **kwargs: made.append(1) or capture(*args, **kwargs),
+        )
     return made
 
 
@@ -88,7 +105,9 @@ STATES: dict[str, Callable[[Reader], Any]] = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_share_is_one_of_the_samples_peak_in_a_state_first_seen_on_a_small_batch(state: str) -> None:
+def test_a_share_is_one_of_the_samples_peak_in_a_state_first_seen_on_a_small_batch(
+    state: str,
+) -> None:
     model, twin = reader(), reader()
     module = RockmateModule(model, call(8, 24, "labels"), SHARE)
     STATES[state](model)
@@ -112,7 +131,11 @@ def test_autocast_first_seen_on_a_small_batch() -> None:
 
 def test_bytes_are_bytes_in_every_state() -> None:
     model = reader()
-    module = RockmateModule(model, call(8, 24, "labels"), Planner(reader(), call(8, 24, "labels")).plan(SHARE).budget_bytes)
+    module = RockmateModule(
+        model,
+        call(8, 24, "labels"),
+        Planner(reader(), call(8, 24, "labels")).plan(SHARE).budget_bytes,
+    )
     budget_bytes = module.plan.budget_bytes
     model.bfloat16()
     module(**call(8, 5, "labels")).backward()
@@ -131,7 +154,9 @@ def test_a_sample_that_does_not_fit_in_the_new_state_is_refused_with_its_own_min
     assert found.value.minimum_bytes == expected.value.minimum_bytes > module.plan.budget_bytes
 
 
-def test_other_keywords_and_other_lengths_keep_the_samples_bytes_and_take_one_symbolic_capture(captures: list[int]) -> None:
+def test_other_keywords_and_other_lengths_keep_the_samples_bytes_and_take_one_symbolic_capture(
+    captures: list[int],
+) -> None:
     module = RockmateModule(reader(), call(8, 24, "labels"), SHARE)
     budget_bytes = module.plan.budget_bytes
     assert_as_eager(module, call(8, 7, "labels", "mask"))
@@ -152,7 +177,10 @@ def test_other_keywords_and_other_lengths_keep_the_samples_bytes_and_take_one_sy
 def test_other_keywords_at_the_samples_size_have_a_share_of_their_own_peak() -> None:
     module = RockmateModule(reader(), call(8, 24), SHARE)
     module(**call(8, 24, "labels")).backward()
-    assert module.plan.budget_bytes == Planner(reader(), call(8, 24, "labels")).plan(SHARE).budget_bytes
+    assert (
+        module.plan.budget_bytes
+        == Planner(reader(), call(8, 24, "labels")).plan(SHARE).budget_bytes
+    )
 
 
 def test_keywords_first_seen_on_a_small_batch_keep_their_bytes_in_another_state() -> None:
@@ -193,7 +221,9 @@ def test_an_input_that_begins_to_require_a_gradient_is_planned_for() -> None:
         copy.deepcopy(module.original)(**reference).backward()
         found.append(named["shift"].grad is not None)
         if wanted:
-            torch.testing.assert_close(named["shift"].grad, reference["shift"].grad, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(
+                named["shift"].grad, reference["shift"].grad, rtol=1e-6, atol=1e-8
+            )
     assert found == [False, True, True, False, True]
     twin = call(8, 24, "labels", "shift")
     twin["shift"].requires_grad_()
@@ -204,5 +234,8 @@ def test_without_replanning_the_message_names_requires_grad() -> None:
     module = RockmateModule(reader(), call(8, 24, "labels", "shift"), SHARE, replan=False)
     named = call(8, 24, "labels", "shift")
     named["shift"].requires_grad_()
-    with pytest.raises(SignatureMismatchError, match="requires a gradient in one of them alone: set its requires_grad as planned"):
+    with pytest.raises(
+        SignatureMismatchError,
+        match="requires a gradient in one of them alone: set its requires_grad as planned",
+    ):
         module(**named)

@@ -14,7 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from rockmate.linearity import check_linear, depending_on
-from rockmate.separation import CHUNK_ROWS, PARTIAL, InseparableError, Piece, Rows, rows_within, separate
+from rockmate.separation import (
+    CHUNK_ROWS,
+    PARTIAL,
+    InseparableError,
+    Piece,
+    Rows,
+    rows_within,
+    separate,
+)
 
 _aten = torch.ops.aten
 _SIZES = (3, 1, 4)  # rows of the chunks
@@ -35,12 +43,18 @@ def traced(call: Call, inputs: list[Tensor]) -> fx.Graph:
     return make_fx(call, tracing_mode="fake")(*inputs).graph
 
 
-def separated(call: Call, inputs: list[Tensor], start: int, stop: int) -> tuple[fx.Graph, dict[fx.Node, Piece], fx.Node]:
+def separated(
+    call: Call, inputs: list[Tensor], start: int, stop: int
+) -> tuple[fx.Graph, dict[fx.Node, Piece], fx.Node]:
     """The traced call with its first input by rows."""
     graph = traced(call, inputs)
     first = next(iter(graph.nodes))
     reached = depending_on(first, graph)
-    nodes = [node for node in graph.nodes if node.op == "call_function" and (node in reached or first in node.all_input_nodes)]
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and (node in reached or first in node.all_input_nodes)
+    ]
     return graph, separate(nodes, {first: rows_within(inputs[0].shape, start, stop)}, _ROWS), first
 
 
@@ -53,7 +67,11 @@ def part(value: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
 
 
 def of_chunk(
-    pieces: dict[fx.Node, Piece], whole: dict[fx.Node, Any], given: dict[fx.Node, Rows], begin: int, end: int
+    pieces: dict[fx.Node, Piece],
+    whole: dict[fx.Node, Any],
+    given: dict[fx.Node, Rows],
+    begin: int,
+    end: int,
 ) -> dict[fx.Node, Any]:
     """What each call makes on the rows from `begin` to `end`."""
     values: dict[fx.Node, Any] = {}
@@ -69,7 +87,10 @@ def of_chunk(
         return whole[value] if rows is None else part(whole[value], rows, begin, end)
 
     for node, piece in pieces.items():
-        args = [argument(value, {**piece.slices, **given}) for value in (node.args if piece.args is None else piece.args)]
+        args = [
+            argument(value, {**piece.slices, **given})
+            for value in (node.args if piece.args is None else piece.args)
+        ]
         target: Any = piece.target or node.target
         values[node] = target(*args, **node.kwargs)
     return values
@@ -85,7 +106,9 @@ def joined(piece: Piece, parts: list[Tensor], node: fx.Node) -> Tensor:
 
 def values_of(graph: fx.Graph, inputs: list[Tensor]) -> dict[fx.Node, Any]:
     """Every value of the graph, run as a whole."""
-    values: dict[fx.Node, Any] = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=True))
+    values: dict[fx.Node, Any] = dict(
+        zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=True)
+    )
     for node in graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -132,28 +155,76 @@ CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
     "logsumexp": (lambda x: x.logsumexp(-1), tensors(SPLIT), 2),
     "softmax": (lambda x: x.softmax(-1), tensors(SPLIT), 2),
     "log-softmax": (lambda x: x.log_softmax(1), tensors(FLAT), 1),
-    "gradient of log-softmax": (lambda x, y: _aten._log_softmax_backward_data(x, y, 1, torch.float64), tensors(FLAT, FLAT), 1),
+    "gradient of log-softmax": (
+        lambda x, y: _aten._log_softmax_backward_data(x, y, 1, torch.float64),
+        tensors(FLAT, FLAT),
+        1,
+    ),
     "gather": (lambda x, i: x.gather(1, i.unsqueeze(1)), [*tensors(FLAT), labels(5)], 1),
     "scatter": (lambda x, i: x.scatter(1, i.unsqueeze(1), 0.5), [*tensors(FLAT), labels(5)], 1),
-    "scatter_add": (lambda x, i, y: x.scatter_add(1, i.unsqueeze(1), y), [*tensors(FLAT), labels(5), *tensors((_ROWS, 1))], 1),
+    "scatter_add": (
+        lambda x, i, y: x.scatter_add(1, i.unsqueeze(1), y),
+        [*tensors(FLAT), labels(5), *tensors((_ROWS, 1))],
+        1,
+    ),
     "layer norm": (lambda x, w: functional.layer_norm(x, (5,), w), tensors(SPLIT, (5,)), 2),
     "product, rows on the left": (lambda x, w: x @ w, tensors(FLAT, (5, 4)), 1),
     "product, rows on the right": (lambda x, w: w @ x.t(), tensors(FLAT, (4, 5)), 1),
     "product over rows": (lambda x, y: x.t() @ y, tensors(FLAT, (_ROWS, 4)), 1),
     "product over rows, on the right": (lambda x, y: y @ x, tensors(FLAT, (4, _ROWS)), 1),
     "product with bias": (lambda x, w, b: torch.addmm(b, x, w), tensors(FLAT, (5, 4), (4,)), 1),
-    "product added to rows": (lambda x, w, b: torch.addmm(b, x, w), tensors(FLAT, (5, 4), (_ROWS, 4)), 1),
+    "product added to rows": (
+        lambda x, w, b: torch.addmm(b, x, w),
+        tensors(FLAT, (5, 4), (_ROWS, 4)),
+        1,
+    ),
     "batched product": (lambda x, y: torch.bmm(x, y), tensors((_ROWS, 2, 5), (_ROWS, 5, 3)), 1),
-    "nll": (lambda x, i: functional.nll_loss(x, i, reduction="sum"), [*tensors(FLAT), labels(5)], 1),
-    "squared error": (lambda x, y: functional.mse_loss(x, y, reduction="sum"), tensors(SPLIT, SPLIT), 2),
+    "nll": (
+        lambda x, i: functional.nll_loss(x, i, reduction="sum"),
+        [*tensors(FLAT), labels(5)],
+        1,
+    ),
+    "squared error": (
+        lambda x, y: functional.mse_loss(x, y, reduction="sum"),
+        tensors(SPLIT, SPLIT),
+        2,
+    ),
     "squared errors": (lambda x, y: _aten.mse_loss(x, y, 0), tensors(FLAT, FLAT), 1),
-    "gradient of squared error": (lambda x, y, g: _aten.mse_loss_backward(g, x, y, 2), tensors(FLAT, FLAT, ()), 1),
-    "smooth l1": (lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.3), tensors(FLAT, FLAT), 1),
-    "gradient of smooth l1": (lambda x, y, g: _aten.smooth_l1_loss_backward(g, x, y, 2, 0.3), tensors(FLAT, FLAT, ()), 1),
-    "huber": (lambda x, y: functional.huber_loss(x, y, reduction="sum", delta=0.3), tensors(FLAT, FLAT), 1),
-    "gradient of huber": (lambda x, y, g: _aten.huber_loss_backward(g, x, y, 0, 0.3), tensors(FLAT, FLAT, FLAT), 1),
-    "binary": (lambda x, y, w: _aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w, 2), tensors(FLAT, FLAT, (5,)), 1),
-    "gradient of binary": (lambda x, y, g: _aten.binary_cross_entropy_backward(g, x.sigmoid(), y, None, 2), tensors(FLAT, FLAT, ()), 1),
+    "gradient of squared error": (
+        lambda x, y, g: _aten.mse_loss_backward(g, x, y, 2),
+        tensors(FLAT, FLAT, ()),
+        1,
+    ),
+    "smooth l1": (
+        lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.3),
+        tensors(FLAT, FLAT),
+        1,
+    ),
+    "gradient of smooth l1": (
+        lambda x, y, g: _aten.smooth_l1_loss_backward(g, x, y, 2, 0.3),
+        tensors(FLAT, FLAT, ()),
+        1,
+    ),
+    "huber": (
+        lambda x, y: functional.huber_loss(x, y, reduction="sum", delta=0.3),
+        tensors(FLAT, FLAT),
+        1,
+    ),
+    "gradient of huber": (
+        lambda x, y, g: _aten.huber_loss_backward(g, x, y, 0, 0.3),
+        tensors(FLAT, FLAT, FLAT),
+        1,
+    ),
+    "binary": (
+        lambda x, y, w: _aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w, 2),
+        tensors(FLAT, FLAT, (5,)),
+        1,
+    ),
+    "gradient of binary": (
+        lambda x, y, g: _aten.binary_cross_entropy_backward(g, x.sigmoid(), y, None, 2),
+        tensors(FLAT, FLAT, ()),
+        1,
+    ),
     "binary of logits": (
         lambda x, y, w, p: _aten.binary_cross_entropy_with_logits(x, y, w, p, 2),
         tensors(SPLIT, SPLIT, (2, _ROWS // 2, 1), (5,)),
@@ -170,11 +241,17 @@ CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
         1,
     ),
     "gradient of nll along the last": (
-        lambda x, i, g: _aten.nll_loss2d_backward(g, x.t()[None, :, None].contiguous(), i[None, None], None, 2, 1, g),
+        lambda x, i, g: _aten.nll_loss2d_backward(
+            g, x.t()[None, :, None].contiguous(), i[None, None], None, 2, 1, g
+        ),
         [*tensors(FLAT), labels(5), *tensors(())],
         1,
     ),
-    "nll, one a row": (lambda x, i: functional.nll_loss(x, i, reduction="none"), [*tensors(FLAT), labels(5)], 1),
+    "nll, one a row": (
+        lambda x, i: functional.nll_loss(x, i, reduction="none"),
+        [*tensors(FLAT), labels(5)],
+        1,
+    ),
 }
 
 
@@ -185,7 +262,9 @@ def test_parts_give_the_whole(name: str) -> None:
     whole = values_of(graph, inputs)
     given = {first: rows_within(inputs[0].shape, 0, stop)}
     edges = [0, *itertools.accumulate(_SIZES)]
-    chunks = [of_chunk(pieces, whole, given, begin, end) for begin, end in itertools.pairwise(edges)]
+    chunks = [
+        of_chunk(pieces, whole, given, begin, end) for begin, end in itertools.pairwise(edges)
+    ]
     for node, piece in pieces.items():
         if isinstance(whole[node], Tensor):
             found = joined(piece, [values[node] for values in chunks], node)
@@ -206,12 +285,37 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
     "rows with rows": (lambda x: x @ x.t(), tensors(FLAT), 1, "combines rows|another place"),
     "rows against columns": (lambda x: x + x.t(), tensors((_ROWS, _ROWS)), 1, "different places"),
     "a sum read again": (lambda x: x - x.sum(0), tensors(FLAT), 1, "a sum over all rows"),
-    "one row for all": (lambda x, y: x + y, tensors(SPLIT, (_ROWS // 2, 1)), 2, "a part of the rows"),
+    "one row for all": (
+        lambda x, y: x + y,
+        tensors(SPLIT, (_ROWS // 2, 1)),
+        2,
+        "a part of the rows",
+    ),
     "apart": (lambda x: x.permute(0, 2, 1), tensors(SPLIT), 2, "takes the dims of the rows apart"),
-    "mean of losses": (lambda x, i: functional.nll_loss(x, i), [*tensors(FLAT), labels(5)], 1, "divides by a count"),
-    "mean of squared errors": (lambda x, y: functional.mse_loss(x, y), tensors(FLAT, FLAT), 1, "divides by a count"),
-    "gradient of their mean": (lambda x, y, g: _aten.mse_loss_backward(g, x, y, 1), tensors(FLAT, FLAT, ()), 1, "divides by a count"),
-    "one target for all": (lambda x, y: _aten.mse_loss(x, y, 2), tensors(SPLIT, (_ROWS // 2, 1)), 2, "a part of the rows"),
+    "mean of losses": (
+        lambda x, i: functional.nll_loss(x, i),
+        [*tensors(FLAT), labels(5)],
+        1,
+        "divides by a count",
+    ),
+    "mean of squared errors": (
+        lambda x, y: functional.mse_loss(x, y),
+        tensors(FLAT, FLAT),
+        1,
+        "divides by a count",
+    ),
+    "gradient of their mean": (
+        lambda x, y, g: _aten.mse_loss_backward(g, x, y, 1),
+        tensors(FLAT, FLAT, ()),
+        1,
+        "divides by a count",
+    ),
+    "one target for all": (
+        lambda x, y: _aten.mse_loss(x, y, 2),
+        tensors(SPLIT, (_ROWS // 2, 1)),
+        2,
+        "a part of the rows",
+    ),
     "slices of scores": (
         lambda g, x, i: _aten.nll_loss2d_backward(g[None, None], x, i, None, 0, 1, x.sum()),
         [*tensors((_ROWS,), (1, 5, 1, _ROWS)), torch.zeros(1, 1, _ROWS, dtype=torch.int64)],
@@ -224,7 +328,12 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
         2,
         "runs along the rows",
     ),
-    "bias with a sum": (lambda x, y, b: torch.addmm(b, x.t(), y), tensors(FLAT, (_ROWS, 4), (4,)), 1, "sums over the rows"),
+    "bias with a sum": (
+        lambda x, y, b: torch.addmm(b, x.t(), y),
+        tensors(FLAT, (_ROWS, 4), (4,)),
+        1,
+        "sums over the rows",
+    ),
     "drawn": (lambda x: torch.bernoulli(x.sigmoid()), tensors(FLAT), 1, "has no rule"),
 }
 
@@ -240,8 +349,12 @@ LINEAR: dict[str, Call] = {
     "products and sums": lambda g, w: (g * w).sum(0) - (g @ w.t()).mean(),
     "views": lambda g, w: torch.cat([g.t(), g.t()]).unsqueeze(0).expand(2, -1, -1) / w.sum(),
     "masks": lambda g, w: torch.where(w > 0, g, 0.0).masked_fill(w < -1, 0.0),
-    "gradients of losses": lambda g, w: _aten.huber_loss_backward(_aten.mse_loss_backward(g, w, w + 1, 0), w, w * 2, 0, 0.3),
-    "gradients": lambda g, w: _aten.tanh_backward(_aten._softmax_backward_data(g, w, 1, torch.float64), w),
+    "gradients of losses": lambda g, w: _aten.huber_loss_backward(
+        _aten.mse_loss_backward(g, w, w + 1, 0), w, w * 2, 0, 0.3
+    ),
+    "gradients": lambda g, w: _aten.tanh_backward(
+        _aten._softmax_backward_data(g, w, 1, torch.float64), w
+    ),
 }
 NOT_LINEAR: dict[str, Call] = {
     "clamp": lambda g, w: g.clamp(-1, 1) + w.sum(),

@@ -24,7 +24,14 @@ def language_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=3, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0, use_cache=False
+            n_layer=3,
+            n_embd=64,
+            n_head=4,
+            vocab_size=512,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
         )
         return transformers.GPT2LMHeadModel(config).train()
     config = transformers.LlamaConfig(
@@ -58,19 +65,30 @@ def no_more_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_smaller_shapes_take_over_the_schedule_and_equal_eager(name: str, request: pytest.FixtureRequest) -> None:
+def test_smaller_shapes_take_over_the_schedule_and_equal_eager(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     model = language_model(name)
     eager = copy.deepcopy(model)
     planner = Planner(model, words(LARGEST))
-    module = RockmateModule(model, words(LARGEST), budget=(planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
+    module = RockmateModule(
+        model,
+        words(LARGEST),
+        budget=(planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2,
+    )
     budget_bytes, schedule = module.plan.budget_bytes, module.plan.schedule
     assert schedule.num_recomputations() > 0
     request.getfixturevalue("no_more_planning")
     for shape in [LARGEST, *SMALLER, LARGEST, SMALLER[0]]:
         assert_same(step(module, model, shape), step(eager, eager, shape))
-        assert (module.plan.schedule.forward, module.plan.schedule.backward) == (schedule.forward, schedule.backward)
+        assert (module.plan.schedule.forward, module.plan.schedule.backward) == (
+            schedule.forward,
+            schedule.backward,
+        )
         assert module.plan.budget_bytes == budget_bytes
-        peak_bytes = measure.allocator_peak(lambda shape=shape: module(**words(shape)).loss.backward())
+        peak_bytes = measure.allocator_peak(
+            lambda shape=shape: module(**words(shape)).loss.backward()
+        )
         assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
 
 
@@ -83,7 +101,11 @@ def test_a_shape_that_comes_back_is_not_captured_again(monkeypatch: pytest.Monke
     captures = []
     capture = step_file.capture_joint
     for place in (step_file, symbolic):
-        monkeypatch.setattr(place, "capture_joint", lambda *args, **kwargs: captures.append(1) or capture(*args, **kwargs))
+        monkeypatch.setattr(
+            place,
+            "capture_joint",
+            lambda *args, **kwargs: captures.append(1) or capture(*args, **kwargs),
+        )
     for shape in [SMALLER[0], SMALLER[1], LARGEST, SMALLER[0], SMALLER[1]]:
         module(**words(shape)).loss.backward()
     assert len(captures) == 1  # the symbolic one
@@ -107,7 +129,10 @@ def test_larger_inputs_are_planned_for_within_the_same_bytes() -> None:
     assert_same(step(module, model, (2, 48)), step(eager, eager, (2, 48)))
     assert module.plan.baseline_peak_bytes > baseline_bytes
     assert module.plan.predicted_peak_bytes <= module.plan.budget_bytes == budget_bytes
-    with pytest.raises(InfeasibleBudgetError, match=r"Ask for budget=\d+ or more, .* give the largest batch as the sample"):
+    with pytest.raises(
+        InfeasibleBudgetError,
+        match=r"Ask for budget=\d+ or more, .* give the largest batch as the sample",
+    ):
         module(**words((16, 64)))
     assert_same(step(module, model, (2, 40)), step(eager, eager, (2, 40)))
 

@@ -14,7 +14,14 @@ import models
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
-from test_rockmate_certificate import HEURISTIC, NAMES, budgets_between, fixed, graph_and_costs, no_clock
+from test_rockmate_certificate import (
+    HEURISTIC,
+    NAMES,
+    budgets_between,
+    fixed,
+    graph_and_costs,
+    no_clock,
+)
 
 import rockmate.planner
 from bench.unet import UNet
@@ -35,7 +42,14 @@ from rockmate.strategies import make_search
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
     least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
     certificate = Certificate(graph, costs, least_ms, solver_time=SolverTime(30.0))
-    return make_search(strategy, graph, partition(graph), costs, certificate=certificate, solver_time=SolverTime(30.0))
+    return make_search(
+        strategy,
+        graph,
+        partition(graph),
+        costs,
+        certificate=certificate,
+        solver_time=SolverTime(30.0),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -60,8 +74,12 @@ def test_plans_fit_and_the_default_is_never_slower(name: str) -> None:
 def test_the_default_reaches_the_smallest_peak(name: str) -> None:
     planner = fixed(name).planner
     assert planner.minimum_peak() == planner.minimum_peak_bytes
-    assert planner.minimum_peak_bytes <= planner.minimum_peak("rotor") <= planner.minimum_peak("none")
-    assert planner.minimum_peak_bytes <= planner.minimum_peak("chen") <= planner.minimum_peak("none")
+    assert (
+        planner.minimum_peak_bytes <= planner.minimum_peak("rotor") <= planner.minimum_peak("none")
+    )
+    assert (
+        planner.minimum_peak_bytes <= planner.minimum_peak("chen") <= planner.minimum_peak("none")
+    )
     assert planner.minimum_peak("none") == planner.baseline_peak_bytes
 
 
@@ -76,8 +94,12 @@ def test_below_its_minimum_the_error_says_it_and_there_the_plan_exists(strategy:
         assert caught.value.minimum_bytes == minimum_bytes
         assert f"{minimum_bytes:,} bytes" in str(caught.value)
     plan = planner.plan(caught.value.minimum_bytes, strategy=strategy)
-    if strategy == "rockmate":  # sought in steps of at least so much, with ops counted; improved by their times, a plan may end below
-        assert (1 - _SMALLEST_SHRINKAGE) * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
+    if (
+        strategy == "rockmate"
+    ):  # sought in steps of at least so much, with ops counted; improved by their times, a plan may end below
+        assert (
+            (1 - _SMALLEST_SHRINKAGE) * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
+        )
     else:
         assert plan.predicted_peak_bytes == minimum_bytes
     assert f"{plan.predicted_ratio:.2f}x" in str(caught.value)
@@ -95,7 +117,10 @@ def test_a_frontier_is_monotone_and_its_points_are_plans(name: str, strategy: st
         assert before.predicted_ms > after.predicted_ms
     for point in points:
         plan = planner.plan(point.budget_bytes, strategy=strategy)
-        assert (plan.predicted_ms, plan.predicted_peak_bytes) == (point.predicted_ms, point.predicted_peak_bytes)
+        assert (plan.predicted_ms, plan.predicted_peak_bytes) == (
+            point.predicted_ms,
+            point.predicted_peak_bytes,
+        )
 
 
 @pytest.mark.parametrize("name", ["vit-base", "mlp"])
@@ -117,15 +142,22 @@ def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -
     graph, costs = graph_and_costs(fixed(name).planner)
     baseline = simulate(graph, no_recomputation(graph), costs)
     solver_time, chain = SolverTime(30.0), partition(graph)
-    several = SeveralLevels(graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time).makers()
+    several = SeveralLevels(
+        graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time
+    ).makers()
     one = OneLevel(graph, chain, costs, solver_time=solver_time)
     saving = [one.saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)]
-    members = [*(maker() for maker in several), *(schedule for schedule in saving if schedule is not None)]
+    members = [
+        *(maker() for maker in several),
+        *(schedule for schedule in saving if schedule is not None),
+    ]
     plain = [simulate(graph, schedule, costs) for schedule in members]
     assert min(len(several), len(members) - len(several)) > 5
     search = search_of("rockmate", graph, costs)
     for budget_bytes in budgets_between(search.minimum().peak_bytes, baseline.peak_bytes, 9):
-        least_ms = min((one.time_ms for one in plain if one.peak_bytes <= budget_bytes), default=inf)
+        least_ms = min(
+            (one.time_ms for one in plain if one.peak_bytes <= budget_bytes), default=inf
+        )
         assert search.best_within(budget_bytes).time_ms <= least_ms + 1e-9
 
 
@@ -136,7 +168,10 @@ def test_the_minimum_does_not_depend_on_what_a_clock_said(name: str) -> None:
     rng = random.Random(11)
     for spread in (1.2, 3.0, 30.0):
         first, again = (
-            tuple(replace(cost, time_ms=cost.time_ms * rng.uniform(1 / spread, spread)) for cost in table)
+            tuple(
+                replace(cost, time_ms=cost.time_ms * rng.uniform(1 / spread, spread))
+                for cost in table
+            )
             for table in (costs.first, costs.again)
         )
         smallest = search_of("rockmate", graph, replace(costs, first=first, again=again)).minimum()
@@ -170,14 +205,25 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
         boundary = chain.blocks[first].input
         assert boundary is not None
         assert boundary.producer is not None
-        reads = [backward.index(op.index) for op in plan.graph.readers[boundary] if op.index in backward]
-        made = backward.index(boundary.producer.index) if boundary.producer.index in backward else len(backward)
+        reads = [
+            backward.index(op.index) for op in plan.graph.readers[boundary] if op.index in backward
+        ]
+        made = (
+            backward.index(boundary.producer.index)
+            if boundary.producer.index in backward
+            else len(backward)
+        )
         assert min(reads) < made
     last_segment = {op.index for block in chain.blocks[firsts[-1] :] for op in block.forward}
     again = forward.intersection(backward)
     assert again.isdisjoint(last_segment)
     # Nothing that can be made again is kept inside a segment: what its backward reads first is made there.
-    whole = {op.index for block in chain.blocks[: firsts[-1]] for op in block.forward if op.recompute_target is not None}
+    whole = {
+        op.index
+        for block in chain.blocks[: firsts[-1]]
+        for op in block.forward
+        if op.recompute_target is not None
+    }
     boundaries = {block.input for block in chain.blocks[length::length]}
     kept_inside = [
         storage
@@ -233,7 +279,9 @@ def test_every_strategy_trains_as_eager_does_bit_for_bit(name: str) -> None:
         owner.zero_grad(set_to_none=True)
         owner.train()
         module = case.planner.module(case.planner.minimum_peak(strategy), strategy=strategy)
-        for ours, theirs in zip(train(module, owner, workload_loss(case.workload), 2), reference, strict=True):
+        for ours, theirs in zip(
+            train(module, owner, workload_loss(case.workload), 2), reference, strict=True
+        ):
             assert_same(ours, theirs)
 
 
@@ -244,7 +292,9 @@ def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(
     monkeypatch.setattr(rockmate.planner, "measure_costs", no_clock)
     planner = Planner(models.Stack(depth, 8, dropout), torch.randn(128, 8))
     graph, costs = graph_and_costs(planner)
-    for budget_bytes in budgets_between(planner.minimum_peak("checkmate"), planner.baseline_peak_bytes, 5):
+    for budget_bytes in budgets_between(
+        planner.minimum_peak("checkmate"), planner.baseline_peak_bytes, 5
+    ):
         plan = planner.plan(budget_bytes, strategy="checkmate")
         plan.schedule.verify(graph)
         assert simulate(graph, plan.schedule, costs).peak_bytes <= budget_bytes

@@ -40,10 +40,15 @@ def test_rows_are_what_a_planner_of_its_own_plans() -> None:
     model, x = stack()
     rows = rockmate.sweep(model, x, budgets=[0.7, 0.6, 1.0, 0.6], machine=MACHINE)
     planner = Planner(model, x, machine=MACHINE)
-    assert [row.budget_bytes for row in rows] == [int(share * planner.baseline_peak_bytes) for share in (0.6, 0.7, 1.0)]
+    assert [row.budget_bytes for row in rows] == [
+        int(share * planner.baseline_peak_bytes) for share in (0.6, 0.7, 1.0)
+    ]
     for row in rows:
         plan = planner.plan(row.budget_bytes)
-        assert (row.predicted_peak_bytes, row.predicted_ms) == (plan.predicted_peak_bytes, plan.predicted_ms)
+        assert (row.predicted_peak_bytes, row.predicted_ms) == (
+            plan.predicted_peak_bytes,
+            plan.predicted_ms,
+        )
         assert row.predicted_ratio == plan.predicted_ms / planner.baseline_ms
         assert row.budget_share == row.budget_bytes / planner.baseline_peak_bytes
         assert row.minimum_bytes == planner.minimum_peak_bytes
@@ -69,7 +74,9 @@ def test_default_budgets_are_tenths_and_the_smallest_peak() -> None:
 
 def test_infeasible_budgets_are_rows_and_the_sweep_goes_on() -> None:
     model, x = stack()
-    rows = rockmate.sweep(model, x, budgets=["1KiB", 1.0], strategies=("rockmate", "none"), machine=MACHINE)
+    rows = rockmate.sweep(
+        model, x, budgets=["1KiB", 1.0], strategies=("rockmate", "none"), machine=MACHINE
+    )
     assert [row.is_feasible for row in rows] == [False, True, False, True]
     tight = rows[0]
     assert tight.predicted_ms is None
@@ -83,7 +90,9 @@ def test_infeasible_budgets_are_rows_and_the_sweep_goes_on() -> None:
 def test_what_memory_costs_is_the_slope_to_the_next_larger_peak() -> None:
     model, x = stack()
     rows = rockmate.sweep(model, x, budgets=[0.6, 0.75, 1.0], machine=MACHINE)
-    small, middle, large = ((row.predicted_peak_bytes or 0, row.predicted_ms or 0.0) for row in rows)
+    small, middle, large = (
+        (row.predicted_peak_bytes or 0, row.predicted_ms or 0.0) for row in rows
+    )
     for row, here, next_larger in ((rows[0], small, middle), (rows[1], middle, large)):
         expected = (here[1] - next_larger[1]) / ((next_larger[0] - here[0]) / (100 * 2**20))
         assert row.extra_ms_per_100_mib == pytest.approx(expected)
@@ -103,7 +112,9 @@ def convolutions() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("make", [language_model, convolutions])
-def test_measured_figures_are_those_of_another_meter(make: Callable[[], tuple[nn.Module, Any]], tmp_path: Path) -> None:
+def test_measured_figures_are_those_of_another_meter(
+    make: Callable[[], tuple[nn.Module, Any]], tmp_path: Path
+) -> None:
     model, sample = make()
     model.train()
     before = copy.deepcopy(model.state_dict())
@@ -117,7 +128,9 @@ def test_measured_figures_are_those_of_another_meter(make: Callable[[], tuple[nn
     assert row.num_steps == 2
     assert row.measured_ratio is not None
     assert row.measured_ratio > 0
-    module = RockmateModule(model, sample, plan=Plan.load(tmp_path / "plans" / f"rockmate-{row.budget_bytes}.json"))
+    module = RockmateModule(
+        model, sample, plan=Plan.load(tmp_path / "plans" / f"rockmate-{row.budget_bytes}.json")
+    )
     assert row.measured_peak_bytes == row.predicted_peak_bytes == peak_of(module, sample)
     assert row.eager_peak_bytes == peak_of(model, sample)
 
@@ -145,13 +158,21 @@ class OtherwiseEager(nn.Module):
 
 
 def test_gradients_that_differ_are_a_broken_promise() -> None:
-    (row,) = rockmate.sweep(OtherwiseEager().train(), torch.randn(8, 16), budgets=[1.0], measure=True, num_steps=1)
+    (row,) = rockmate.sweep(
+        OtherwiseEager().train(), torch.randn(8, 16), budgets=[1.0], measure=True, num_steps=1
+    )
     assert row.gradient_difference == pytest.approx(0.01 / 1.01, rel=1e-3)
     assert row.differing_gradient in row.broken_promise
 
 
 def test_peak_above_the_budget_is_a_broken_promise() -> None:
-    row = SweepRow(strategy="rockmate", budget_bytes=100, budget_share=0.5, is_feasible=True, measured_peak_bytes=103)
+    row = SweepRow(
+        strategy="rockmate",
+        budget_bytes=100,
+        budget_share=0.5,
+        is_feasible=True,
+        measured_peak_bytes=103,
+    )
     assert "3 bytes above" in row.broken_promise
 
 
@@ -169,7 +190,9 @@ class TooLargeForEager(nn.Module):
 
 
 def test_a_model_that_only_a_plan_can_train_is_measured_alone() -> None:
-    (row,) = rockmate.sweep(TooLargeForEager().train(), torch.randn(8, 16), budgets=[0.8], measure=True, num_steps=1)
+    (row,) = rockmate.sweep(
+        TooLargeForEager().train(), torch.randn(8, 16), budgets=[0.8], measure=True, num_steps=1
+    )
     assert row.is_measured
     assert row.measured_peak_bytes == row.predicted_peak_bytes
     assert (row.eager_peak_bytes, row.measured_ratio, row.gradient_difference) == (None, None, None)
@@ -221,7 +244,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
 
 
-def test_an_interrupt_keeps_what_was_measured_and_a_second_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_what_was_measured_and_a_second_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         before = counted(patch, interrupt_at=3)
         with pytest.raises(KeyboardInterrupt):
@@ -240,12 +265,16 @@ def test_an_interrupt_keeps_what_was_measured_and_a_second_run_goes_on(tmp_path:
     assert "was interrupted" not in (tmp_path / "sweep.html").read_text()
 
 
-def test_other_budgets_and_strategies_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_budgets_and_strategies_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = run(tmp_path, budgets=[1.0])
     measured = counted(monkeypatch)
     found = run(tmp_path, budgets=[0.8], strategies=("none", "rockmate"))
     assert measured == [row.budget_bytes for row in found.rows if row.strategy == "rockmate"][:1]
-    assert by_budget(found.rows)[first.rows[0].budget_bytes].measured_ms == first.rows[0].measured_ms
+    assert (
+        by_budget(found.rows)[first.rows[0].budget_bytes].measured_ms == first.rows[0].measured_ms
+    )
     assert [row.is_feasible for row in found.rows if row.strategy == "none"] == [False]
 
 
@@ -263,8 +292,13 @@ def test_csv_holds_the_rows(tmp_path: Path) -> None:
     run(tmp_path, measure=False, budgets=["1KiB", 0.8])
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["is_feasible"], row["predicted_ms"] == "") for row in rows] == [("False", True), ("True", False)]
-    assert [int(row["budget_bytes"]) for row in rows] == [row["budget_bytes"] for row in read(tmp_path)]
+    assert [(row["is_feasible"], row["predicted_ms"] == "") for row in rows] == [
+        ("False", True),
+        ("True", False),
+    ]
+    assert [int(row["budget_bytes"]) for row in rows] == [
+        row["budget_bytes"] for row in read(tmp_path)
+    ]
 
 
 def test_a_folder_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -313,7 +347,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
         ({"num_steps": 0}, SweepError, "0 steps"),
     ],
 )
-def test_what_cannot_be_swept_is_told_before_the_work(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_what_cannot_be_swept_is_told_before_the_work(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         rockmate.sweep(nn.Identity(), None, **options)  # a model that could not be captured
 

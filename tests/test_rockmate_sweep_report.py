@@ -34,7 +34,10 @@ from rockmate.sweep_table import recommendation_text, table_text
         ([(10, 0), (1, 1), (0, 10)], [1]),  # in another order
         ([(0, 100), (1, 40), (5, 10), (20, 2), (100, 0)], [1, 2, 3]),
         ([(0, 10), (1, 1), (5, 9), (10, 0)], [1]),  # one that others beat is none
-        ([(0, 10), (1, 10), (2, 1), (10, 1)], []),  # nothing is lost by going to (2, 1), which is an end
+        (
+            [(0, 10), (1, 10), (2, 1), (10, 1)],
+            [],
+        ),  # nothing is lost by going to (2, 1), which is an end
         ([(0, 1.0), (1, 1.0)], []),
     ],
 )
@@ -53,7 +56,10 @@ def test_the_first_knee_is_farthest_below_the_line_between_the_ends() -> None:
         (left, top), (right, bottom) = points[hull[0]], points[hull[-1]]
         if len(hull) < 3:
             continue
-        depths = {i: 1 - (points[i][0] - left) / (right - left) - (points[i][1] - bottom) / (top - bottom) for i in hull}
+        depths = {
+            i: 1 - (points[i][0] - left) / (right - left) - (points[i][1] - bottom) / (top - bottom)
+            for i in hull
+        }
         deepest = max(depths, key=lambda i: depths[i])
         assert knees(points, max_num=1) == ([deepest] if depths[deepest] >= 0.05 else [])
 
@@ -68,12 +74,20 @@ def test_no_point_lies_below_the_hull() -> None:
         for (x1, y1), (x2, y2) in itertools.pairwise(corners):
             assert x1 < x2
             assert y1 > y2
-            assert all(y >= y1 + (x - x1) / (x2 - x1) * (y2 - y1) - 1e-9 for x, y in points if x1 <= x <= x2)
+            assert all(
+                y >= y1 + (x - x1) / (x2 - x1) * (y2 - y1) - 1e-9
+                for x, y in points
+                if x1 <= x <= x2
+            )
 
 
 @pytest.mark.parametrize(
     ("ends", "expected"),
-    [((0, 10), [0, 2, 4, 6, 8, 10]), ((0.97, 1.31), [1.0, 1.1, 1.2, 1.3]), ((0, 25.3), [0, 5, 10, 15, 20, 25])],
+    [
+        ((0, 10), [0, 2, 4, 6, 8, 10]),
+        ((0.97, 1.31), [1.0, 1.1, 1.2, 1.3]),
+        ((0, 25.3), [0, 5, 10, 15, 20, 25]),
+    ],
 )
 def test_ticks_are_round(ends: tuple[float, float], expected: list[float]) -> None:
     assert ticks(*ends) == pytest.approx(expected)
@@ -87,8 +101,13 @@ def found() -> Sweep:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = models.Stack(2).train()
-        options = SweepOptions(budgets=["1KiB", 0.55, 0.75, 1.0], strategies=("rockmate", "none"), measure=True, num_steps=1)
-        return run_sweep(model, torch.randn(64, 16), options, title="two layers <&> \"one\"")
+        options = SweepOptions(
+            budgets=["1KiB", 0.55, 0.75, 1.0],
+            strategies=("rockmate", "none"),
+            measure=True,
+            num_steps=1,
+        )
+        return run_sweep(model, torch.randn(64, 16), options, title='two layers <&> "one"')
 
 
 @pytest.mark.parametrize("width", [45, 60, 80, 100, 200])
@@ -130,7 +149,11 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
     mib = 2**20
     rows = curve((100 * mib, 1.5), (200 * mib, 1.1), (1000 * mib, 1.0))
     assert [row.is_recommended for row in rows] == [False, True, False]
-    assert [row.extra_ms_per_100_mib for row in rows] == [pytest.approx(40.0), pytest.approx(10 / 8), None]
+    assert [row.extra_ms_per_100_mib for row in rows] == [
+        pytest.approx(40.0),
+        pytest.approx(10 / 8),
+        None,
+    ]
     text = recommendation_text(dataclasses.replace(found, rows=rows))
     assert "200.0 MiB" in text
     assert "below it, 100 MiB less cost 40.0 ms a step" in text
@@ -138,7 +161,12 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
 
 def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
     rows = curve((1, 2.0), (2, 1.2), (5, 1.1), (10, 1.0))
-    slow = [dataclasses.replace(row, predicted_ms=300 * (row.predicted_ratio or 0)) if row.budget_bytes == 2 else row for row in rows]
+    slow = [
+        dataclasses.replace(row, predicted_ms=300 * (row.predicted_ratio or 0))
+        if row.budget_bytes == 2
+        else row
+        for row in rows
+    ]
     assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
 
 
@@ -148,7 +176,9 @@ def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
 class Page(HTMLParser):
     """Collects elements, and checks that they close in order."""
 
-    VOID = frozenset({"meta", "link", "input", "br", "img", "line", "circle", "polyline", "polygon", "path"})
+    VOID = frozenset(
+        {"meta", "link", "input", "br", "img", "line", "circle", "polyline", "polygon", "path"}
+    )
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -171,7 +201,11 @@ class Page(HTMLParser):
         self.texts.append(data)
 
     def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.elements if name == tag and kind in ("", *attributes.get("class", "").split())]
+        return [
+            attributes
+            for name, attributes in self.elements
+            if name == tag and kind in ("", *attributes.get("class", "").split())
+        ]
 
 
 def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
@@ -192,7 +226,9 @@ def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
 def test_page_has_a_panel_a_choice_and_a_mark_for_each_feasible_budget(found: Sweep) -> None:
     page = Page(report_html(found))
     keys = {f"{row.strategy}-{row.budget_bytes}" for row in found.rows if row.is_feasible}
-    assert {panel["id"] for panel in page.all("section", "panel")} == {f"budget-{key}" for key in keys}
+    assert {panel["id"] for panel in page.all("section", "panel")} == {
+        f"budget-{key}" for key in keys
+    }
     assert len(page.all("section", "shown")) == 1
     assert {option["value"] for option in page.all("option")} == keys
     assert {dot["data-key"] for dot in page.all("circle") if "data-key" in dot} == keys
@@ -215,7 +251,9 @@ def test_memory_over_the_step_is_the_plans(found: Sweep) -> None:
         assert times_ms(plan.schedule, plan.costs)[-1] == pytest.approx(plan.predicted_ms)
 
 
-def test_long_schedules_keep_their_peak_in_the_drawing(found: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_schedules_keep_their_peak_in_the_drawing(
+    found: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rockmate.sweep_report._MAX_POINTS", 7)
     plan = next(iter(found.plans.values()))
     points = memory_points(plan, plan.costs)

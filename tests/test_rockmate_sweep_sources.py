@@ -33,7 +33,11 @@ from rockmate.synthetic_sample import SampleError, SampleShape
 )
 def test_budgets_as_text(text: str, expected: list[Any]) -> None:
     found = parse_budgets(text)
-    assert found == pytest.approx(expected) if all(isinstance(value, float) for value in expected) else found == expected
+    assert (
+        found == pytest.approx(expected)
+        if all(isinstance(value, float) for value in expected)
+        else found == expected
+    )
     assert [type(value) for value in found] == [type(value) for value in expected]
 
 
@@ -43,7 +47,24 @@ def test_budgets_in_bytes_ascend_and_stand_once() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", ",", "0.5,", "0.2:0.4", "0.2:0.4:1", "0.2:0.4:2000", "0.2:0.4:x", "0.2:1GiB:3", "::", "1.5", "0", "-1", "nan", "inf", "4XB"],
+    [
+        "",
+        " ",
+        ",",
+        "0.5,",
+        "0.2:0.4",
+        "0.2:0.4:1",
+        "0.2:0.4:2000",
+        "0.2:0.4:x",
+        "0.2:1GiB:3",
+        "::",
+        "1.5",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "4XB",
+    ],
 )
 def test_budgets_that_cannot_be_read(text: str) -> None:
     with pytest.raises(InvalidBudgetError):
@@ -104,14 +125,28 @@ def test_module_that_is_not_there(functions: str) -> None:
 
 # --- configurations ------------------------------------------------------------------------------------
 
-_SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 97}
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 97,
+}
 _BERT = {"model_type": "bert", **_SMALL, "max_position_embeddings": 24}
 _LLAMA = {"model_type": "llama", **_SMALL, "num_key_value_heads": 2}
 _GPT2 = {
     "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 97, "n_positions": 24, "bos_token_id": 0,
     "eos_token_id": 0,
 }  # fmt: skip
-_T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
+_T5 = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 97,
+}
 _BART = {
     "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 97, "max_position_embeddings": 24,
@@ -138,17 +173,28 @@ TEXT = {"input_ids": (2, 24), "labels": (2, 24)}
         (_BERT, "BertForPreTraining", TEXT | {"next_sentence_label": (2,)}),
         (_BERT, "BertForSequenceClassification", {"input_ids": (2, 24), "labels": (2,)}),
         (_BERT, "BertForTokenClassification", TEXT),
-        (_BERT, "BertForQuestionAnswering", {"input_ids": (2, 24), "start_positions": (2,), "end_positions": (2,)}),
+        (
+            _BERT,
+            "BertForQuestionAnswering",
+            {"input_ids": (2, 24), "start_positions": (2,), "end_positions": (2,)},
+        ),
         (_T5, "T5ForConditionalGeneration", {"input_ids": (2, 256), "labels": (2, 256)}),
         (_T5, None, {"input_ids": (2, 256), "labels": (2, 256)}),
         (_BART, "BartForConditionalGeneration", TEXT),
         (_BART, "BartForSequenceClassification", {"input_ids": (2, 24), "labels": (2,)}),
         (_VIT, None, {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
-        (_WHISPER, "WhisperForConditionalGeneration", {"input_features": (2, 8, 40), "labels": (2, 16)}),
+        (
+            _WHISPER,
+            "WhisperForConditionalGeneration",
+            {"input_features": (2, 8, 40), "labels": (2, 16)},
+        ),
     ],
 )
 def test_configurations_train_on_their_sample(
-    configuration: dict[str, Any], architecture: str | None, shapes: dict[str, tuple[int, ...]], tmp_path: Path
+    configuration: dict[str, Any],
+    architecture: str | None,
+    shapes: dict[str, tuple[int, ...]],
+    tmp_path: Path,
 ) -> None:
     source = load_model(str(write(tmp_path, configuration, architecture)))
     assert {name: tuple(value.shape) for name, value in source.sample_input.items()} == shapes
@@ -158,12 +204,17 @@ def test_configurations_train_on_their_sample(
     loss = source.model(**source.sample_input).loss
     loss.backward()
     assert loss.isfinite()
-    assert any(parameter.grad is not None and parameter.grad.any() for parameter in source.model.parameters())
+    assert any(
+        parameter.grad is not None and parameter.grad.any()
+        for parameter in source.model.parameters()
+    )
 
 
 def write(folder: Path, configuration: dict[str, Any], architecture: str | None = None) -> Path:
     path = folder / "config.json"
-    path.write_text(json.dumps(configuration | ({"architectures": [architecture]} if architecture else {})))
+    path.write_text(
+        json.dumps(configuration | ({"architectures": [architecture]} if architecture else {}))
+    )
     return path
 
 
@@ -182,7 +233,13 @@ def test_folder_sizes_and_dtype(tmp_path: Path) -> None:
 
 
 def test_image_size_and_its_dtype(tmp_path: Path) -> None:
-    configuration = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    configuration = {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    }
     path = write(tmp_path, configuration, "ResNetForImageClassification")
     source = load_model(str(path), SampleShape(batch_size=1, image_size=40), dtype="bfloat16")
     assert source.sample_input["pixel_values"].shape == (1, 3, 40, 40)
@@ -215,7 +272,12 @@ def test_loading_leaves_the_generator_alone(tmp_path: Path) -> None:
     ],
 )
 def test_configurations_that_do_not_serve(
-    configuration: dict[str, Any], architecture: str | None, shape: dict[str, int], error: type[Exception] | None, text: str, tmp_path: Path
+    configuration: dict[str, Any],
+    architecture: str | None,
+    shape: dict[str, int],
+    error: type[Exception] | None,
+    text: str,
+    tmp_path: Path,
 ) -> None:
     path = str(write(tmp_path, configuration, architecture))
     if error is None:

@@ -30,7 +30,9 @@ SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 def language_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "gpt2":
-        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, n_positions=32, use_cache=False, **SMALL)
+        config = transformers.GPT2Config(
+            n_layer=1, n_embd=32, n_head=4, n_positions=32, use_cache=False, **SMALL
+        )
         return transformers.GPT2LMHeadModel(config).train()
     if name == "llama":
         config = transformers.LlamaConfig(
@@ -40,11 +42,23 @@ def language_model(name: str) -> nn.Module:
         return transformers.LlamaForCausalLM(config).train()
     if name == "bert":
         config = transformers.BertConfig(
-            num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32, **SMALL
+            num_hidden_layers=1,
+            hidden_size=32,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=32,
+            **SMALL,
         )
         return transformers.BertForMaskedLM(config).train()
     config = transformers.T5Config(
-        num_layers=1, d_model=32, d_kv=8, num_heads=4, d_ff=48, vocab_size=96, decoder_start_token_id=0, use_cache=False
+        num_layers=1,
+        d_model=32,
+        d_kv=8,
+        num_heads=4,
+        d_ff=48,
+        vocab_size=96,
+        decoder_start_token_id=0,
+        use_cache=False,
     )
     return transformers.T5ForConditionalGeneration(config).train()
 
@@ -103,7 +117,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     def counting(place: Any, name: str, log: list[str], label: str) -> None:
         function = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *args, **kwargs: log.append(label) or function(*args, **kwargs))
+        monkeypatch.setattr(
+            place, name, lambda *args, **kwargs: log.append(label) or function(*args, **kwargs)
+        )
 
     counting(step, "capture_joint", done.captures, "fixed")
     counting(symbolic, "capture_joint", done.captures, "symbolic")
@@ -130,7 +146,9 @@ def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) ->
     name = "bert"  # with dropout, and another padding mask in each batch
     model = language_model(name)
     planner = Planner(model, batch(name, SAMPLE))
-    module = RockmateModule(model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
+    module = RockmateModule(
+        model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2
+    )
     budget_bytes, planned = module.plan.budget_bytes, module.plan
     assert planned.schedule.num_recomputations() > 0
     work.captures.clear()
@@ -139,7 +157,9 @@ def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) ->
     for index, shape in enumerate(shapes):
         ours, theirs = steps_of(model, module, batch(name, shape, index))
         assert_same(ours, theirs)
-        peak_bytes = measure.allocator_peak(lambda shape=shape: module(**batch(name, shape)).loss.backward())
+        peak_bytes = measure.allocator_peak(
+            lambda shape=shape: module(**batch(name, shape)).loss.backward()
+        )
         assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
         assert module.plan.schedule == planned.schedule
         assert str(list(shape)) in module.plan.outline.call
@@ -147,7 +167,9 @@ def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) ->
 
 
 @pytest.mark.parametrize("shape", [(4, 15), (3, 19), (2, 2)])
-def test_the_program_at_other_sizes_is_the_one_that_is_written_there(shape: tuple[int, int]) -> None:
+def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
+    shape: tuple[int, int],
+) -> None:
     torch.manual_seed(0)
     model = Tagger()
     module = RockmateModule(model, torch.zeros(4, 20, dtype=torch.long), 1.0)
@@ -170,7 +192,10 @@ def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work)
     module = RockmateModule(model, torch.randn(6, 20, 8, requires_grad=True), 1.0)
     work.captures.clear()
     for shape in [(6, 15, 8), (5, 20, 8), (3, 4, 8)]:
-        values = [torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_() for _ in range(2)]
+        values = [
+            torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+            for _ in range(2)
+        ]
         for callee, value in zip((module, model), values, strict=True):
             torch.manual_seed(1)
             callee(value).square().sum().backward()
@@ -181,7 +206,12 @@ def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work)
 def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.AdaptiveAvgPool2d(1)
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 3),
+        nn.AdaptiveAvgPool2d(1),
     )
     eager = copy.deepcopy(model)
     module = RockmateModule(model, torch.randn(4, 3, 16, 16), 1.0)
@@ -191,7 +221,10 @@ def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> Non
         for callee in (module, eager):
             callee.zero_grad()
             callee(images).square().sum().backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+        assert all(
+            torch.equal(a.grad, b.grad)
+            for a, b in zip(model.parameters(), eager.parameters(), strict=True)
+        )
         assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
     assert work.captures == ["symbolic"]
 
@@ -206,7 +239,9 @@ class Wide(nn.Module):
         self.head = nn.Linear(16, 1024, bias=False)
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.dropout(self.words(words)))).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(torch.tanh(self.dropout(self.words(words)))).flatten(0, 1), labels.flatten()
+        )
 
 
 def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work) -> None:
@@ -216,21 +251,31 @@ def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work
     module = RockmateModule(model, given, Planner(model, given).minimum_peak_bytes // 3)
     planned, budget_bytes = module.plan, module.plan.budget_bytes
     work.captures.clear()
-    for index, shape in enumerate([(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (3, 5), (3, 11)]):
+    for index, shape in enumerate(
+        [(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (3, 5), (3, 11)]
+    ):
         given = {name: torch.randint(1024, shape) for name in ("words", "labels")}
         ours, theirs = steps_of(model, module, given)
         assert relative_error(ours.loss, theirs.loss) <= 1e-6  # sums in another order
-        assert all(relative_error(ours.gradients[name], theirs.gradients[name]) <= 2e-6 for name in theirs.gradients)
+        assert all(
+            relative_error(ours.gradients[name], theirs.gradients[name]) <= 2e-6
+            for name in theirs.gradients
+        )
         assert ours.gradients.keys() == theirs.gradients.keys()
         assert torch.equal(ours.random_state, theirs.random_state)
         assert module.plan.options["loss_chunks"] == planned.options["loss_chunks"]
         assert module.plan.predicted_peak_bytes <= budget_bytes
         if index % 7 == 0:
-            assert measure.allocator_peak(lambda given=given: module(**given).backward()) <= budget_bytes
+            assert (
+                measure.allocator_peak(lambda given=given: module(**given).backward())
+                <= budget_bytes
+            )
     assert work.captures == ["symbolic"]
 
 
-def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_capture(work: Work) -> None:
+def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_capture(
+    work: Work,
+) -> None:
     torch.manual_seed(0)
     model = Wide()
     given = {name: torch.randint(1024, (4, 24)) for name in ("words", "labels")}
@@ -300,7 +345,9 @@ def check(module: nn.Module, model: nn.Module, **given: Tensor) -> None:
     assert_same(*steps_of(model, module, given))
 
 
-def test_a_branch_on_a_size_is_captured_by_itself(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_branch_on_a_size_is_captured_by_itself(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Branching()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
     work.captures.clear()
@@ -310,12 +357,18 @@ def test_a_branch_on_a_size_is_captured_by_itself(work: Work, caplog: pytest.Log
         assert work.captures == ["symbolic"]
         check(module, model, x=torch.randn(4, 10, 8))
     assert work.captures == ["symbolic", "fixed"]
-    alone = [record.getMessage() for record in caplog.records if "captured for these sizes alone" in record.getMessage()]
+    alone = [
+        record.getMessage()
+        for record in caplog.records
+        if "captured for these sizes alone" in record.getMessage()
+    ]
     assert len(alone) == 1
     assert "float32[4, 10, 8]" in alone[0]
 
 
-def test_numbers_that_are_no_integers_are_rounded_as_in_eager(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_that_are_no_integers_are_rounded_as_in_eager(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Scaling()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
     work.captures.clear()
@@ -347,7 +400,9 @@ def test_one_other_batch_is_captured_as_it_is_and_a_second_one_with_symbols(work
     assert work.captures == ["fixed", "symbolic"]
 
 
-def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_differ(work: Work) -> None:
+def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_differ(
+    work: Work,
+) -> None:
     model = Pair()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8), "y": torch.randn(4, 20, 8)}, 1.0)
     work.captures.clear()
@@ -357,7 +412,9 @@ def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_diff
     assert work.captures == ["symbolic", "symbolic"]
 
 
-def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(work: Work, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(
+    work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     class Listing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -375,7 +432,9 @@ def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(work: Work
         check(module, model, x=torch.randn(4, 15, 8))
         check(module, model, x=torch.randn(4, 12, 8))
     assert work.captures == ["symbolic", "fixed", "fixed"]
-    assert re.search("there is no symbolic capture for all sizes .*this size is no int", caplog.text)
+    assert re.search(
+        "there is no symbolic capture for all sizes .*this size is no int", caplog.text
+    )
 
 
 def test_a_symbolic_graph_that_is_another_at_the_samples_sizes_is_not_used(
@@ -413,7 +472,9 @@ def test_larger_inputs_are_planned_for_without_a_capture(work: Work) -> None:
     assert module.plan.predicted_peak_bytes < planned.predicted_peak_bytes
 
 
-def test_what_was_planned_outlives_the_sizes_that_took_it_over(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_planned_outlives_the_sizes_that_took_it_over(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module_file, "_MAX_PLANS", 3)
     model = Branching()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)

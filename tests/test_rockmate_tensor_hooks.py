@@ -30,7 +30,9 @@ class LanguageModel(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         states = self.embed(words)
-        return functional.cross_entropy(self.head(states + self.layer(states)).flatten(0, 1), words.flatten())
+        return functional.cross_entropy(
+            self.head(states + self.layer(states)).flatten(0, 1), words.flatten()
+        )
 
 
 def words(length: int = 40) -> Tensor:
@@ -59,12 +61,16 @@ def test_a_hooked_gradient_is_whole_and_inside_the_budget(tied: bool, which: str
     handles = []
     for place, owner in enumerate((model, reference)):
         for parameter in [owner.head.weight] if which == "head" else owner.parameters():
-            hook = lambda gradient, place=place: seen[place].append(gradient.clone()) or gradient.mul_(0.5)  # noqa: E731
+            hook = lambda gradient, place=place: (
+                seen[place].append(gradient.clone()) or gradient.mul_(0.5)
+            )  # noqa: E731
             handles.append(parameter.register_hook(hook))
     planner = Planner(model, words())
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.plan(1000)
-    modules = [planner.module(budget) for budget in (caught.value.minimum_bytes, 1.0)]  # the first in chunks, where they help
+    modules = [
+        planner.module(budget) for budget in (caught.value.minimum_bytes, 1.0)
+    ]  # the first in chunks, where they help
     for module in modules:
         for owner, step in ((model, module), (reference, reference)):
             owner.zero_grad()
@@ -74,7 +80,9 @@ def test_a_hooked_gradient_is_whole_and_inside_the_budget(tied: bool, which: str
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
     num_hooked = 1 if which == "head" else len(list(model.parameters()))
     assert len(seen[0]) == len(seen[1]) == len(modules) * 2 * num_hooked
-    assert sorted(tuple(gradient.shape) for gradient in seen[0]) == sorted(tuple(gradient.shape) for gradient in seen[1])
+    assert sorted(tuple(gradient.shape) for gradient in seen[0]) == sorted(
+        tuple(gradient.shape) for gradient in seen[1]
+    )
     for handle in handles:  # which make copies
         handle.remove()
     for parameter in [model.head.weight] if which == "head" else model.parameters():
@@ -90,7 +98,9 @@ def test_a_hook_after_planning_is_planned_for(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         assert peak_bytes(module, model, words()) <= module.plan.budget_bytes
     assert ["head.weight has a tensor hook" in line for line in rockmate_lines(caplog)] == [True]
-    assert peak_bytes(module, model, words(21)) <= module.plan.budget_bytes  # which takes over the schedule
+    assert (
+        peak_bytes(module, model, words(21)) <= module.plan.budget_bytes
+    )  # which takes over the schedule
     assert module.plan.options["hooked"] == "head.weight"
 
 
@@ -98,7 +108,9 @@ def test_a_shorter_batch_adds_up_tied_gradients_and_has_a_plan() -> None:
     model, reference = language_model(tied=True), language_model(tied=True)
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
     for place, owner in enumerate((model, reference)):
-        owner.head.weight.register_hook(lambda gradient, place=place: seen[place].append(gradient.clone()) or gradient.mul_(0.5))
+        owner.head.weight.register_hook(
+            lambda gradient, place=place: seen[place].append(gradient.clone()) or gradient.mul_(0.5)
+        )
     module = RockmateModule(model, words(), 1.0)
     of_sample = module.plan
     for batch in (words(21), words(30), words(21)):
@@ -108,12 +120,16 @@ def test_a_shorter_batch_adds_up_tied_gradients_and_has_a_plan() -> None:
         torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-7)
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-        assert module.plan.schedule.forward == of_sample.schedule.forward  # taken over, not planned anew
+        assert (
+            module.plan.schedule.forward == of_sample.schedule.forward
+        )  # taken over, not planned anew
         assert module.plan.predicted_peak_bytes < of_sample.predicted_peak_bytes
     assert len(seen[0]) == 3
 
 
-def test_where_nothing_is_planned_anew_a_warning_names_the_parameter_and_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_planned_anew_a_warning_names_the_parameter_and_the_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = language_model()
     reference = copy.deepcopy(model)
     module = Planner(model, words()).module(0.8)
@@ -122,9 +138,14 @@ def test_where_nothing_is_planned_anew_a_warning_names_the_parameter_and_the_byt
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         module(words()).backward()
         module(words())
-    assert [f"{2 * 4 * ROWS * WIDTH:,} bytes" in line and "head.weight" in line for line in rockmate_lines(caplog)] == [True]
+    assert [
+        f"{2 * 4 * ROWS * WIDTH:,} bytes" in line and "head.weight" in line
+        for line in rockmate_lines(caplog)
+    ] == [True]
     reference(words()).backward()
-    torch.testing.assert_close(model.head.weight.grad, reference.head.weight.grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        model.head.weight.grad, reference.head.weight.grad, rtol=1e-6, atol=1e-8
+    )
 
 
 def test_a_plan_with_a_hook_travels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

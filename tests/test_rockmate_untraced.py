@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rockmate import BackwardError, InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
+from rockmate import (
+    BackwardError,
+    InvalidSampleError,
+    Plan,
+    Planner,
+    RockmateModule,
+    UnsupportedModelError,
+)
 from rockmate.allocations import timeline
 from rockmate.candidate import evenly
 
@@ -29,7 +36,9 @@ class Tagger(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(50, 16)
         self.recur = kind(16, 16, 2, batch_first=True, dropout=0.2, bidirectional=True)
-        wide = [layer for _ in range(4) for layer in (nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))]
+        wide = [
+            layer for _ in range(4) for layer in (nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
+        ]
         self.head = nn.Sequential(nn.Dropout(0.1), *wide, nn.Linear(32, 50))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -42,7 +51,11 @@ class Halting(nn.Module):
 
     def __init__(self, width: int = 16, *, normalizes: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width) if normalizes else nn.Identity(), nn.Dropout(0.1))
+        self.inner = nn.Sequential(
+            nn.Linear(width, width),
+            nn.BatchNorm1d(width) if normalizes else nn.Identity(),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(1 + int(x[0, 0].item() > 0)):
@@ -57,7 +70,9 @@ class Tower(nn.Module):
         super().__init__()
         self.enter = nn.Linear(16, 16)
         self.halting = Halting(normalizes=normalizes)
-        self.head = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
+        self.head = nn.Sequential(
+            nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4)
+        )
         self.num_calls = num_calls
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +89,12 @@ def _trained(model: nn.Module, call: Callable[[], Tensor], seed: int) -> list[Te
     loss = call()
     loss.backward()
     gradients = [torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [loss.detach().clone(), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+    return [
+        loss.detach().clone(),
+        *gradients,
+        *(buffer.clone() for buffer in model.buffers()),
+        torch.get_rng_state(),
+    ]
 
 
 def _agree(model: nn.Module, planned: nn.Module, *inputs: Tensor) -> None:
@@ -88,7 +108,9 @@ def _agree(model: nn.Module, planned: nn.Module, *inputs: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("share", ["all", "least"])
-def test_a_recurrent_layer_trains_as_in_eager_within_its_budget(kind: Callable[..., nn.RNNBase], share: str) -> None:
+def test_a_recurrent_layer_trains_as_in_eager_within_its_budget(
+    kind: Callable[..., nn.RNNBase], share: str
+) -> None:
     torch.manual_seed(0)
     model = Tagger(kind)
     planner = Planner(model, (TOKENS, TOKENS))
@@ -118,7 +140,9 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_what_the_backward_of_a_recurrent_layer_copies_counts(kind: Callable[..., nn.RNNBase]) -> None:
+def test_what_the_backward_of_a_recurrent_layer_copies_counts(
+    kind: Callable[..., nn.RNNBase],
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 64, 96)
     planner = Planner(Recurrent(kind), (x,))
@@ -181,11 +205,15 @@ def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool
         planned = planner.module(budget_bytes)
         expected, found = (_trained(model, partial(one, x), 1) for one in (model, planned))
         assert torch.equal(expected[0], found[0])
-        for gradient, other in zip(expected[1:], found[1:], strict=True):  # eager adds a part's shares in the gradient of y one by one
+        for gradient, other in zip(
+            expected[1:], found[1:], strict=True
+        ):  # eager adds a part's shares in the gradient of y one by one
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
         peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
         assert peak_bytes <= budget_bytes
-        if not remembers:  # else its input is counted with the part, and again where the plan keeps it, too
+        if (
+            not remembers
+        ):  # else its input is counted with the part, and again where the plan keeps it, too
             assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
 
 
@@ -229,7 +257,9 @@ def test_whole_graph_planning_takes_a_backward_that_releases_on_its_way() -> Non
     model = nn.Sequential(nn.Linear(16, 256), part, nn.Linear(256, 1))
     planner = Planner(model, torch.randn(64, 16), untraced=["1"])
     assert any(cost.overhead_bytes < 0 for cost in planner.plan(1.0).costs.first)
-    assert planner.plan(1.0, strategy="checkmate").predicted_peak_bytes <= planner.baseline_peak_bytes
+    assert (
+        planner.plan(1.0, strategy="checkmate").predicted_peak_bytes <= planner.baseline_peak_bytes
+    )
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -243,7 +273,10 @@ def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
     ops = planner.plan(1.0).outline.ops
     forward = next(index for index, op in enumerate(ops) if op.short_call == "untraced_forward")
     assert ops[forward].can_run_again
-    most, least = (planner.plan(budget).schedule.steps.count(forward) for budget in (1.0, planner.minimum_peak_bytes))
+    most, least = (
+        planner.plan(budget).schedule.steps.count(forward)
+        for budget in (1.0, planner.minimum_peak_bytes)
+    )
     assert (most, least) == (1, 2)
 
 
@@ -252,7 +285,9 @@ class Halts(nn.Module):
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
-        self.inside = nn.Sequential(nn.Linear(16, 16), nn.Sequential(*(Halting() for _ in range(num_parts))))
+        self.inside = nn.Sequential(
+            nn.Linear(16, 16), nn.Sequential(*(Halting() for _ in range(num_parts)))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inside(x)
@@ -261,10 +296,19 @@ class Halts(nn.Module):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (Tower(), r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. '),
+        (
+            Tower(),
+            r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. ',
+        ),
         (Halts(1), r'untraced=\["inside.1.0"\] \(.*\), or what contains it \("inside.1"\)'),
-        (Halts(2), r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \('),
-        (Halts(5), r'as they are: untraced=\["inside.1"\] \(on the command line: --untraced inside.1\)\. '),
+        (
+            Halts(2),
+            r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \(',
+        ),
+        (
+            Halts(5),
+            r'as they are: untraced=\["inside.1"\] \(on the command line: --untraced inside.1\)\. ',
+        ),
     ],
 )
 def test_without_a_name_the_error_says_which(model: nn.Module, told: str) -> None:
@@ -280,7 +324,9 @@ def test_a_named_submodule_follows_its_values(normalizes: bool) -> None:
     model = Tower(normalizes=normalizes)
     before = [buffer.clone() for buffer in model.buffers()]
     planner = Planner(model, IMAGE, untraced=("halting",))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)), "planning changed a buffer"
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)), (
+        "planning changed a buffer"
+    )
     planned = planner.module(planner.minimum_peak_bytes)
     for sign in (1.0, -1.0):
         _agree(model, planned, sign * IMAGE)
@@ -297,7 +343,9 @@ def test_a_submodule_that_is_called_twice_adds_up_its_gradients() -> None:
         found = _trained(model, lambda: planned(IMAGE), seed)
         assert torch.equal(expected[0], found[0])
         assert torch.equal(expected[-1], found[-1])
-        for a, b in zip(expected[1:-1], found[1:-1], strict=True):  # eager adds up both calls' contributions one by one
+        for a, b in zip(
+            expected[1:-1], found[1:-1], strict=True
+        ):  # eager adds up both calls' contributions one by one
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
@@ -344,7 +392,9 @@ def test_another_shape_is_refused_in_words() -> None:
 
 
 def test_names_are_checked() -> None:
-    with pytest.raises(InvalidSampleError, match=r"'haltng', which is no submodule of Tower.*Near it: halting"):
+    with pytest.raises(
+        InvalidSampleError, match=r"'haltng', which is no submodule of Tower.*Near it: halting"
+    ):
         Planner(Tower(), IMAGE, untraced=("haltng",))
     with pytest.raises(InvalidSampleError, match="does not call the submodule halting"):
         Planner(Tower(num_calls=0), IMAGE, untraced=("halting",))
@@ -357,7 +407,9 @@ def test_it_cannot_be_planned_for_a_machine_that_is_elsewhere() -> None:
 
 def test_a_second_backward_is_refused() -> None:
     planned = RockmateModule(Tower(), IMAGE, 1.0, untraced=["halting"])
-    with pytest.raises(BackwardError, match="retain_graph=True is not possible with the untraced submodule halting"):
+    with pytest.raises(
+        BackwardError, match="retain_graph=True is not possible with the untraced submodule halting"
+    ):
         planned(IMAGE).backward(retain_graph=True)
 
 
@@ -415,14 +467,22 @@ def test_a_parameter_that_a_step_does_not_use_is_left_alone(tied: bool, gradient
     fired: list[tuple[int, str]] = []
     for place, owner in enumerate((model, reference)):
         for name, parameter in owner.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, place=place, name=name: fired.append((place, name)))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, place=place, name=name: fired.append((place, name))
+            )
     for x in (IMAGE.abs(), IMAGE.abs(), -IMAGE.abs()):  # gradients accumulate
         fired.clear()
         planned(x).backward()
         reference(x).backward()
-        if gradients == "accumulated":  # the engine visits what an autograd function takes, whatever it returns
-            assert sorted(name for place, name in fired if place == 0) == sorted(name for place, name in fired if place == 1)
-        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if (
+            gradients == "accumulated"
+        ):  # the engine visits what an autograd function takes, whatever it returns
+            assert sorted(name for place, name in fired if place == 0) == sorted(
+                name for place, name in fired if place == 1
+            )
+        for (name, parameter), other in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
             assert (parameter.grad is None) == (other.grad is None), name
             if other.grad is not None:
                 torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
@@ -462,11 +522,16 @@ def test_what_leads_to_an_output_that_the_loss_leaves_out_has_no_gradient(prong:
         reference.zero_grad()
         planned(x).backward()
         reference(x).backward()
-        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        for (name, parameter), other in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
             assert (parameter.grad is None) == (other.grad is None), name
             if other.grad is not None:
                 torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
-    assert all(p.grad is None for p in (reference.forked.second if prong == 0 else reference.forked.first).parameters())
+    assert all(
+        p.grad is None
+        for p in (reference.forked.second if prong == 0 else reference.forked.first).parameters()
+    )
 
 
 class Saving(nn.Module):
@@ -512,16 +577,22 @@ class Doubled(nn.Module):
 def test_layers_under_two_names_train_as_in_eager_and_stay_as_they_were(name: str) -> None:
     torch.manual_seed(0)
     model = Doubled()
-    before = {key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    before = {
+        key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     planned = RockmateModule(model, IMAGE, 1.0, untraced=[name])
     for seed in (1, 2):
         start = {key: value.clone() for key, value in model.state_dict().items()}
         expected = _trained(model, lambda: model(IMAGE), seed)
         model.load_state_dict(start)
         found = _trained(model, lambda: planned(IMAGE), seed)
-        for a, b in zip(expected, found, strict=True):  # eager adds up the contributions of a layer's calls one by one
+        for a, b in zip(
+            expected, found, strict=True
+        ):  # eager adds up the contributions of a layer's calls one by one
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    assert before == {key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert before == {
+        key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 class Overwriting(nn.Module):
@@ -534,7 +605,9 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("first", [nn.Linear(16, 16), nn.Identity()])
 def test_an_input_that_is_changed_in_place_is_refused_in_words(first: nn.Module) -> None:
     given = IMAGE.clone()
-    with pytest.raises(UnsupportedModelError, match=r"submodule 1 changes an input in place.*x = x.clone\(\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"submodule 1 changes an input in place.*x = x.clone\(\)"
+    ):
         Planner(nn.Sequential(first, Overwriting(), nn.Linear(16, 1)), given, untraced=("1",))
     assert torch.equal(given, IMAGE)
 
@@ -547,7 +620,9 @@ class Later(nn.Module):
 
 
 def test_an_input_that_a_later_step_changes_in_place_is_refused_in_words() -> None:
-    planned = RockmateModule(nn.Sequential(Later(), nn.Linear(16, 1)), IMAGE.abs(), 1.0, untraced=["0"])
+    planned = RockmateModule(
+        nn.Sequential(Later(), nn.Linear(16, 1)), IMAGE.abs(), 1.0, untraced=["0"]
+    )
     with pytest.raises(UnsupportedModelError, match="submodule 0 changes an input in place"):
         planned(-IMAGE.abs())
 
@@ -571,7 +646,9 @@ class Counted(nn.Module):
 
 def test_another_constant_is_refused_as_such() -> None:
     planned = RockmateModule(Counted(), IMAGE.abs(), 1.0, untraced=["counting"])
-    with pytest.raises(UnsupportedModelError, match=r"returned \('tensor', 0\), and \('tensor', 1\) for the sample") as caught:
+    with pytest.raises(
+        UnsupportedModelError, match=r"returned \('tensor', 0\), and \('tensor', 1\) for the sample"
+    ) as caught:
         planned(-IMAGE.abs())
     assert "shapes" not in str(caught.value)
 

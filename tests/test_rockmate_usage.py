@@ -35,7 +35,10 @@ from rockmate import Planner, RockmateModule
 def test_two_forwards_before_the_backwards(name: str, regime: str, last_first: bool) -> None:
     case = planned(name)
     found = []
-    for callee, owner in ((eager := case.eager(), eager), (case.module(regime), case.workload.model)):
+    for callee, owner in (
+        (eager := case.eager(), eager),
+        (case.module(regime), case.workload.model),
+    ):
         torch.manual_seed(1)
         losses = [case.workload.loss(callee, case.workload.make_batch(seed))[1] for seed in (1, 2)]
         gradients = []
@@ -54,7 +57,9 @@ def test_two_forwards_before_the_backwards(name: str, regime: str, last_first: b
 def test_two_forwards_in_one_loss() -> None:
     x, y = torch.randn(64, 16), torch.randn(64, 16)
     model = models.Stack(dropout=0.3)
-    check_against_eager(model, x, lambda module, step: (None, (module(x * step) * module(y)).mean()), num_steps=1)
+    check_against_eager(
+        model, x, lambda module, step: (None, (module(x * step) * module(y)).mean()), num_steps=1
+    )
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -100,7 +105,9 @@ def test_modules_of_several_budgets_and_models_side_by_side() -> None:
         for case, module, reference in zip(cases, modules, references, strict=True):
             case.workload.model.load_state_dict(case.before)
             case.workload.model.zero_grad()
-            assert_same(one_step(module, case.workload.model, workload_loss(case.workload), 5), reference)
+            assert_same(
+                one_step(module, case.workload.model, workload_loss(case.workload), 5), reference
+            )
 
 
 def test_forwards_of_different_budgets_interleaved_on_one_model() -> None:
@@ -119,7 +126,9 @@ def test_forwards_of_different_budgets_interleaved_on_one_model() -> None:
 def test_planned_parts_inside_a_larger_model() -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(8, 16), models.Stack(2), nn.LayerNorm(16), models.Stack(2), nn.Linear(16, 2))
+        return nn.Sequential(
+            nn.Linear(8, 16), models.Stack(2), nn.LayerNorm(16), models.Stack(2), nn.Linear(16, 2)
+        )
 
     sample = torch.randn(64, 16, requires_grad=True)
     x = torch.randn(64, 8)
@@ -130,7 +139,11 @@ def test_planned_parts_inside_a_larger_model() -> None:
         for index in (1, 3):
             planner = Planner(outer[index], sample)
             outer[index] = planner.module(budget_for(planner, regime))
-        for ours, theirs in zip(train(outer, outer, lambda module, step: (None, module(x * step).square().mean())), reference, strict=True):
+        for ours, theirs in zip(
+            train(outer, outer, lambda module, step: (None, module(x * step).square().mean())),
+            reference,
+            strict=True,
+        ):
             assert_same(ours, theirs)
 
 
@@ -162,11 +175,15 @@ def test_output_gradient_of_any_layout() -> None:
     ):
         before = copy.deepcopy(model.state_dict())
         reference_model = copy.deepcopy(model)
-        reference = one_step(reference_model, reference_model, lambda m, step, loss=loss: (None, loss(m(x))), 1)
+        reference = one_step(
+            reference_model, reference_model, lambda m, step, loss=loss: (None, loss(m(x))), 1
+        )
         for module in modules_of(model, x):
             model.load_state_dict(before)
             model.zero_grad()
-            assert_close(one_step(module, model, lambda m, step, loss=loss: (None, loss(m(x))), 1), reference)
+            assert_close(
+                one_step(module, model, lambda m, step, loss=loss: (None, loss(m(x))), 1), reference
+            )
 
 
 def test_input_of_another_layout_is_served_rightly_or_refused() -> None:
@@ -188,15 +205,24 @@ def test_input_of_another_layout_is_served_rightly_or_refused() -> None:
         (models.Stack(dropout=0.0), torch.randn(64, 16), torch.randn(1, 16).expand(64, 16)),
     ):
         reference_model = copy.deepcopy(model)
-        reference = one_step(reference_model, reference_model, lambda m, step, x=other: (None, m(x).square().sum()), 1)
+        reference = one_step(
+            reference_model,
+            reference_model,
+            lambda m, step, x=other: (None, m(x).square().sum()),
+            1,
+        )
         before = copy.deepcopy(model.state_dict())
         for module in modules_of(model, sample):
             model.load_state_dict(before)
             model.zero_grad()
             try:
-                ours = one_step(module, model, lambda m, step, x=other: (None, m(x).square().sum()), 1)
+                ours = one_step(
+                    module, model, lambda m, step, x=other: (None, m(x).square().sum()), 1
+                )
             except SignatureMismatchError as error:
-                assert "stride" in str(error) or "layout" in str(error) or "contiguous" in str(error)  # noqa: PT017
+                assert (
+                    "stride" in str(error) or "layout" in str(error) or "contiguous" in str(error)
+                )  # noqa: PT017
                 continue
             assert_close(ours, reference)
 
@@ -208,7 +234,10 @@ def test_same_tensor_for_two_inputs_in_the_sample_and_two_later() -> None:
     other = {"input_ids": words, "labels": words.flip(0)}
     ours = module(**other)
     assert same_bits(ours.loss, workload.model(**other).loss)
-    assert same_bits(module(input_ids=words, labels=words).loss, workload.model(input_ids=words, labels=words).loss)
+    assert same_bits(
+        module(input_ids=words, labels=words).loss,
+        workload.model(input_ids=words, labels=words).loss,
+    )
 
 
 def test_output_changed_in_place_by_the_caller() -> None:
@@ -243,7 +272,10 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
     for name in ("gpt2", "llama", "mlp", "hf-resnet", "encoder"):
         case = planned(name)
         eager = case.eager()
-        for callee, owner in ((eager, eager), *((case.module(regime), case.workload.model) for regime in REGIMES)):
+        for callee, owner in (
+            (eager, eager),
+            *((case.module(regime), case.workload.model) for regime in REGIMES),
+        ):
             owner.zero_grad()
             torch.manual_seed(1)
             _, loss = case.workload.loss(callee, case.workload.make_batch(1))
@@ -254,4 +286,6 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
                 found.append(gradients_of(owner))
             if callee is eager:
                 reference = found[0]
-            assert not any(differing(gradients, reference) for gradients in found), f"{name}: a later backward differs"
+            assert not any(differing(gradients, reference) for gradients in found), (
+                f"{name}: a later backward differs"
+            )

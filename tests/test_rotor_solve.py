@@ -15,7 +15,12 @@ from rotor import Chain, InfeasibleBudgetError, Option, Sequence, Stage, Table, 
 
 
 def random_chain(
-    rng: random.Random, num_stages: int, *, num_options: int = 2, gradients: bool = False, scale: int = 1
+    rng: random.Random,
+    num_stages: int,
+    *,
+    num_options: int = 2,
+    gradients: bool = False,
+    scale: int = 1,
 ) -> Chain:
     """Return a chain of small random numbers with spans of two, sizes about multiples of ``scale``."""
 
@@ -63,9 +68,9 @@ def fastest(chain: Chain, budget: int) -> float:
     x = [stage.input_bytes for stage in chain.stages] + [0]
     start = ((("x", 0, 0, 0),), None, n - 1)
     done: set[object] = set()
-    queue: list[tuple[float, int, tuple[tuple[tuple[str, int, int, int], ...], int | None, int]]] = [
-        (0.0, 0, start)
-    ]
+    queue: list[
+        tuple[float, int, tuple[tuple[tuple[str, int, int, int], ...], int | None, int]]
+    ] = [(0.0, 0, start)]
     tie = 0
     while queue:
         time, _, state = heapq.heappop(queue)
@@ -76,7 +81,8 @@ def fastest(chain: Chain, budget: int) -> float:
         if at < 0:
             return time
         bytes_held = sum(
-            (x[a] if a else 0) if kind == "x" else chain.spans[a, b][o].saved_bytes for kind, a, b, o in held
+            (x[a] if a else 0) if kind == "x" else chain.spans[a, b][o].saved_bytes
+            for kind, a, b, o in held
         )
         bytes_held += sum(stage.parameter_gradient_bytes for stage in chain.stages[at + 1 :])
         gradient = chain.stages[at].output_gradient_bytes
@@ -101,9 +107,16 @@ def fastest(chain: Chain, budget: int) -> float:
             else:
                 for (first, last), options in chain.spans.items():
                     for index, option in enumerate(options):
-                        if first == here and last <= at and beside + option.forward_peak_bytes <= budget:
+                        if (
+                            first == here
+                            and last <= at
+                            and beside + option.forward_peak_bytes <= budget
+                        ):
                             follow.append(
-                                (option.forward_ms, ((*held, ("keep", first, last, index)), None, at))
+                                (
+                                    option.forward_ms,
+                                    ((*held, ("keep", first, last, index)), None, at),
+                                )
                             )
         for cost, after in follow:
             tie += 1
@@ -141,7 +154,9 @@ def test_coarse_table_loses_at_most_the_bound_and_never_a_byte(seed: int) -> Non
     assert coarse.minimum_bytes == exact.minimum_bytes
     loss = len(chain.stages) * coarse.unit_bytes
     for budget in range(0, top + 1, 7):
-        assert exact.time_ms(budget) <= coarse.time_ms(budget) <= exact.time_ms(max(0, budget - loss))
+        assert (
+            exact.time_ms(budget) <= coarse.time_ms(budget) <= exact.time_ms(max(0, budget - loss))
+        )
     check_plans(chain, exact)
     check_plans(chain, coarse)
 
@@ -150,14 +165,20 @@ def uniform_chain(num_stages: int) -> Chain:
     """Return a chain of one-byte boundaries where each step works in 1000 bytes."""
     stage = Stage(input_bytes=1, output_gradient_bytes=0, forward_ms=1.0, forward_peak_bytes=999)
     option = Option(
-        saved_bytes=1000, forward_peak_bytes=1000, backward_peak_bytes=1000, forward_ms=0.0, backward_ms=0.0
+        saved_bytes=1000,
+        forward_peak_bytes=1000,
+        backward_peak_bytes=1000,
+        forward_ms=0.0,
+        backward_ms=0.0,
     )
     return Chain(stages=(stage,) * num_stages, spans={(s, s): (option,) for s in range(num_stages)})
 
 
 def test_tiny_storages_beside_a_huge_one_cost_nothing() -> None:
     # 60 stages save a byte each, then one saves a GiB. At a slot for each byte kept, 60 of 64 slots would go.
-    tiny = Option(saved_bytes=1, forward_peak_bytes=1, backward_peak_bytes=2, forward_ms=1.0, backward_ms=2.0)
+    tiny = Option(
+        saved_bytes=1, forward_peak_bytes=1, backward_peak_bytes=2, forward_ms=1.0, backward_ms=2.0
+    )
     huge = Option(
         saved_bytes=2**30,
         forward_peak_bytes=2**30,
@@ -166,7 +187,9 @@ def test_tiny_storages_beside_a_huge_one_cost_nothing() -> None:
         backward_ms=2.0,
     )
     stage = Stage(input_bytes=1, output_gradient_bytes=0, forward_ms=1.0, forward_peak_bytes=1)
-    chain = Chain(stages=(stage,) * 61, spans={(s, s): (tiny if s < 60 else huge,) for s in range(61)})
+    chain = Chain(
+        stages=(stage,) * 61, spans={(s, s): (tiny if s < 60 else huge,) for s in range(61)}
+    )
     table = solve_table(chain, 2**30 + 60, num_slots=64)
     assert table.time_ms(2**30 + 60) == 61 * 3.0
     assert table.breakpoints()[-1] == (2**30 + 60, 61 * 3.0)
@@ -184,7 +207,9 @@ def test_uniform_chain_is_binomial(num_stages: int, num_checkpoints: int) -> Non
     c, l = num_checkpoints, num_stages  # noqa: E741
     r = next(r for r in range(l + 1) if l <= math.comb(c + r, c))
     budget = 1000 + c  # x_0 is free, but the boundary in hand counts
-    assert solve_table(uniform_chain(l), budget, budget).time_ms(budget) == r * l - math.comb(c + r, c + 1)
+    assert solve_table(uniform_chain(l), budget, budget).time_ms(budget) == r * l - math.comb(
+        c + r, c + 1
+    )
 
 
 def text_at(chain: Chain, budget: int) -> str:
@@ -193,11 +218,15 @@ def text_at(chain: Chain, budget: int) -> str:
 
 def two_options(num_stages: int, unit: int = 1) -> Chain:
     """Return a chain whose stages save 5 units, or 2 and one more millisecond; boundaries have 1 unit."""
-    stage = Stage(input_bytes=unit, output_gradient_bytes=unit, forward_ms=3.0, forward_peak_bytes=unit)
+    stage = Stage(
+        input_bytes=unit, output_gradient_bytes=unit, forward_ms=3.0, forward_peak_bytes=unit
+    )
     peaks = {"forward_peak_bytes": 5 * unit, "backward_peak_bytes": 7 * unit}
     full = Option(saved_bytes=5 * unit, forward_ms=3.0, backward_ms=6.0, **peaks)
     lean = Option(saved_bytes=2 * unit, forward_ms=3.0, backward_ms=7.0, **peaks)
-    return Chain(stages=(stage,) * num_stages, spans={(s, s): (full, lean) for s in range(num_stages)})
+    return Chain(
+        stages=(stage,) * num_stages, spans={(s, s): (full, lean) for s in range(num_stages)}
+    )
 
 
 def with_span() -> Chain:
@@ -207,10 +236,18 @@ def with_span() -> Chain:
         for size in (1, 20)
     )
     own = Option(
-        saved_bytes=20, forward_peak_bytes=20, backward_peak_bytes=22, forward_ms=1.0, backward_ms=2.0
+        saved_bytes=20,
+        forward_peak_bytes=20,
+        backward_peak_bytes=22,
+        forward_ms=1.0,
+        backward_ms=2.0,
     )
     both = Option(
-        saved_bytes=3, forward_peak_bytes=20, backward_peak_bytes=22, forward_ms=2.0, backward_ms=5.0
+        saved_bytes=3,
+        forward_peak_bytes=20,
+        backward_peak_bytes=22,
+        forward_ms=2.0,
+        backward_ms=5.0,
     )
     return Chain(stages=stages, spans={(0, 0): (own,), (1, 1): (own,), (0, 1): (both,)})
 
@@ -297,13 +334,17 @@ def test_bad_arguments(budget: Any, num_slots: Any, message: str) -> None:
 def test_budget_that_is_no_whole_number(budget: Any) -> None:
     table = solve_table(two_options(1), 10)
     for ask in (table.time_ms, table.sequence):
-        with pytest.raises(ValueError, match=f"budget_bytes is {budget!r}; it must be a whole number"):
+        with pytest.raises(
+            ValueError, match=f"budget_bytes is {budget!r}; it must be a whole number"
+        ):
             ask(budget)
 
 
 def test_whole_numbers_of_numpy_are_taken() -> None:
     ten: Any = np.int64(10)
-    assert solve_table(two_options(1), ten, num_slots=ten).time_ms(ten) == solve_table(two_options(1), 10, num_slots=10).time_ms(10)
+    assert solve_table(two_options(1), ten, num_slots=ten).time_ms(ten) == solve_table(
+        two_options(1), 10, num_slots=10
+    ).time_ms(10)
 
 
 def test_largest_sizes_are_reckoned_exactly() -> None:
@@ -312,7 +353,9 @@ def test_largest_sizes_are_reckoned_exactly() -> None:
     small, large = two_options(6), two_options(6, unit)
     assert 2**61 < large._most_bytes() <= 2**62
     least, most = solve_table(small, 60, num_slots=60), solve_table(large, 60 * unit, num_slots=60)
-    assert most.breakpoints() == tuple((budget * unit, time) for budget, time in least.breakpoints())
+    assert most.breakpoints() == tuple(
+        (budget * unit, time) for budget, time in least.breakpoints()
+    )
     assert most.minimum_bytes == least.minimum_bytes * unit
     for budget, _ in least.breakpoints():
         assert most.sequence(budget * unit) == least.sequence(budget)

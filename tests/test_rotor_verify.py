@@ -25,12 +25,19 @@ from rotor import (
     replay,
 )
 
-OPTION = Option(saved_bytes=5, forward_peak_bytes=6, backward_peak_bytes=9, forward_ms=1.0, backward_ms=2.0)
+OPTION = Option(
+    saved_bytes=5, forward_peak_bytes=6, backward_peak_bytes=9, forward_ms=1.0, backward_ms=2.0
+)
 STAGE = Stage(
-    input_bytes=3, output_gradient_bytes=2, forward_ms=1.0, forward_peak_bytes=4, parameter_gradient_bytes=1
+    input_bytes=3,
+    output_gradient_bytes=2,
+    forward_ms=1.0,
+    forward_peak_bytes=4,
+    parameter_gradient_bytes=1,
 )
 CHAIN = Chain(
-    stages=(STAGE,) * 3, spans={(0, 0): (OPTION,), (1, 1): (OPTION,), (2, 2): (OPTION,), (0, 1): (OPTION,)}
+    stages=(STAGE,) * 3,
+    spans={(0, 0): (OPTION,), (1, 1): (OPTION,), (2, 2): (OPTION,), (0, 1): (OPTION,)},
 )
 
 
@@ -44,7 +51,9 @@ def sequence(text: str) -> Sequence:
         span, option = word[1:].split(".")
         first, _, last = span.partition("-")
         steps.append(
-            (ForwardKeep if word[0] == "K" else Backward)(int(first), int(last or first), int(option))
+            (ForwardKeep if word[0] == "K" else Backward)(
+                int(first), int(last or first), int(option)
+            )
         )
     return Sequence(tuple(steps))
 
@@ -111,7 +120,9 @@ def test_option_refuses(field: str, value: Any) -> None:
         replace(OPTION, **{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("forward_ms", "1"), ("input_bytes", 2**63), ("input_bytes", None)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("forward_ms", "1"), ("input_bytes", 2**63), ("input_bytes", None)]
+)
 def test_stage_refuses(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be "):
         replace(STAGE, **{field: value})
@@ -121,13 +132,18 @@ def test_chain_whose_sizes_add_up_to_more_than_the_limit_refuses() -> None:
     stage = replace(STAGE, parameter_gradient_bytes=2**61)
     spans = dict(CHAIN.spans)
     Chain(stages=(stage, STAGE, STAGE), spans=spans)
-    with pytest.raises(ValueError, match=r"the sum of the chain's sizes is \d+; it must be at most 2\*\*62, .* larger unit"):
+    with pytest.raises(
+        ValueError,
+        match=r"the sum of the chain's sizes is \d+; it must be at most 2\*\*62, .* larger unit",
+    ):
         Chain(stages=(stage, stage, STAGE), spans=spans)
 
 
 def test_chain_refuses() -> None:
     spans = dict(CHAIN.spans)
-    with pytest.raises(ValueError, match="saved_bytes is 7; it must be at most forward_peak_bytes, 6"):
+    with pytest.raises(
+        ValueError, match="saved_bytes is 7; it must be at most forward_peak_bytes, 6"
+    ):
         replace(OPTION, saved_bytes=7)
     with pytest.raises(ValueError, match="0 stages"):
         Chain(stages=(), spans={})
@@ -137,7 +153,9 @@ def test_chain_refuses() -> None:
         Chain(stages=CHAIN.stages, spans=spans | {(1, 3): (OPTION,)})
     with pytest.raises(ValueError, match=r"span \(1, 2\) has 0 options"):
         Chain(stages=CHAIN.stages, spans=spans | {(1, 2): ()})
-    with pytest.raises(ValueError, match=r"saved_bytes of option 0 of span \(1, 1\) is 2; .* output, 3"):
+    with pytest.raises(
+        ValueError, match=r"saved_bytes of option 0 of span \(1, 1\) is 2; .* output, 3"
+    ):
         Chain(stages=CHAIN.stages, spans=spans | {(1, 1): (replace(OPTION, saved_bytes=2),)})
     with pytest.raises(ValueError, match=r"forward_peak_bytes of stage 0 is 2; .* output, 3"):
         Chain(stages=(replace(STAGE, forward_peak_bytes=2), STAGE, STAGE), spans=spans)
@@ -155,5 +173,7 @@ def test_example_of_the_package_runs() -> None:
 
 def test_imports_neither_torch_nor_its_sisters() -> None:
     code = "import sys, rotor; print(sorted({'torch', 'rockmate', 'checkmate'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -39,7 +39,7 @@ from bench import measure, models, peers
 from bench.machine import machine_record
 from rockmate import STRATEGIES
 from rockmate.module import RockmateModule
-from rockmate.plan import Plan
+from rockmate.plan.plan import Plan
 from rockmate.step import capture_step
 
 Record = dict[str, Any]

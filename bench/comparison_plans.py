@@ -23,9 +23,9 @@ import torch
 from bench import comparison, models
 from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
-from rockmate.knapsack import knapsack_of
-from rockmate.partition import partition
-from rockmate.several_levels import SPANS
+from rockmate.bound.knapsack import knapsack_of
+from rockmate.graph.blocks import partition
+from rockmate.planning.rotor_family import SPANS
 
 Record = dict[str, Any]
 

@@ -20,9 +20,9 @@ import torch
 
 from bench import models
 from rockmate import InfeasibleBudgetError, Plan, Planner
-from rockmate.costs import Costs
-from rockmate.graph import Graph, Phase
-from rockmate.simulate import simulate
+from rockmate.costs.cost import Costs
+from rockmate.graph.ir import Graph, Phase
+from rockmate.schedule.simulate import simulate
 
 MODELS = ("gpt2-deep", "bert-base", "llama", "vit-base", "resnet50")
 BUDGETS = (0.5, 0.25)

@@ -27,10 +27,9 @@ from typing import TypeVar
 
 import pulp
 
-from rockmate.accesses import state_bytes
-from rockmate.costs import Costs
-from rockmate.graph import Graph, Op, Phase, Storage
-from rockmate.schedule import Schedule, finish
+from rockmate.costs.cost import Costs
+from rockmate.graph.ir import Graph, Op, Phase, Storage, state_bytes
+from rockmate.schedule.schedule import Schedule, finish
 
 _Item = TypeVar("_Item", Op, Storage)
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
 from rockmate.collector import collection_put_off
-from rockmate.measurement import TensorDifference, tensor_difference
+from rockmate.sweeps.measure import TensorDifference, tensor_difference
 
 Step = Callable[[], object]
 

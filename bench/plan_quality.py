@@ -35,9 +35,9 @@ from bench import frontier_plot, models, quality_table
 from bench.knapsack import UnsolvedKnapsackError, plain_knapsack
 from bench.machine import machine_record
 from rockmate import InfeasibleBudgetError, Plan, Planner
-from rockmate.bounds import Bounds
+from rockmate.bound.protocol import Bounds
 from rockmate.errors import SolverLimitError
-from rockmate.simulate import simulate
+from rockmate.schedule.simulate import simulate
 
 Record = dict[str, Any]
 _Made = TypeVar("_Made")

@@ -21,7 +21,7 @@ import torch
 from bench import models
 from bench.machine import machine_line, machine_record
 from rockmate import Plan, Planner
-from rockmate.candidate import evenly
+from rockmate.planning.candidate import evenly
 from rockmate.step import capture_step
 
 MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")

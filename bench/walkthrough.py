@@ -25,28 +25,31 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from rockmate.accesses import state_bytes
-from rockmate.allocations import timeline
-from rockmate.backward_order import weight_gradients_first
-from rockmate.candidate import Candidate, evenly
-from rockmate.capture import Capture, Role, capture_joint
-from rockmate.certificate import Certificate
-from rockmate.costs import Costs, measure_costs
-from rockmate.delivery import owner_names, split_handovers
-from rockmate.emit import Program, emit
-from rockmate.graph import Graph, Op, Storage, build_graph
-from rockmate.improvement import make_room, spend_room
-from rockmate.one_level import OneLevel
-from rockmate.partition import partition, storages_of
-from rockmate.rewrite import rewrite
-from rockmate.runtime import Runner
-from rockmate.schedule import Schedule, last_reads, no_recomputation
-from rockmate.search import Searcher
-from rockmate.several_levels import SeveralLevels
-from rockmate.simulate import Simulation, simulate
-from rockmate.solver_time import SolverTime
-from rockmate.strategies import make_search
-from rockmate.structure import flatten
+from rockmate._torch.allocator import timeline
+from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.solver_time import SolverTime
+from rockmate.capture.joint import capture_joint
+from rockmate.capture.roles import Capture, Role
+from rockmate.capture.structure import flatten
+from rockmate.costs.cost import Costs
+from rockmate.costs.measure import measure_costs
+from rockmate.graph.blocks import partition, storages_of
+from rockmate.graph.build import build_graph
+from rockmate.graph.gradient_slices import split_handovers
+from rockmate.graph.ir import Graph, Op, Storage, state_bytes
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.rewrite import rewrite
+from rockmate.graph.weight_gradients_first import weight_gradients_first
+from rockmate.planning.baseline_search import Searcher
+from rockmate.planning.candidate import Candidate, evenly
+from rockmate.planning.knapsack_family import OneLevel
+from rockmate.planning.moves import make_room, spend_room
+from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.strategies import make_search
+from rockmate.runtime.autograd import Runner
+from rockmate.runtime.emit import Program, emit
+from rockmate.schedule.schedule import Schedule, last_reads, no_recomputation
+from rockmate.schedule.simulate import Simulation, simulate
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BUDGET_FRACTION = 0.52

@@ -11,11 +11,12 @@ The planner, and the solvers with it, are loaded when they are first asked for: 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rockmate._torch_version import check_torch_version
+from rockmate._torch.version import check_torch_version
 
 check_torch_version()
 
-from rockmate.errors import (  # noqa: E402
+from rockmate.costs.machine import Machine  # noqa: E402
+from rockmate.errors import (
     BackwardError,
     InfeasibleBudgetError,
     InfeasibleMemoryLimitError,
@@ -30,15 +31,14 @@ from rockmate.errors import (  # noqa: E402
     UnknownNameError,
     UnsupportedModelError,
 )
-from rockmate.machine import Machine  # noqa: E402
 from rockmate.module import RockmateModule  # noqa: E402
-from rockmate.plan import Plan  # noqa: E402
+from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
-    from rockmate.budget_sweep import sweep
     from rockmate.planner import FrontierPoint, Planner
-    from rockmate.strategies import STRATEGIES
-    from rockmate.sweep_row import SweepRow
+    from rockmate.planning.strategies import STRATEGIES
+    from rockmate.sweeps.row import SweepRow
+    from rockmate.sweeps.run import sweep
 
 __all__ = [
     "STRATEGIES",
@@ -66,11 +66,11 @@ __all__ = [
 
 
 _LOADED_LATE = {
-    "STRATEGIES": "rockmate.strategies",
+    "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planner",
     "Planner": "rockmate.planner",
-    "SweepRow": "rockmate.sweep_row",
-    "sweep": "rockmate.budget_sweep",
+    "SweepRow": "rockmate.sweeps.row",
+    "sweep": "rockmate.sweeps.run",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from rockmate.cli import main
+from rockmate.cli.main import main
 
 sys.exit(main())

@@ -8,32 +8,17 @@ import logging
 import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rockmate.budget import Budget, parse_budget, size_text
-from rockmate.cut_output import refusing_gradients
-from rockmate.data_parallel import SHARDED, finds_unused_parameters
-from rockmate.emit import Program
-from rockmate.errors import (
-    InfeasibleBudgetError,
-    InvalidBudgetError,
-    RockmateError,
-    SignatureMismatchError,
-    UnsupportedModelError,
-)
-from rockmate.memory_limit import MemoryLimit, Optimizer
-from rockmate.plan import Plan
-from rockmate.request import PlanRequest
-from rockmate.runtime import Runner
-from rockmate.signature import (
+from rockmate.capture.opaque_module import untraced_modules, untraced_names
+from rockmate.capture.signature import (
     CallSignature,
     ModelSignature,
-    ModelWatch,
     SampleCall,
     check_call,
     differs_in_keywords,
@@ -44,101 +29,26 @@ from rockmate.signature import (
     optional_keywords,
     resized_call,
 )
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    InvalidBudgetError,
+    RockmateError,
+    SignatureMismatchError,
+    UnsupportedModelError,
+)
+from rockmate.memory_limit import MemoryLimit, Optimizer
+from rockmate.plan.plan import Plan
+from rockmate.plan_cache import MAX_PLANS, PlannedSample, RunnableCall
+from rockmate.request import PlanRequest
+from rockmate.runtime.ddp import SHARDED, finds_unused_parameters
+from rockmate.runtime.non_differentiable import refusing_gradients
+from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step_family import StepFamily
-from rockmate.structure import Structure
-from rockmate.untraced import untraced_modules, untraced_names
 
 if TYPE_CHECKING:
     from rockmate.step import CapturedStep
 
 logger = logging.getLogger("rockmate")
-
-_MAX_PLANS = 64  # of one module; a shape or a state that comes back finds its plan again
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedCall:
-    """A plan with what it takes to run it, apart from the module.
-
-    Attributes:
-        plan_of: makes the plan when it is first asked for; running needs the program alone.
-        program: its two functions.
-        call: signature of the calls that it serves.
-        state: of the module that it was made for.
-        output_structure: rebuilds the model's output from its tensors.
-        cut_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
-    """
-
-    plan_of: Callable[[], Plan]
-    program: Program
-    call: CallSignature
-    state: ModelSignature
-    output_structure: Structure
-    cut_outputs: tuple[int, ...]
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self.plan_of()
-
-
-class _Runnable:
-    """A planned call, ready to run on its model, and the watch over what it was planned for."""
-
-    def __init__(
-        self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool
-    ) -> None:
-        self.planned = planned
-        self.family = family
-        self.is_adapted = is_adapted
-        self.runner = Runner(planned.program, model)
-        self.watch = ModelWatch(model)
-
-    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
-        """What has changed in the model since it was planned, in words; empty if nothing has.
-
-        A tensor hook asks for another plan if there can be one. It does no harm but to memory, so else it is only warned of.
-        """
-        if not self.watch.has_changed():
-            return ""
-        now = ModelSignature.of(model)
-        found = self.planned.state.difference(now)
-        hooked = sorted(now.hooked - self.planned.state.hooked)
-        if found or not hooked:
-            return found
-        if replans:
-            return f"{hooked[0]} has a tensor hook, which must see its whole gradient"
-        self.warn_of_hooks(model)
-        self.watch = ModelWatch(model)
-        return ""
-
-    def warn_of_hooks(self, model: nn.Module) -> None:
-        """Warns of parameters with a tensor hook that the plan does not count."""
-        size = {
-            name: 2 * parameter.nbytes
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
-        if hooked:
-            largest = max(hooked, key=size.__getitem__)
-            logger.warning(
-                "the tensor hook on %s must see the whole gradient, which the plan does not count: up to %s bytes beyond the budget "
-                "(%d parameters have such a hook). Register hooks before planning.",
-                largest, f"{size[largest]:,}", len(hooked),
-            )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """The first call with its keywords: a budget that is a share is one of its peak, or was made bytes when it came.
-
-    Attributes:
-        call: its signature.
-        share_bytes: those bytes.
-    """
-
-    call: CallSignature
-    share_bytes: int | None = None
 
 
 class _Forward:
@@ -270,7 +180,7 @@ class RockmateModule(nn.Module):
         self._refuses_larger = larger == "refuse"
         if sample_input is not None:
             self._use(request.planned_call(model, sample_input))
-            self._samples.append(_Sample(self._runnables[0].planned.call))
+            self._samples.append(PlannedSample(self._runnables[0].planned.call))
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
@@ -291,24 +201,24 @@ class RockmateModule(nn.Module):
         self._optional = optional_keywords(model)
         self._request: PlanRequest | None = None
         self._replan = self._refuses_larger = False
-        self._runnables: list[_Runnable] = []  # the one in use first
-        self._samples: list[_Sample] = []  # one for each set of keywords
+        self._runnables: list[RunnableCall] = []  # the one in use first
+        self._samples: list[PlannedSample] = []  # one for each set of keywords
         self._num_runs = 0
 
     def _use(
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
     ) -> None:
         family = family or StepFamily(self.original, call)
-        self._runnables.insert(0, _Runnable(call, self.original, family, is_adapted=is_adapted))
+        self._runnables.insert(0, RunnableCall(call, self.original, family, is_adapted=is_adapted))
         if (
-            len(self._runnables) > _MAX_PLANS
+            len(self._runnables) > MAX_PLANS
         ):  # what has been planned for serves other shapes, too, so it goes last
             adapted = [
                 place
                 for place, runnable in enumerate(self._runnables)
                 if place and runnable.is_adapted
             ]
-            del self._runnables[adapted[-1] if adapted else _MAX_PLANS]
+            del self._runnables[adapted[-1] if adapted else MAX_PLANS]
 
     @property
     def __class__(self) -> type:
@@ -389,7 +299,7 @@ class RockmateModule(nn.Module):
             outputs[index] = refusing_gradients(outputs[index])
         return runnable.planned.output_structure.rebuild(outputs)
 
-    def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> _Runnable:
+    def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
         """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
         if not self._runnables:
             return self._planned_now("this is the first training call", call, tensors)
@@ -440,8 +350,8 @@ class RockmateModule(nn.Module):
             check_call(self._samples[0].call, call)
 
     def _planned_for_shapes(
-        self, alike: Sequence[_Runnable], call: CallSignature, tensors: Sequence[Tensor]
-    ) -> _Runnable:
+        self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
+    ) -> RunnableCall:
         """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
         alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[
             :1
@@ -464,7 +374,7 @@ class RockmateModule(nn.Module):
 
     def _planned_within(
         self, step: CapturedStep, family: StepFamily, budget_bytes: int
-    ) -> _Runnable:
+    ) -> RunnableCall:
         assert self._request is not None
         try:
             planned = self._request.call_of_step(step, budget_bytes)
@@ -480,14 +390,14 @@ class RockmateModule(nn.Module):
 
     def _planned_now(
         self, reason: str, call: CallSignature, tensors: Sequence[Tensor]
-    ) -> _Runnable:
+    ) -> RunnableCall:
         """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
         assert self._request is not None
         sample = next(
             (sample for sample in self._samples if has_same_form(sample.call, call)), None
         )
         if sample is None:
-            sample = _Sample(call, self._share_bytes(call))
+            sample = PlannedSample(call, self._share_bytes(call))
         planned = self._request.planned_call(
             self.original, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes
         )

@@ -14,20 +14,21 @@ from typing import Any, Literal
 from torch import nn
 from tqdm import tqdm
 
-from rockmate.budget import Budget, parse_budget
-from rockmate.budget_range import parse_budgets
-from rockmate.candidate import Candidate
-from rockmate.capture import modules_with_checkpointing
+from rockmate.budget import Budget, parse_budget, parse_budgets
+from rockmate.capture.huggingface import modules_with_checkpointing
 from rockmate.collector import collection_put_off
-from rockmate.costs import Cost, Costs, measure_costs
+from rockmate.costs.cost import Cost, Costs
+from rockmate.costs.estimate import estimate_costs
+from rockmate.costs.machine import Machine, load_machine
+from rockmate.costs.measure import measure_costs
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.estimate import estimate_costs
-from rockmate.graph import Graph
-from rockmate.machine import Machine, load_machine
-from rockmate.module import PlannedCall, RockmateModule
-from rockmate.plan import Plan
+from rockmate.graph.ir import Graph
+from rockmate.module import RockmateModule
+from rockmate.plan.plan import Plan
+from rockmate.planning.candidate import Candidate
+from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
-from rockmate.variants import Variant, Variants
 
 logger = logging.getLogger("rockmate")
 

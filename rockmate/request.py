@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate.agreement import agreed_plan
 from rockmate.budget import Budget, is_share
 from rockmate.memory_limit import MemoryLimit
+from rockmate.runtime.plan_agreement import agreed_plan
 
 if TYPE_CHECKING:
-    from rockmate.module import PlannedCall
     from rockmate.planner import Planner
+    from rockmate.runtime.planned_call import PlannedCall
     from rockmate.step import CapturedStep
 
 

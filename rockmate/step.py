@@ -11,23 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockmate.backward_order import weight_gradients_first
-from rockmate.bounds import KnownBound
-from rockmate.capture import Capture, capture_joint
-from rockmate.chunking import Chunks, SeparableBlocks, chunk_loss_block, separable_blocks
-from rockmate.data_parallel import refuse_sharded
-from rockmate.delivery import owner_names, split_handovers
-from rockmate.emit import emit
-from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
-from rockmate.graph import Graph, build_graph
-from rockmate.machine import Machine
-from rockmate.module import PlannedCall
-from rockmate.outline import outline_of
-from rockmate.plan import Plan
-from rockmate.region import Refusal
-from rockmate.rewrite import rewrite
-from rockmate.schedule import find_in_place, finish, no_recomputation
-from rockmate.signature import (
+from rockmate.bound.protocol import KnownBound
+from rockmate.capture.fake_device import move_to, needs_stand_ins, stand_ins
+from rockmate.capture.joint import capture_joint
+from rockmate.capture.opaque_module import untraced_modules
+from rockmate.capture.provenance import source_lines
+from rockmate.capture.roles import Capture
+from rockmate.capture.signature import (
     CallSignature,
     ModelSignature,
     check_devices,
@@ -36,11 +26,29 @@ from rockmate.signature import (
     optional_keywords,
     sample_call,
 )
-from rockmate.simulate import simulate
-from rockmate.source_lines import source_lines
-from rockmate.stand_ins import move_to, needs_stand_ins, stand_ins
-from rockmate.untraced import untraced_modules
-from rockmate.whole_gradients import hooked_names, made_last, with_sums
+from rockmate.costs.machine import Machine
+from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
+from rockmate.graph.build import build_graph
+from rockmate.graph.chunking.region import Refusal
+from rockmate.graph.chunking.unroll import (
+    Chunks,
+    SeparableBlocks,
+    chunk_loss_block,
+    separable_blocks,
+)
+from rockmate.graph.gradient_slices import split_handovers
+from rockmate.graph.hooked_gradients import hooked_names, made_last, with_sums
+from rockmate.graph.ir import Graph
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.rewrite import rewrite
+from rockmate.graph.snapshot import outline_of
+from rockmate.graph.weight_gradients_first import weight_gradients_first
+from rockmate.plan.plan import Plan
+from rockmate.runtime.ddp import refuse_sharded
+from rockmate.runtime.emit import emit
+from rockmate.runtime.planned_call import PlannedCall
+from rockmate.schedule.schedule import find_in_place, finish, no_recomputation
+from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger("rockmate")
 

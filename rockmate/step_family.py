@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from rockmate.capture import Capture
-from rockmate.collector import collection_put_off
-from rockmate.delivery import owner_names
-from rockmate.emit import Program, emit
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.graph import Graph
-from rockmate.outline import outline_of
-from rockmate.plan import Plan
-from rockmate.rewrite import rewrite
-from rockmate.schedule import find_in_place
-from rockmate.signature import CallSignature, SampleCall
-from rockmate.sized_program import at_sizes, difference
-from rockmate.source_lines import source_lines
-from rockmate.symbolic import (
+from rockmate.capture.opaque_module import untraced_modules, untraced_names
+from rockmate.capture.provenance import source_lines
+from rockmate.capture.roles import Capture
+from rockmate.capture.signature import CallSignature, SampleCall
+from rockmate.capture.symbolic import (
     GenericCapture,
     SizedNumbers,
     SizeGroups,
     SizesNotCoveredError,
     SymbolicCapture,
 )
-from rockmate.untraced import untraced_modules, untraced_names
-from rockmate.whole_gradients import hooked_names, with_sums
+from rockmate.collector import collection_put_off
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.graph.hooked_gradients import hooked_names, with_sums
+from rockmate.graph.ir import Graph
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.rewrite import rewrite
+from rockmate.graph.snapshot import outline_of
+from rockmate.plan.plan import Plan
+from rockmate.runtime.emit import Program, emit
+from rockmate.runtime.sized_program import at_sizes, difference
+from rockmate.schedule.schedule import find_in_place
 
 if TYPE_CHECKING:
-    from rockmate.module import PlannedCall
+    from rockmate.runtime.planned_call import PlannedCall
     from rockmate.step import CapturedStep
 
 _Made = TypeVar("_Made")
@@ -192,10 +192,11 @@ class StepFamily:
     def _generic_capture(self, call: CallSignature) -> GenericCapture:
         symbolic = self._symbolic_capture(call)
         if self._generic is None:
-            self._generic = self._once("generic capture", lambda: symbolic.generic(self._with_sums))
+            self._generic = self._once("generic capture", lambda: symbolic.generic(self._rewritten))
         return self._generic
 
-    def _with_sums(self, capture: Capture) -> Capture:
+    def _rewritten(self, capture: Capture) -> Capture:
+        rewrite(capture.joint)
         return with_sums(
             capture, hooked_names(self._planned.plan.options), owner_names(self._model)
         )

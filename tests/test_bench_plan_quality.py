@@ -16,7 +16,7 @@ from bench import plan_quality, quality_table
 from bench.knapsack import UnsolvedKnapsackError, plain_knapsack
 from bench.quality_table import Row
 from rockmate import Plan, Planner
-from rockmate.simulate import simulate
+from rockmate.schedule.simulate import simulate
 
 # --- the yardstick --------------------------------------------------------------------------------------
 

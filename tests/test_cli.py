@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from rockmate import Plan, demo
-from rockmate.allocations import Timeline, timeline
-from rockmate.cli import main
+from rockmate import Plan
+from rockmate._torch.allocator import Timeline, timeline
+from rockmate.cli import demo
+from rockmate.cli.main import main
 
 TINY = [
     "--layers",
@@ -382,7 +383,7 @@ def test_interrupted_sweep(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockmate.measurement.SideBySide.measure", interrupt)
+    monkeypatch.setattr("rockmate.sweeps.measure.SideBySide.measure", interrupt)
     assert (
         main(["sweep", network, "--budgets", "1.0", "--measure", "--quiet", "--out", "out"]) == 130
     )

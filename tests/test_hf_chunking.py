@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from rockmate import Plan, Planner
-from rockmate.chunking import Chunks
-from rockmate.graph import Op, Phase
-from rockmate.region import Refusal, Region
+from rockmate.graph.chunking.region import Refusal, Region
+from rockmate.graph.chunking.unroll import Chunks
+from rockmate.graph.ir import Op, Phase
 from rockmate.step import capture_step
 
 

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from rockmate import Planner
-from rockmate.graph import Graph
+from rockmate.graph.ir import Graph
 from rockmate.step import capture_step
 
 NAMES = ("gpt2", "llama", "qwen3", "gemma", "mistral", "bert")

@@ -16,7 +16,7 @@ from helpers import differing, gradients_of, relative_error
 from torch import Tensor, nn
 
 from rockmate import RockmateError, RockmateModule
-from rockmate.trainer import wrap_trainer
+from rockmate.hf.trainer import wrap_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
 

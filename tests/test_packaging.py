@@ -41,7 +41,7 @@ def test_rockmate_needs_no_extra() -> None:
 
 def test_command_line_starts_without_the_packages_of_the_extras() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "rockmate.cli", "demo", "--help"],
+        [sys.executable, "-m", "rockmate.cli.main", "demo", "--help"],
         cwd=ROOT,
         capture_output=True,
         check=True,

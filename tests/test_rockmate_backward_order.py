@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import Planner, RockmateModule
-from rockmate.backward_order import roomier_backward, weight_gradients_first
-from rockmate.capture import capture_joint
-from rockmate.graph import Graph, Op, Phase, build_graph
-from rockmate.rewrite import rewrite
-from rockmate.schedule import with_nothing_again
-from rockmate.signature import flatten_call, optional_keywords, sample_call
-from rockmate.simulate import simulate
+from rockmate.capture.joint import capture_joint
+from rockmate.capture.signature import flatten_call, optional_keywords, sample_call
+from rockmate.graph.build import build_graph
+from rockmate.graph.ir import Graph, Op, Phase
+from rockmate.graph.rewrite import rewrite
+from rockmate.graph.weight_gradients_first import weight_gradients_first
+from rockmate.planning.branch_order import roomier_backward
+from rockmate.schedule.schedule import with_nothing_again
+from rockmate.schedule.simulate import simulate
 
 NAMES = ("mlp", "gpt2", "llama", "t5-small", "resnet50")
 
@@ -145,7 +147,7 @@ def test_a_hook_may_change_the_parameter_that_the_inputs_gradient_reads(register
 
 def test_firing_hooks_leaves_grad_as_it_is() -> None:
     """Bit for bit, a negative zero included, and without a gradient's worth of memory."""
-    from rockmate.delivery import GradientSink
+    from rockmate.runtime.gradient_sink import GradientSink
 
     weight = nn.Parameter(torch.ones(256, 256))
     weight.grad = torch.full_like(weight, -0.0)

@@ -16,9 +16,10 @@ from helpers import Step, assert_same, differing, one_step, relative_error
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import RockmateModule, request, step, symbolic
-from rockmate.buckets import PadToBuckets
-from rockmate.trainer import wrap_trainer
+from rockmate import RockmateModule, request, step
+from rockmate.capture import symbolic
+from rockmate.hf.buckets import PadToBuckets
+from rockmate.hf.trainer import wrap_trainer
 
 VOCABULARY = 40
 LENGTHS = [

@@ -16,25 +16,25 @@ from typing import Any
 
 import models
 import pytest
+import rockmate.bound.lower_bound
 import torch
 from helpers import Planned
 from torch import Tensor, nn
 
-import rockmate.certificate
 import rockmate.planner
 from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
 from checkmate import Curve
 from rockmate import Planner
-from rockmate.certificate import Certificate
-from rockmate.costs import Cost, Costs
-from rockmate.graph import Graph, Op, Phase, Storage
-from rockmate.knapsack import knapsack_of
-from rockmate.moment_program import Instant
-from rockmate.one_level import OneLevel
-from rockmate.partition import partition
-from rockmate.schedule import Schedule, finish, no_recomputation
-from rockmate.simulate import Simulation, simulate
-from rockmate.solver_time import SolverTime
+from rockmate.bound.knapsack import knapsack_of
+from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.multi_op_program import Instant
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Cost, Costs
+from rockmate.graph.blocks import partition
+from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.planning.knapsack_family import OneLevel
+from rockmate.schedule.schedule import Schedule, finish, no_recomputation
+from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import capture_step
 
 HEURISTIC = ("none", "chen", "rotor", "rockmate")
@@ -348,7 +348,7 @@ def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
 
 
 def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "_MOST_OPS", 0)
     for name in SMALL:
         bounds = certificate(name)
         assert all(
@@ -359,7 +359,7 @@ def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch)
 
 def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, int]:
     """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
-    monkeypatch.setattr(rockmate.certificate, "_MOST_OPS", 0)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "_MOST_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
     times_ms = [
@@ -447,14 +447,14 @@ def test_three_moments_without_whole_numbers_say_no_less_than_two() -> None:
 
 def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    right = rockmate.certificate.least_again_ms
+    right = rockmate.bound.lower_bound.least_again_ms
 
     def noted(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
         again_ms, is_solved = right(ops, costs, instants, **named)
         asked.append(len(instants))
         return again_ms * (2 if len(instants) == 3 else 1), is_solved
 
-    monkeypatch.setattr(rockmate.certificate, "least_again_ms", noted)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", noted)
     bounds, baseline, budget_bytes = branched(monkeypatch)
     assert (
         bounds.closer_bound_ms(budget_bytes)
@@ -467,12 +467,12 @@ def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -
 def test_two_moments_that_count_too_much_are_found_out(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = rockmate.certificate.least_again_ms
+    right = rockmate.bound.lower_bound.least_again_ms
 
     def wrong(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
         return right(ops, costs, [replace(instant, **changed) for instant in instants], **named)
 
-    monkeypatch.setattr(rockmate.certificate, "least_again_ms", wrong)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
@@ -486,7 +486,7 @@ def test_what_pooling_keeps_to_run_again_is_paid_for(monkeypatch: pytest.MonkeyP
     """The wide search over the same model, above, holds that no more is."""
     with_states = certificate("pooling")
     known = [with_states.bound_ms(peak) for peak, _ in reached("pooling")]
-    right = rockmate.certificate.knapsack_of
+    right = rockmate.bound.lower_bound.knapsack_of
     monkeypatch.setattr(
         rockmate.certificate,
         "knapsack_of",
@@ -680,7 +680,7 @@ def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(
         asked.append(time_limit_s)
         return 0.0, True
 
-    monkeypatch.setattr(rockmate.certificate, "least_again_ms", least_again_ms)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", least_again_ms)
     workload = models.tiny("unet")
     planner = Planner(workload.model, workload.sample)
     plan = planner.plan(planner.minimum_peak_bytes)

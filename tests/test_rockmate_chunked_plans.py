@@ -29,17 +29,17 @@ from torch.nn import functional
 import rockmate.step
 from bench import models
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
-from rockmate.allocations import timeline
-from rockmate.bounds import LeastBound
-from rockmate.candidate import evenly
-from rockmate.costs import measure_costs
-from rockmate.delivery import owner_names
-from rockmate.emit import emit
-from rockmate.improving_search import ImprovingSearch
-from rockmate.runtime import Runner
-from rockmate.schedule import no_recomputation
-from rockmate.simulate import simulate
-from rockmate.solver_time import SolverTime
+from rockmate._torch.allocator import timeline
+from rockmate.bound.protocol import LeastBound
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.measure import measure_costs
+from rockmate.graph.parameters import owner_names
+from rockmate.planning.candidate import evenly
+from rockmate.planning.local_search import ImprovingSearch
+from rockmate.runtime.autograd import Runner
+from rockmate.runtime.emit import emit
+from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
 # --- plans ---------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_solvers_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("rockmate.solver_time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rockmate.bound.solver_time.monotonic", lambda: now[0])
     solver_time = SolverTime(8.0)
     given = []
     for taken in (4.0, 1.0, 0.0, 3.0, 0.0):
@@ -390,7 +390,7 @@ def test_plans_without_time_to_solve(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convex hulls are there in any case, and never silently."""
-    monkeypatch.setattr("rockmate.solver_time._LEAST_S", 1e-9)
+    monkeypatch.setattr("rockmate.bound.solver_time._LEAST_S", 1e-9)
     model, batch, planner = wide()
     for budget in (planner.minimum_peak_bytes, planner.minimum_peak_bytes // 3):
         caplog.clear()

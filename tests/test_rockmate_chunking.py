@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from rockmate.chunking import Chunks
-from rockmate.delivery import owner_names
-from rockmate.emit import emit
-from rockmate.region import Refusal
-from rockmate.runtime import Runner
-from rockmate.schedule import no_recomputation
+from rockmate.graph.chunking.region import Refusal
+from rockmate.graph.chunking.unroll import Chunks
+from rockmate.graph.parameters import owner_names
+from rockmate.runtime.autograd import Runner
+from rockmate.runtime.emit import emit
+from rockmate.schedule.schedule import no_recomputation
 from rockmate.step import CapturedStep, capture_step
 
 _WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11

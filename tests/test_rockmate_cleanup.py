@@ -10,24 +10,26 @@ from typing import Any
 
 import models
 import pytest
+import rockmate.graph.rewrite
 import torch
 from helpers import check_against_eager, planned
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import rockmate.rewrite
 from bench import measure
 from rockmate import Planner
-from rockmate.capture import Capture, capture_joint
-from rockmate.cleanup import clean, remove_dead
-from rockmate.costs import Cost, Costs
-from rockmate.graph import Graph, build_graph
-from rockmate.lowering import lower_saved
-from rockmate.partition import partition
-from rockmate.schedule import Schedule, finish, no_recomputation
-from rockmate.signature import flatten_call
-from rockmate.simulate import simulate
+from rockmate.capture.joint import capture_joint
+from rockmate.capture.roles import Capture
+from rockmate.capture.signature import flatten_call
+from rockmate.costs.cost import Cost, Costs
+from rockmate.graph.blocks import partition
+from rockmate.graph.build import build_graph
+from rockmate.graph.ir import Graph
+from rockmate.graph.value_numbering import clean, remove_dead
+from rockmate.planning.lowering import lower_saved
+from rockmate.schedule.schedule import Schedule, finish, no_recomputation
+from rockmate.schedule.simulate import simulate
 
 aten = torch.ops.aten
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
@@ -495,7 +497,7 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
             ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
         )
         capture = captured(workload.model, *args, **kwargs)
-        rockmate.rewrite.rewrite(capture.joint)
+        rockmate.graph.rewrite.rewrite(capture.joint)
         return build_graph(capture)
 
     def peak(graph: Graph, schedule: Schedule) -> int:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from rockmate import RockmateModule
-from rockmate.direct_call import direct_function
+from rockmate.runtime.direct_call import direct_function
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
         + module._runnables[0].planned.program.backward_code
     )
     with monkeypatch.context() as patch:
-        patch.setattr("rockmate.emit.call_directly", lambda graph: None)
+        patch.setattr("rockmate.runtime.emit.call_directly", lambda graph: None)
         by_op = case.planner.module(budget)
     assert "torch.mm(" in code or "torch.addmm(" in code or "torch.convolution(" in code
     assert code.count("torch.ops.aten") < by_op._runnables[0].planned.program.backward_code.count(

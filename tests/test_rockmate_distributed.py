@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import Plan, Planner, RockmateModule, UnsupportedModelError
-from rockmate.agreement import agreed_plan
+from rockmate.runtime.plan_agreement import agreed_plan
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"

@@ -501,7 +501,7 @@ def test_every_error_is_a_rockmate_error() -> None:
 
 
 def test_another_torch_is_refused() -> None:
-    from rockmate._torch_version import check_torch_version
+    from rockmate._torch.version import check_torch_version
 
     for version in ("2.10.1", "2.14.0", "3.0", "1.13.1+cu117", "2.14.0a0+git123"):
         with pytest.raises(ImportError, match=re.escape(version)) as caught:

@@ -15,10 +15,10 @@ from helpers import REGIMES, budget_for, planned
 from torch import nn
 
 from rockmate import Plan, Planner, UnknownNameError
-from rockmate.graph import Graph, Storage
-from rockmate.random_state import CPU_STATE_BYTES
-from rockmate.schedule import Schedule
-from rockmate.source_lines import source_lines
+from rockmate.capture.provenance import source_lines
+from rockmate.graph.ir import Graph, Storage
+from rockmate.ops.rng import CPU_STATE_BYTES
+from rockmate.schedule.schedule import Schedule
 
 FEW = ("gpt2", "hf-resnet", "mlp")
 
@@ -297,7 +297,7 @@ def test_block_table_adds_up(name: str) -> None:
 
 
 def test_peak_note_of_the_plot_names_the_largest_storages() -> None:
-    from rockmate.plot import peak_note
+    from rockmate.cli.plot import peak_note
 
     plan = plan_of("gpt2", "binding")
     note = peak_note(plan)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench import models
 from rockmate import Plan, Planner
-from rockmate.hierarchy import LARGEST_BLOCK, Part
+from rockmate.plan.block_tree import LARGEST_BLOCK, Part
 
 
 class Streams(nn.Module):

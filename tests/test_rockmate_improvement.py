@@ -9,6 +9,7 @@ from functools import partial
 from math import inf
 
 import pytest
+import rockmate.planning.refine
 import torch
 from helpers import assert_same, train, workload_loss
 from test_rockmate_certificate import (
@@ -22,18 +23,17 @@ from test_rockmate_certificate import (
     small,
 )
 
-import rockmate.improver
 from bench import models
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
-from rockmate.costs import Costs
-from rockmate.family import ScheduleMaker
-from rockmate.graph import Graph
-from rockmate.improvement import make_room, spend_room
-from rockmate.improving_search import ImprovingSearch
-from rockmate.live_ranges import LiveRanges
-from rockmate.schedule import Schedule, no_recomputation
-from rockmate.simulate import Simulation, simulate
+from rockmate.costs.cost import Costs
+from rockmate.graph.ir import Graph
+from rockmate.planning.family import ScheduleMaker
+from rockmate.planning.live_ranges import LiveRanges
+from rockmate.planning.local_search import ImprovingSearch
+from rockmate.planning.moves import make_room, spend_room
+from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.simulate import Simulation, simulate
 
 SHARES_BELOW = (0.6, 0.8, 0.95)
 SHARES_ABOVE = (1.0, 1.2, 1.6)
@@ -210,7 +210,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         assert backwards[budget_bytes] == plan.schedule
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.improving_search._NOT_FAR", inf)
+            patch.setattr("rockmate.planning.local_search._NOT_FAR", inf)
             shares.append(plan.predicted_ms / greedy.plan(budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99
@@ -231,7 +231,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     workload = models.build("unet", tiny=True).with_loss_inside()
     num_simulated = []
     for most_ops in (1_000_000, 10):
-        monkeypatch.setattr("rockmate.improver._LONG_STEP", most_ops)
+        monkeypatch.setattr("rockmate.planning.refine._LONG_STEP", most_ops)
         planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
         budgets = budgets_between(
             planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4
@@ -239,14 +239,14 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
         calls = 0
 
         def counted(
-            *args: object, right: Callable[..., object] = rockmate.improver.evaluate
+            *args: object, right: Callable[..., object] = rockmate.planning.refine.evaluate
         ) -> object:
             nonlocal calls
             calls += 1
             return right(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.improver.evaluate", counted)
+            patch.setattr("rockmate.planning.refine.evaluate", counted)
             plans = [planner.plan(budget_bytes) for budget_bytes in budgets]
         for plan, budget_bytes in zip(plans, budgets, strict=True):
             plan.schedule.verify(plan.graph)

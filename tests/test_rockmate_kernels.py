@@ -16,11 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockmate import Planner
-from rockmate.allocations import peak_beyond_result, timeline
+from rockmate._torch.allocator import peak_beyond_result, timeline
 from rockmate.budget import parse_budget
+from rockmate.capture.structure import flatten
 from rockmate.errors import InvalidBudgetError, UnsupportedModelError
-from rockmate.in_place import _FORMS
-from rockmate.kernels import (
+from rockmate.graph.in_place import _FORMS
+from rockmate.ops.kernels import (  # fmt: skip
     CHUNK_BYTES,
     DRAWN_AT_ONCE,
     _draw,
@@ -34,8 +35,7 @@ from rockmate.kernels import (
     normalize_again,
     offsets_to_keep,
     pool_again,
-)  # fmt: skip
-from rockmate.structure import flatten
+)
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -562,7 +562,7 @@ def test_size_is_exact() -> None:
 
 
 def test_random_state_of_a_recomputation() -> None:
-    from rockmate import random_state
+    from rockmate.ops import rng as random_state
 
     device = torch.device("cpu")
     torch.manual_seed(7)

@@ -7,10 +7,10 @@ from math import inf
 
 import pytest
 
-from rockmate.candidate import Candidate
-from rockmate.ladder import Ladder
-from rockmate.schedule import Schedule
-from rockmate.simulate import Simulation
+from rockmate.planning.candidate import Candidate
+from rockmate.planning.tightening import Ladder
+from rockmate.schedule.schedule import Schedule
+from rockmate.schedule.simulate import Simulation
 
 TOP_BYTES = 1000
 

@@ -18,11 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import estimate as bench_estimate
 from rockmate import InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
-from rockmate.costs import measure_costs
+from rockmate.costs.estimate import estimate_costs, num_flops
+from rockmate.costs.machine import Machine, MachineError, known_machines, load_machine
+from rockmate.costs.measure import measure_costs
 from rockmate.errors import PlanMismatchError
-from rockmate.estimate import estimate_costs, num_flops
-from rockmate.graph import Op
-from rockmate.machine import Machine, MachineError, known_machines, load_machine
+from rockmate.graph.ir import Op
 from rockmate.step import capture_step
 
 EXACT = """

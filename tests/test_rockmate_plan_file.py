@@ -17,7 +17,7 @@ import torch
 from helpers import REGIMES, assert_same, budget_for, planned, train, workload_loss
 from torch import nn
 
-import rockmate.costs
+import rockmate.costs.measure
 from bench.measure import allocator_peak
 from rockmate import (
     InvalidBudgetError,
@@ -28,10 +28,10 @@ from rockmate import (
     RockmateModule,
     SignatureMismatchError,
 )
-from rockmate.bounds import KnownBound
-from rockmate.outline import outline_of
-from rockmate.schedule import Schedule, no_recomputation
-from rockmate.simulate import simulate
+from rockmate.bound.protocol import KnownBound
+from rockmate.graph.snapshot import outline_of
+from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import torch
 import models
-import rockmate.costs
+import rockmate.costs.measure
 from rockmate import Plan, RockmateModule
 from rockmate.step import capture_step
 
@@ -58,7 +58,7 @@ def never(*args, **kwargs):
     raise AssertionError("an op was measured")
 
 
-rockmate.costs._Call.measure_time = rockmate.costs._Call.measure_overhead = never
+rockmate.costs.measure._Call.measure_time = rockmate.costs.measure._Call.measure_overhead = never
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = models.Stack()
@@ -92,7 +92,7 @@ def edited(plan: Plan, change: Callable[[dict[str, Any]], None], *, sealed: bool
     content = json.loads(plan.to_text())
     change(content)
     if sealed:
-        from rockmate.plan_file import _digest
+        from rockmate.plan.serialize import _digest
 
         content["digest"] = _digest(content)
     return json.dumps(content)
@@ -209,8 +209,8 @@ def test_options_of_the_capture_travel_with_the_plan(gradients: Any) -> None:
 
 def test_plan_of_another_planner_runs_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Planner(models.Stack(), torch.randn(64, 16)).plan(1.0)
-    monkeypatch.setattr(rockmate.costs._Call, "measure_time", None)
-    monkeypatch.setattr(rockmate.costs._Call, "measure_overhead", None)
+    monkeypatch.setattr(rockmate.costs.measure._Call, "measure_time", None)
+    monkeypatch.setattr(rockmate.costs.measure._Call, "measure_overhead", None)
     twin, x = models.Stack(), torch.randn(64, 16)
     module = RockmateModule(twin, x, plan=plan)
     assert module.plan.graph is not plan.graph

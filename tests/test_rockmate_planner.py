@@ -8,15 +8,15 @@ from typing import Any
 
 import models
 import pytest
+import rockmate.planning.chunk_variants
 import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
 import rockmate.planner
-import rockmate.variants
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
-from rockmate.costs import Cost, Costs
-from rockmate.schedule import Schedule
+from rockmate.costs.cost import Cost, Costs
+from rockmate.schedule.schedule import Schedule
 
 NAMES = ("gpt2", "t5-small", "hf-resnet", "mlp")
 

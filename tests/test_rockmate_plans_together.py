@@ -15,11 +15,11 @@ from torch import nn
 import rockmate
 from bench import models
 from rockmate import InvalidBudgetError, Plan, Planner
-from rockmate.attempts import Attempts
-from rockmate.candidate import Candidate, evenly
-from rockmate.schedule import Schedule
-from rockmate.simulate import simulate
-from rockmate.variants import _MANY
+from rockmate.planning.candidate import Candidate, evenly
+from rockmate.planning.chunk_variants import _MANY
+from rockmate.planning.tightening import Attempts
+from rockmate.schedule.schedule import Schedule
+from rockmate.schedule.simulate import simulate
 
 NAMES = ("gpt2-12", "llama", "resnet50", "unet", "t5-small")
 NUM_BUDGETS = 30
@@ -193,7 +193,7 @@ def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockmate.improving_search.ImprovingSearch._below_larger", interrupted)
+    monkeypatch.setattr("rockmate.planning.local_search.ImprovingSearch._below_larger", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
     assert (tmp_path / "sweep.jsonl").read_text() == lines

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
-from rockmate.graph import Graph, Op, Phase
-from rockmate.postponement import can_wait, own_bytes, places_with_room, put_off
-from rockmate.schedule import Schedule, no_recomputation
-from rockmate.simulate import simulate
+from rockmate.graph.ir import Graph, Op, Phase
+from rockmate.planning.moves import can_wait, own_bytes, places_with_room, put_off
+from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
 
@@ -136,7 +136,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.improver._LEAST_OWN", inf)
+            patch.setattr("rockmate.planning.refine._LEAST_OWN", inf)
             shares.append(plan.predicted_ms / without.plan(plan.budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99

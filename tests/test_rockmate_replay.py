@@ -18,7 +18,7 @@ from helpers import planned
 from torch import nn
 
 from rockmate import Plan, Planner
-from rockmate.capture import RoleKind
+from rockmate.capture.roles import RoleKind
 
 STATE_BYTES = 5056
 

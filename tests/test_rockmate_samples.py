@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
 from rockmate import step as step_file
-from rockmate import symbolic as symbolic_file
-from rockmate.allocations import timeline
+from rockmate._torch.allocator import timeline
+from rockmate.capture import symbolic as symbolic_file
 
 SHARE = 0.85
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from rockmate.linearity import check_linear, depending_on
-from rockmate.separation import (
+from rockmate.graph.chunking.linearity import check_linear, depending_on
+from rockmate.graph.chunking.rules import (
     CHUNK_ROWS,
     PARTIAL,
     InseparableError,

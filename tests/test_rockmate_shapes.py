@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
 from rockmate import planner as planner_file
-from rockmate import variants as variants_file
+from rockmate.planning import chunk_variants as variants_file
 
 LARGEST = (4, 48)
 SMALLER = [(4, 31), (2, 48), (3, 7)]
@@ -94,7 +94,7 @@ def test_smaller_shapes_take_over_the_schedule_and_equal_eager(
 
 def test_a_shape_that_comes_back_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from rockmate import step as step_file
-    from rockmate import symbolic
+    from rockmate.capture import symbolic
 
     model = language_model("llama")
     module = RockmateModule(model, words(LARGEST), 0.6)

@@ -26,17 +26,17 @@ from test_rockmate_certificate import (
 import rockmate.planner
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
-from rockmate.certificate import Certificate
-from rockmate.costs import Costs
-from rockmate.graph import Graph, Phase
-from rockmate.improving_search import _SMALLEST_SHRINKAGE
-from rockmate.one_level import OneLevel
-from rockmate.partition import BlockChain, partition
-from rockmate.schedule import no_recomputation
-from rockmate.several_levels import SeveralLevels
-from rockmate.simulate import simulate
-from rockmate.solver_time import SolverTime
-from rockmate.strategies import make_search
+from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Costs
+from rockmate.graph.blocks import BlockChain, partition
+from rockmate.graph.ir import Graph, Phase
+from rockmate.planning.knapsack_family import OneLevel
+from rockmate.planning.local_search import _SMALLEST_SHRINKAGE
+from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.strategies import make_search
+from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.simulate import simulate
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:

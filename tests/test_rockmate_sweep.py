@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 import rockmate
 from bench import measure
-from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow, measurement
-from rockmate.budget_sweep import Sweep, SweepError, SweepOptions, run_sweep
-from rockmate.measurement import SideBySide
-from rockmate.sweep_folder import SweepFolderError
+from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow
+from rockmate.sweeps import measure as measurement
+from rockmate.sweeps.measure import SideBySide
+from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
+from rockmate.sweeps.run import run_sweep
+from rockmate.sweeps.store import SweepFolderError
 
 MACHINE = "cpu-avx2"  # estimated times: two planners plan alike
 
@@ -356,5 +358,5 @@ def test_what_cannot_be_swept_is_told_before_the_work(
 
 def test_the_name_stays_a_function() -> None:
     assert callable(rockmate.sweep)
-    __import__("rockmate.budget_sweep")
+    __import__("rockmate.sweeps.run")
     assert callable(rockmate.sweep)

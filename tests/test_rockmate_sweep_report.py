@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from rockmate import SweepRow
-from rockmate.budget_sweep import Sweep, SweepOptions, run_sweep
-from rockmate.knees import knees, lower_hull
-from rockmate.svg_chart import ticks
-from rockmate.sweep_report import memory_points, report_html, times_ms
-from rockmate.sweep_row import compared
-from rockmate.sweep_table import recommendation_text, table_text
+from rockmate.sweeps.knees import knees, lower_hull
+from rockmate.sweeps.report import memory_points, report_html, times_ms
+from rockmate.sweeps.result import Sweep, SweepOptions
+from rockmate.sweeps.row import compared
+from rockmate.sweeps.run import run_sweep
+from rockmate.sweeps.svg_chart import ticks
+from rockmate.sweeps.table import recommendation_text, table_text
 
 # --- knees ---------------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ def test_memory_over_the_step_is_the_plans(found: Sweep) -> None:
 def test_long_schedules_keep_their_peak_in_the_drawing(
     found: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rockmate.sweep_report._MAX_POINTS", 7)
+    monkeypatch.setattr("rockmate.sweeps.report._MAX_POINTS", 7)
     plan = next(iter(found.plans.values()))
     points = memory_points(plan, plan.costs)
     assert len(points) <= 7

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from rockmate import InvalidBudgetError
-from rockmate.budget_range import budgets_in_bytes, parse_budgets
-from rockmate.model_source import ModelSourceError, load_model
-from rockmate.synthetic_sample import SampleError, SampleShape
+from rockmate.budget import budgets_in_bytes, parse_budgets
+from rockmate.hf.model_source import ModelSourceError, load_model
+from rockmate.hf.synthetic_sample import SampleError, SampleShape
 
 # --- budgets -------------------------------------------------------------------------------------------
 

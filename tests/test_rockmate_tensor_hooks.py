@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
-from rockmate.allocations import timeline
+from rockmate._torch.allocator import timeline
 
 ROWS, WIDTH = 8000, 160  # a head whose gradient would go in pieces
 

@@ -22,8 +22,8 @@ from rockmate import (
     RockmateModule,
     UnsupportedModelError,
 )
-from rockmate.allocations import timeline
-from rockmate.candidate import evenly
+from rockmate._torch.allocator import timeline
+from rockmate.planning.candidate import evenly
 
 TOKENS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(1))
 IMAGE = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))

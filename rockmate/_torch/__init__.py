@@ -1,0 +1,1 @@
+"""Private PyTorch interfaces, one function per need. Nothing else in this library names one."""

@@ -1,0 +1,88 @@
+"""TODO: capture.huggingface."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger("rockmate")
+
+
+@contextlib.contextmanager
+def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Answers for Hugging Face's mask code the questions that it would answer by reading values.
+
+    A mask that is given is never skipped: its values differ from batch to batch, and a traced mask is still taken as unknown.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or len(args) > 1:  # further positional arguments may be masks or positions
+        yield
+        return
+    answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
+    if kwargs.get("position_ids") is None:
+        answers["find_packed_sequence_indices"] = lambda position_ids: None
+    before = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
+    try:
+        for name in before:
+            setattr(masking, name, answers[name])
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking, name, function)
+
+
+@contextlib.contextmanager
+def training_only_features_off(model: nn.Module) -> Iterator[None]:
+    """Switches off the key/value cache, and says so, and gradient checkpointing, of which the planner says so."""
+    configs = [
+        module.config
+        for module in model.modules()
+        if hasattr(getattr(module, "config", None), "__dict__")
+    ]
+    settings = [
+        (config, vars(config).copy()) for config in configs
+    ]  # some forwards write to them (`problem_type`)
+    changed: list[tuple[Any, str]] = []
+    holders = {
+        id(holder): holder for module in model.modules() for holder in _cache_switches(module)
+    }
+    changed += [(holder, "use_cache") for holder in holders.values()]
+    changed += [(module, "gradient_checkpointing") for module in modules_with_checkpointing(model)]
+    if holders:
+        logger.info(
+            "use_cache is off in the planned forward: a training step has no use for past_key_values"
+        )
+    try:
+        for holder, name in changed:
+            setattr(holder, name, False)
+        yield
+    finally:
+        for holder, name in changed:
+            setattr(holder, name, True)
+        for config, before in settings:
+            for name in vars(config).keys() - before.keys():
+                delattr(config, name)
+            for name, value in before.items():
+                if vars(config).get(name) is not value:
+                    setattr(config, name, value)
+
+
+def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """The submodules in which Hugging Face's gradient checkpointing is switched on."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", None) is True
+    ]
+
+
+def _cache_switches(module: nn.Module) -> Iterator[Any]:
+    config = getattr(module, "config", None)
+    for holder in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)):
+        if getattr(holder, "use_cache", None) is True:
+            yield holder

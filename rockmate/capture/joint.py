@@ -1,0 +1,273 @@
+"""Module and sample -> joint graph: this and `rockmate/symbolic.py` are the only files that touch PyTorch's private tracing interface.
+
+`torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (torch 2.11 to 2.13) traces the plain module with fake tensors, no
+Dynamo, and returns forward and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here those become
+this project's own `Role`s, and everything that would let the trace differ from what eager runs is set for its duration:
+
+* the flags behind `torch.compiler.is_compiling()` and `is_exporting()` are on, so that model code does not read tensor values;
+* Hugging Face's mask code is told what it cannot read: without a padding mask there is no padding, without `position_ids` there is
+  no packing, so the captured graph runs the attention kernel that eager runs;
+* the key/value cache and gradient checkpointing of Hugging Face models are off: one is useless in training, the other is our job.
+
+Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and every flag are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from rockmate.capture.diagnose import explain_failure
+from rockmate.capture.huggingface import known_masks, training_only_features_off
+from rockmate.capture.opaque_module import install, record_calls, traced_as_ops
+from rockmate.capture.provenance import module_trail
+from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.capture.structure import Structure, flatten
+from rockmate.capture.trace_state import (
+    CAPTURE_LOCK,
+    attributes_kept,
+    compile_flags,
+    eager_kernels,
+    random_state_kept,
+    tensors_kept,
+    value_checks_deferred,
+)
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+
+logger = logging.getLogger("rockmate")
+
+
+def capture_joint(
+    model: nn.Module,
+    tensors: list[torch.Tensor],
+    structure: Structure,
+    *,
+    differentiable: Literal["loss", "all"] = "loss",
+    outputs: Literal["all", "loss"] = "all",
+    untraced: Sequence[str] = (),
+) -> Capture:
+    """Traces forward and backward of `model` for one input signature.
+
+    Args:
+        model: the module, in the mode that it will be trained in.
+        tensors: the tensors of the sample input; only their metadata matters.
+        structure: rebuilds `(args, kwargs)` from the tensors.
+        differentiable: "loss" cuts every output but the loss from the backward where the output has a loss; "all" keeps them all.
+        outputs: "loss" returns `None` for every output tensor but the loss.
+        untraced: paths of submodules that run as they are; recurrent layers do so in any case. See `rockmate.untraced`.
+
+    Raises:
+        InvalidSampleError: the model rejects the sample, or no output depends on anything that requires a gradient.
+        UnsupportedModelError: the model cannot be captured as one static graph; the message names the line.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    # Copies, since a sample that passes one tensor twice would be captured as a model with one input.
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
+    args, kwargs = structure.rebuild(tensors)
+    calls = record_calls(model, tensors, structure, untraced)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(CAPTURE_LOCK)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(compile_flags())
+        stack.enter_context(known_masks(args, kwargs))
+        stack.enter_context(value_checks_deferred())
+        stack.enter_context(eager_kernels())
+        stack.enter_context(training_only_features_off(model))
+        stack.enter_context(random_state_kept(tensors))
+        stack.enter_context(attributes_kept(model))
+        stack.enter_context(tensors_kept(model))
+        stack.enter_context(traced_as_ops(calls))
+        modules = stack.enter_context(module_trail(model))
+        try:
+            joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
+        except (InvalidSampleError, UnsupportedModelError):
+            raise
+        except Exception as error:
+            raise explain_failure(error, model, modules.innermost) from error
+        captured = joint.graph_module
+        install(captured.graph, calls)
+    if forward.notice:
+        logger.warning(
+            '%s; pass differentiable="all" if they are part of your loss', forward.notice
+        )
+    modules.name_backward(captured.graph)
+    return _with_roles(captured, forward)
+
+
+class _TensorsIn(nn.Module):
+    """The model as a function from tensors to a flat tuple of tensors, which is what the tracer's descriptors number."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._structure = structure
+        self._differentiable = differentiable
+        self._outputs = outputs
+        self.output_structure: Structure | None = None
+        self.differentiable_outputs: tuple[int, ...] = ()
+        self.cut_outputs: tuple[int, ...] = ()
+        self.notice = ""
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self._structure.rebuild(list(tensors))
+        buffers = _buffers_by_place(self.model)
+        output = self.model(*args, **kwargs)
+        _refuse_reassigned(buffers, _buffers_by_place(self.model))
+        flat, structure = flatten(output, what="the model's output")
+        loss = _find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
+        if self._outputs == "loss":
+            if loss is None:
+                msg = 'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave `outputs` at "all".'
+                raise InvalidSampleError(msg)
+            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
+        if self._differentiable == "loss" and loss is not None:
+            self.cut_outputs = tuple(
+                index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
+            )
+            scalars = sum(flat[index].numel() == 1 for index in self.cut_outputs)
+            self.notice = (
+                f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
+                if scalars
+                else ""
+            )
+            flat = [
+                tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)
+            ]
+        self.output_structure = structure
+        self.differentiable_outputs = tuple(
+            index for index, tensor in enumerate(flat) if tensor.requires_grad
+        )
+        if not self.differentiable_outputs:
+            msg = (
+                "no output of the model requires a gradient, so there is nothing to train. Unfreeze a parameter, pass labels, or "
+                "call the plain model."
+            )
+            raise InvalidSampleError(msg)
+        return tuple(_unshared(flat))
+
+
+def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Raises if the forward has put another tensor in the place of a buffer, which a graph cannot do for it."""
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
+    )
+    if changed:
+        msg = (
+            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured graph cannot repeat. Change it in "
+            "place instead (`buffer.copy_(...)`, `buffer.add_(...)`)."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def _find_loss(output: Any, flat: list[torch.Tensor], *, has_labels: bool) -> int | None:
+    """Index among `flat` of the output's loss, None if there is none.
+
+    That is an entry called `loss`, or the leading scalar of a tuple if the model was given `labels`.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if (
+        loss is None
+        and has_labels
+        and isinstance(output, tuple | list)
+        and len(flat) > 1
+        and flat[0] is output[0]
+    ):
+        loss = flat[0] if flat[0].ndim == 0 else None
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+        return None
+    return next((index for index, tensor in enumerate(flat) if tensor is loss), None)
+
+
+def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies differentiable outputs that share memory with an earlier one: each then has a gradient of its own."""
+    seen: set[int] = set()
+    result = []
+    for tensor in flat:
+        key = tensor.untyped_storage()._cdata
+        result.append(tensor.clone() if tensor.requires_grad and key in seen else tensor)
+        seen.add(key)
+    return result
+
+
+def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
+    made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
+    for node in made_by_code:
+        if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
+            msg = f"the model's forward uses a {type(getattr(joint, str(node.target))).__name__} object, which cannot be captured"
+            raise UnsupportedModelError(
+                f"{msg}. Use the default random generator, and tensors that are inputs or buffers."
+            )
+    constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    returned = joint.graph.output_node()
+    values: Any = returned.args[0]
+    inputs = tuple((node, _input_role(node.meta["desc"])) for node in placeholders)
+    inputs += tuple((node, Role(RoleKind.CONSTANT, name=str(node.target))) for node in made_by_code)
+    output_roles = tuple(
+        _output_role(descriptor) if isinstance(node, fx.Node) else None
+        for node, descriptor in zip(values, returned.meta["desc"], strict=True)
+    )
+    tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
+    if tangents != set(forward.differentiable_outputs):
+        missing = sorted(set(forward.differentiable_outputs) - tangents)
+        msg = (
+            f"output tensors {missing} of the model require grad but are its own inputs or parameters (or views of them). Return a "
+            "copy, or detach them."
+        )
+        raise UnsupportedModelError(msg)
+    assert forward.output_structure is not None
+    return Capture(
+        joint, inputs, output_roles, constants, forward.output_structure, forward.cut_outputs
+    )
+
+
+def _input_role(descriptor: Any) -> Role:
+    kind = type(descriptor).__name__
+    match kind:
+        case "ParamAOTInput":
+            return Role(RoleKind.PARAMETER, name=_own_name(descriptor.target))
+        case "BufferAOTInput":
+            return Role(RoleKind.BUFFER, name=_own_name(descriptor.target))
+        case "PlainAOTInput":
+            return Role(RoleKind.INPUT, index=descriptor.idx)
+        case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
+            return Role(RoleKind.TANGENT, index=descriptor.output.idx)
+    msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
+    raise UnsupportedModelError(msg)
+
+
+def _output_role(descriptor: Any) -> Role:
+    kind = type(descriptor).__name__
+    if kind == "PlainAOTOutput":
+        return Role(RoleKind.OUTPUT, index=descriptor.idx)
+    if kind == "InputMutationAOTOutput":
+        target = _input_role(descriptor.mutated_input)
+        if target.kind is RoleKind.BUFFER:
+            return Role(RoleKind.BUFFER_UPDATE, name=target.name)
+        if target.kind is RoleKind.INPUT:
+            return Role(RoleKind.INPUT_UPDATE, index=target.index)
+    if kind == "GradAOTOutput":
+        target = _input_role(descriptor.grad_of)
+        if target.kind is RoleKind.PARAMETER:
+            return Role(RoleKind.PARAMETER_GRADIENT, name=target.name)
+        if target.kind is RoleKind.INPUT:
+            return Role(RoleKind.INPUT_GRADIENT, index=target.index)
+    msg = f"the model has an output of kind {kind} ({descriptor}), which is not supported"
+    raise UnsupportedModelError(msg)
+
+
+def _own_name(target: str) -> str:
+    return target.removeprefix("model.")

@@ -1,0 +1,80 @@
+"""TODO: capture.roles."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from rockmate.capture.structure import Structure
+
+
+class RoleKind(enum.Enum):
+    """What an input or output of the joint graph stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    TANGENT = "tangent"
+    OUTPUT = "output"
+    BUFFER_UPDATE = "buffer_update"
+    INPUT_UPDATE = "input_update"
+    PARAMETER_GRADIENT = "parameter_gradient"
+    INPUT_GRADIENT = "input_gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One input or output of the joint graph: its kind, with the name (parameters, buffers, constants) or index (all others)."""
+
+    kind: RoleKind
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A joint graph and the meaning of its ends.
+
+    Each node's `meta["module"]` is the path of the innermost submodule that ran it, or whose op it differentiates.
+
+    Attributes:
+        joint: the functional forward and backward in one graph.
+        inputs: the role of each placeholder and of each constant tensor, in order.
+        output_roles: the role of each value that the graph returns; None for the gradient of an input that needs none.
+        constants: tensors that the model's code made from Python numbers, by name.
+        output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
+        cut_outputs: indices of the outputs that have a gradient in eager and none here.
+    """
+
+    joint: fx.GraphModule
+    inputs: tuple[tuple[fx.Node, Role], ...]
+    output_roles: tuple[Role | None, ...]
+    constants: Mapping[str, torch.Tensor]
+    output_structure: Structure
+    cut_outputs: tuple[int, ...]
+
+    @property
+    def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:
+        """Each value that the graph returns now, with its role."""
+        returned: Any = self.joint.graph.output_node().args[0]
+        return tuple(
+            (node, role)
+            for node, role in zip(returned, self.output_roles, strict=True)
+            if role is not None
+        )
+
+
+def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> Capture:
+    """The capture on a copy of its graph, where `twins` stand for its own nodes; no code is written for it, since none is run."""
+    with _use_lazy_graph_module(True):
+        joint = _make_graph_module(capture.joint, graph)
+    return replace(
+        capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs)
+    )

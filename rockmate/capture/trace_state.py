@@ -1,0 +1,149 @@
+"""TODO: capture.trace_state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rockmate.errors import UnsupportedModelError
+
+logger = logging.getLogger("rockmate")
+
+_PLAIN = (bool, int, float, str)
+_KERNELS = (
+    *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
+    *(f"{kind}{dims}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
+    *(f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")),
+    "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
+)  # fmt: skip
+"""Differentiable ATen ops with a kernel of their own that PyTorch would trace as a formula of smaller ops."""
+CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
+
+
+@contextlib.contextmanager
+def compile_flags() -> Iterator[None]:
+    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true."""
+    from torch._functorch import config
+
+    compiler = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        # Eager's backward runs outside the user's autocast. Not every supported release knows the setting.
+        known = (
+            {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+        )
+        with config.patch(known):
+            yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Keeps ops whole that PyTorch's Python dispatcher would trace as a formula: eager runs their kernel, which rounds otherwise."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    overloads = [
+        getattr(packet, name)
+        for packet in map(torch.ops.aten.__getattr__, _KERNELS)
+        for name in packet.overloads()
+    ]
+    formulas = [
+        (op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels
+    ]
+    try:
+        for op, key, _ in formulas:
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, formula in formulas:
+            op.py_kernels[key] = formula
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def value_checks_deferred() -> Iterator[None]:
+    """Captures `torch._check_tensor_all` as an assertion among the ops, instead of reading the tensor; `rewrite` leaves such ops out."""
+
+    def assert_all(condition: torch.Tensor, message: Any = None) -> None:
+        torch._assert_async(condition.all())
+
+    check = torch._check_tensor_all
+    torch._check_tensor_all = assert_all
+    try:
+        yield
+    finally:
+        torch._check_tensor_all = check
+
+
+@contextlib.contextmanager
+def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    failure: UnsupportedModelError | None = None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    except UnsupportedModelError as error:  # of which the draw is the likelier reason
+        failure = error
+    finally:
+        drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+    if drawn:
+        msg = (
+            "the model's forward draws from Python's or NumPy's random numbers, which a captured graph cannot repeat: it would train one "
+            "outcome for ever. Draw with torch, and keep control flow out of it (Hugging Face speech models: "
+            "config.apply_spec_augment=False)."
+        )
+        raise UnsupportedModelError(msg) from failure
+    if failure is not None:
+        raise failure
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back plain attributes that the forward changes (counters), which planned steps will leave alone."""
+    before = [
+        (module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in attributes.items():
+                if vars(module).get(name) != value:
+                    logger.warning(
+                        "the forward changes %s.%s, which planned steps do not",
+                        type(module).__name__,
+                        name,
+                    )
+                    setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Puts parameters and buffers back where the tracer leaves its own: in a module with two names, which it swaps once for each."""
+    places: list[dict[str, Any]] = [
+        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
+    ]
+    before = [dict(tensors) for tensors in places]
+    try:
+        yield
+    finally:
+        for tensors, own in zip(places, before, strict=True):
+            tensors.update(
+                {name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor}
+            )

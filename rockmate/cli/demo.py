@@ -1,0 +1,428 @@
+"""The main job on real input: one language model trained twice, eager and inside an activation budget, and compared.
+
+Both runs start from the same weights and see the same batches, random states and optimizer; they take their steps in turn, so
+that drift of the machine moves both times alike. The text is the sources of Python's standard library, which every machine has.
+Peaks are what `rockmate.allocations` reads from the allocator: the excess, within one forward and backward, over what was
+allocated when the forward was called, `.grad` in place. Runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate._torch.allocator import Timeline, timeline
+from rockmate.errors import RockmateError
+from rockmate.extras import require
+from rockmate.progress import clears_bars
+
+Batch = Mapping[str, torch.Tensor]
+
+BACKWARD_MARK = "rockmate.demo::backward"
+_HEAD_WIDTH = 64
+_NUM_BYTE_VALUES = 256
+_BYTES_PER_TOKEN = 16  # more than any tokenizer needs on source text
+_LEARNING_RATE = 1e-4
+_NUM_RECORDED_STEPS = 3
+
+
+class DemoError(RockmateError):
+    """The demonstration cannot run as asked; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What to train and how.
+
+    Attributes:
+        model: folder or cached name of a Hugging Face causal model; None builds a GPT-2 with random weights.
+        budget: activation budget as a fraction of eager's measured activation peak.
+        num_steps: training steps of each run.
+        num_layers: layers of the GPT-2 that is built.
+        width: its hidden size.
+        batch_size: sequences in a batch.
+        sequence_length: tokens in a sequence.
+        quiet: no progress on standard error.
+    """
+
+    model: str | None = None
+    budget: float = 0.4
+    num_steps: int = 6
+    num_layers: int = 12
+    width: int = 384
+    batch_size: int = 4
+    sequence_length: int = 256
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One of the two runs: the loss and the forward and backward time of each step, and the memory over one step."""
+
+    losses: Sequence[float]
+    times_ms: Sequence[float]
+    memory: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """Both runs, the plan, and what it took to make it."""
+
+    title: str
+    eager: Run
+    planned: Run
+    plan: Plan
+    planning_s: float
+    stage_s: Mapping[str, float]
+    equal_weights: bool
+
+    @property
+    def equal_losses(self) -> bool:
+        """Whether each step's loss is the same number in both runs."""
+        return self.eager.losses == self.planned.losses
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured peak is inside the budget."""
+        return self.planned.memory.peak_bytes <= self.plan.budget_bytes
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether everything that is promised came true."""
+        return self.equal_losses and self.equal_weights and self.fits
+
+    @property
+    def measured_ratio(self) -> float:
+        """Median over the steps of the planned run's time over eager's time of the same step."""
+        pairs = zip(self.planned.times_ms, self.eager.times_ms, strict=True)
+        return statistics.median(planned / eager for planned, eager in pairs)
+
+
+# --- the two runs ---------------------------------------------------------------------------------------
+
+
+def run(options: DemoOptions) -> DemoResult:
+    """Train both ways; `DemoError` and the package's other errors say what keeps it from running."""
+    transformers = require("transformers", extra="hf", purpose="the demonstration")
+    say = _silent if options.quiet else _to_standard_error
+    model, tokenize, kind = (
+        _built(transformers, options) if options.model is None else _loaded(transformers, options)
+    )
+    batches = _batches(tokenize, options)
+    model.train()
+    ours = copy.deepcopy(model)
+
+    say("measuring eager's activation peak")
+    eager_memory = _memory_of_step(model, model, batches[0])
+    budget_bytes = math.floor(options.budget * eager_memory.peak_bytes)
+    say(f"eager's peak is {_mib(eager_memory.peak_bytes)}; planning for {_mib(budget_bytes)}")
+    module, planner, planning_s = _plan(
+        ours, batches[0], budget_bytes, eager_memory.peak_bytes, progress=not options.quiet
+    )
+    planned_memory = _memory_of_step(module, ours, batches[0])
+
+    eager_steps, planned_steps = _train_in_turn(
+        model, (ours, module), batches, show=not options.quiet
+    )
+    return DemoResult(
+        title=_title(kind, model, options),
+        eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
+        planned=Run(losses=planned_steps[0], times_ms=planned_steps[1], memory=planned_memory),
+        plan=module.plan,
+        planning_s=planning_s,
+        stage_s=dict(planner.timings),
+        equal_weights=_equal_weights(model, ours),
+    )
+
+
+def _memory_of_step(call: Callable[..., Any], owner: nn.Module, batch: Batch) -> Timeline:
+    # The first step makes `.grad` and library buffers; with those in place the others are steps like any other. Of those the one
+    # with the largest peak, and the one least disturbed by the rest of the machine, is shown.
+    _step(call, batch, seed=0)
+    recorded = []
+    for _ in range(_NUM_RECORDED_STEPS):
+        owner.zero_grad(set_to_none=False)
+        recorded.append(timeline(lambda: _step(call, batch, seed=0)))
+    owner.zero_grad(set_to_none=False)
+    return min(recorded, key=lambda memory: (-memory.peak_bytes, memory.duration_s))
+
+
+def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
+    """Forward and backward from a fixed random state; the outputs live until it is over, as in a loop that logs them."""
+    torch.manual_seed(seed)
+    outputs = call(**batch)
+    with torch.profiler.record_function(BACKWARD_MARK):
+        outputs.loss.backward()
+    return outputs.loss.item()
+
+
+def _plan(
+    model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, *, progress: bool
+) -> tuple[Any, Planner, float]:
+    start = time.perf_counter()
+    planner = Planner(
+        model, batch, progress=progress and clears_bars(), allow_chunking=False
+    )  # the demo promises every bit
+    try:
+        module = planner.module(budget_bytes)
+    except InfeasibleBudgetError as error:
+        smallest = math.ceil(1000 * error.minimum_bytes / eager_bytes) / 1000
+        msg = f"{error} As a fraction of eager's measured peak: --budget {smallest:.3f}."
+        raise DemoError(msg) from error
+    return module, planner, time.perf_counter() - start
+
+
+_Steps = tuple[list[float], list[float]]
+
+
+def _train_in_turn(
+    model: nn.Module,
+    planned: tuple[nn.Module, Callable[..., Any]],
+    batches: Sequence[Batch],
+    *,
+    show: bool,
+) -> tuple[_Steps, _Steps]:
+    """Losses and times in ms of the eager run and of the planned one, whose weights and call are given apart."""
+    lanes = ((model, model), planned)
+    optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
+    steps: tuple[_Steps, _Steps] = (([], []), ([], []))
+    bar = tqdm(batches, desc="training, eager and planned in turn", unit="step", disable=not show)
+    for index, batch in enumerate(bar):
+        for (owner, call), optimizer, (losses, times_ms) in zip(
+            lanes, optimizers, steps, strict=True
+        ):
+            start = time.perf_counter()
+            loss = _step(call, batch, seed=index + 1)
+            times_ms.append((time.perf_counter() - start) * 1e3)
+            losses.append(loss)
+            optimizer.step()
+            owner.zero_grad(set_to_none=False)
+        bar.set_postfix_str(" | ".join(f"loss {losses[-1]:.4f}" for losses, _ in steps))
+    return steps
+
+
+def _equal_weights(model: nn.Module, ours: nn.Module) -> bool:
+    pairs = zip(model.parameters(), ours.parameters(), strict=True)
+    return all(torch.equal(first, second) for first, second in pairs)
+
+
+# --- model and text -------------------------------------------------------------------------------------
+
+_Tokenize = Callable[[bytes, int], list[int]]
+
+
+def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokenize, str]:
+    """A GPT-2 over bytes, from its configuration: nothing is downloaded."""
+    config = transformers.GPT2Config(
+        vocab_size=_NUM_BYTE_VALUES,
+        n_positions=max(options.sequence_length, 2),
+        n_layer=options.num_layers,
+        n_head=max(1, options.width // _HEAD_WIDTH),
+        n_embd=options.width,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    if options.width % config.n_head:
+        msg = f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple of {_HEAD_WIDTH}."
+        raise DemoError(msg)
+    torch.manual_seed(0)
+    kind = (
+        f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
+    return model, lambda text, length: list(text[:length]), kind
+
+
+def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokenize, str]:
+    """The user's model and tokenizer, from a folder or from the local cache."""
+    if options.quiet:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model, config=config, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        msg = (
+            f"cannot load {options.model!r} as a causal language model from this machine: {_first_line(error)} Give a folder "
+            "that holds a configuration, weights and a tokenizer, or the name of a model that has been downloaded before."
+        )
+        raise DemoError(msg) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and options.sequence_length > longest:
+        msg = f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. Take {longest} or fewer."
+        raise DemoError(msg)
+
+    def tokenize(text: bytes, length: int) -> list[int]:
+        return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)[
+            "input_ids"
+        ]
+
+    return model, tokenize, f"{options.model} ({type(model).__name__})"
+
+
+def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
+    """One batch a step. Each sequence of a batch has a stretch of the text of its own, in which it advances from step to step."""
+    text, length = standard_library_text(), options.sequence_length
+    excerpt_bytes = length * _BYTES_PER_TOKEN
+    stretch_bytes = len(text) // options.batch_size
+    if stretch_bytes < options.num_steps * excerpt_bytes:
+        msg = (
+            f"the sources of Python's standard library hold {len(text):,} bytes, too few for {options.num_steps} steps of "
+            f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
+        )
+        raise DemoError(msg)
+    batches = []
+    for step in range(options.num_steps):
+        starts = [
+            sequence * stretch_bytes + step * excerpt_bytes
+            for sequence in range(options.batch_size)
+        ]
+        sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
+        if any(len(sequence) != length for sequence in sequences):
+            msg = f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. Take fewer --tokens."
+            raise DemoError(msg)
+        tokens = torch.tensor(sequences)
+        batches.append({"input_ids": tokens, "labels": tokens})
+    return batches
+
+
+def standard_library_text() -> bytes:
+    """The sources of Python's standard library, its public top-level modules in the order of their names."""
+    folder = Path(os.__file__).parent
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
+
+
+# --- what a person reads --------------------------------------------------------------------------------
+
+
+def report(result: DemoResult) -> str:
+    """The one table, and what follows from it."""
+    plan, eager, planned = result.plan, result.eager, result.planned
+    eager_bytes = eager.memory.peak_bytes
+    eager_ms, planned_ms = statistics.median(eager.times_ms), statistics.median(planned.times_ms)
+    rows = [("", "eager", "RockmateModule", "ratio")]
+    for index, (theirs, own) in enumerate(zip(eager.losses, planned.losses, strict=True)):
+        verdict = "identical" if theirs == own else "DIFFERENT"
+        rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
+    rows += [
+        (),
+        (
+            "activation budget",
+            "",
+            _mib(plan.budget_bytes),
+            f"{plan.budget_bytes / eager_bytes:.3f}",
+        ),
+        (
+            "activation peak, predicted",
+            _mib(plan.baseline_peak_bytes),
+            _mib(plan.predicted_peak_bytes),
+            f"{plan.predicted_peak_bytes / plan.baseline_peak_bytes:.3f}",
+        ),
+        (
+            "activation peak, measured",
+            _mib(eager_bytes),
+            _mib(planned.memory.peak_bytes),
+            f"{planned.memory.peak_bytes / eager_bytes:.3f}",
+        ),
+        (
+            "step time, predicted",
+            _ms(plan.baseline_ms),
+            _ms(plan.predicted_ms),
+            f"{plan.predicted_ms / plan.baseline_ms:.3f}",
+        ),
+        (
+            "step time, measured (median)",
+            _ms(eager_ms),
+            _ms(planned_ms),
+            f"{result.measured_ratio:.3f}",
+        ),
+        ("planning time", "", f"{result.planning_s:.1f} s", ""),
+    ]
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
+    lines = [result.title, "", *_table(rows)]
+    if stages:
+        lines += ["", f"Planning: {stages}."]
+    lines.append(
+        "Measured times are medians; their ratio is the median over steps of one step's time over the other's right before it."
+    )
+    return "\n".join([*lines, *_verdicts(result)]) + "\n"
+
+
+def _verdicts(result: DemoResult) -> list[str]:
+    num_steps = len(result.eager.losses)
+    if result.equal_losses and result.equal_weights:
+        lines = [
+            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit by bit."
+        ]
+    elif result.equal_losses:
+        lines = [
+            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after them are not."
+        ]
+    else:
+        lines = ["FAILED: the losses are not identical."]
+    measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
+    if result.fits:
+        lines.append(
+            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to spare."
+        )
+    else:
+        lines.append(f"FAILED: the measured peak is {measured - budget:,} bytes above the budget.")
+    return lines
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned first column, the others right-aligned; an empty row is a rule, and one follows the head."""
+    filled = [row for row in rows if row]
+    widths = [max(len(row[column]) for row in filled) for column in range(len(filled[0]))]
+    rule = "  ".join("-" * width for width in widths)
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+        cells[:1] = [cell.ljust(widths[0]) for cell in row[:1]]
+        lines.append("  ".join(cells).rstrip() if row else rule)
+    lines.insert(1, rule)
+    return lines
+
+
+def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shape = f"{options.batch_size} x {options.sequence_length} tokens"
+    machine = f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}"
+    return f"{kind}: {num_parameters / 1e6:.1f} M parameters, {shape}, {machine}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0].strip() or type(error).__name__
+    return text if text.endswith((".", "?", "!")) else text + "."
+
+
+def _to_standard_error(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _silent(line: str) -> None:
+    del line

@@ -1,0 +1,424 @@
+"""The command `rockmate`: `demo` trains a model eager and inside a budget; `sweep` tells what each budget costs; `plan` makes one plan.
+
+Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no budget of a sweep was feasible; 2 it
+could not run as asked; 130 it was interrupted, and what a sweep had measured is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rockmate.cli.demo import DemoOptions
+    from rockmate.hf.model_source import SourcedModel
+    from rockmate.sweeps.result import Sweep
+
+_PLOT_NAME = "memory.png"
+_DTYPES = ("float32", "bfloat16", "float16")  # as in rockmate.model_source, which imports torch
+_MODEL_HELP = (
+    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a configuration is ever fetched); or "
+    "package.module:function, which returns (model, sample_input)"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and give the exit code."""
+    arguments = _parser().parse_args(argv)
+    from rockmate.errors import RockmateError  # after parsing: `--help` needs no torch
+
+    try:
+        return _with_threads(arguments)
+    except RockmateError as error:
+        sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
+        return 130
+
+
+def _with_threads(arguments: argparse.Namespace) -> int:
+    import torch
+
+    run: Callable[[argparse.Namespace], int] = {
+        "demo": _run_demo,
+        "sweep": _run_sweep,
+        "plan": _run_plan,
+    }[arguments.command]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads or num_threads)
+    try:
+        return run(arguments)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# --- arguments -----------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rockmate", description="Train a PyTorch model inside an activation budget."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
+    _add_sweep(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a language model eager and inside a budget, and compare",
+        description=(
+            "Train one language model twice on the sources of Python's standard library, eager and inside an activation budget, "
+            "from the same weights on the same batches; print one table and plot the memory over a step. Nothing is downloaded."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument(
+        "--model",
+        help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
+    )
+    demo.add_argument(
+        "--budget", type=_fraction, default=0.4, help="fraction of eager's measured activation peak"
+    )
+    demo.add_argument("--steps", type=_positive, default=6, help="training steps of each run")
+    demo.add_argument("--batch", type=_positive, default=4, help="sequences in a batch")
+    demo.add_argument("--tokens", type=_at_least_two, default=256, help="tokens in a sequence")
+    demo.add_argument("--layers", type=_positive, help="layers of the built GPT-2 (default: 12)")
+    demo.add_argument(
+        "--width", type=_positive, help="hidden size of the built GPT-2 (default: 384)"
+    )
+    demo.add_argument(
+        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
+    )
+    demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
+
+
+def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sweep = commands.add_parser(
+        "sweep",
+        help="what each of many budgets costs in time, from one capture of a model",
+        description=(
+            "Capture a model once, plan for many activation budgets, and with --measure train a few steps at each beside eager. Prints a "
+            "table, and with --out writes sweep.jsonl, sweep.csv, a page sweep.html and plans to train with; the same command again "
+            "skips what is measured."
+        ),
+    )
+    _add_model_arguments(sweep)
+    sweep.add_argument(
+        "--budgets",
+        metavar="B",
+        help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; a number up to 1 is a fraction of the "
+        "peak with nothing recomputed (default: every tenth of that, down to the smallest peak without chunks)",
+    )
+    sweep.add_argument(
+        "--strategies",
+        type=_names,
+        default=("rockmate",),
+        metavar="S,S",
+        help="to compare (default: rockmate)",
+    )
+    sweep.add_argument(
+        "--measure",
+        action="store_true",
+        help="train a few steps at each budget, and hold them against eager",
+    )
+    sweep.add_argument(
+        "--steps",
+        type=_positive,
+        default=5,
+        help="steps that --measure takes at each budget (default: 5)",
+    )
+    sweep.add_argument("--out", type=Path, metavar="DIR", help="where rows, report and plans go")
+    sweep.add_argument("--quiet", action="store_true", help="no progress, only the table")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="one plan for one budget",
+        description="Plan for one activation budget: print what it keeps and recomputes, and save it to train with.",
+    )
+    _add_model_arguments(plan)
+    plan.add_argument(
+        "--budget",
+        required=True,
+        help="a fraction up to 1 of the peak with nothing recomputed, a size as 2GiB, or bytes",
+    )
+    plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
+    plan.add_argument(
+        "--explain",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a value or submodule to explain; repeatable",
+    )
+    plan.add_argument(
+        "--tree",
+        action="store_true",
+        help="the blocks as a tree by module path, instead of one by one",
+    )
+    plan.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_model_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    command.add_argument(
+        "--batch",
+        type=_positive,
+        help="sequences or images of a configuration's sample (default: 2)",
+    )
+    command.add_argument(
+        "--tokens",
+        type=_at_least_two,
+        help="in a sequence (default: 256, or as many as the model takes)",
+    )
+    command.add_argument(
+        "--image-size",
+        type=_positive,
+        help="pixels along an image's side (default: as in the configuration)",
+    )
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)"
+    )
+    command.add_argument(
+        "--device",
+        default="cpu",
+        help="where a configuration's model is built and measured (default: cpu)",
+    )
+    command.add_argument(
+        "--allow-chunking",
+        action=argparse.BooleanOptionalAction,
+        help="run the loss block in chunks wherever that is faster, or never (default: for budgets that nothing else meets)",
+    )
+    command.add_argument(
+        "--untraced",
+        type=_names,
+        default=(),
+        metavar="PATH,PATH",
+        help="submodules that run as they are, since they cannot be captured",
+    )
+    command.add_argument(
+        "--machine",
+        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml",
+    )
+    command.add_argument(
+        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+    )
+
+
+# --- demo ----------------------------------------------------------------------------------------------
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    from rockmate.cli import demo, plot
+    from rockmate.extras import require
+
+    options = _demo_options(arguments)
+    require(
+        "matplotlib.figure", extra="plot", purpose="the demonstration"
+    )  # now rather than after the training
+    _make_folder(arguments.out)
+    result = demo.run(options)
+    sys.stdout.write(demo.report(result))
+    path = arguments.out / _PLOT_NAME
+    plot.save_memory_plot(result, path, backward_mark=demo.BACKWARD_MARK)
+    sys.stdout.write(f"Plot: {path}\n")
+    return 0 if result.succeeded else 1
+
+
+def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
+    from rockmate.cli.demo import DemoError, DemoOptions
+
+    size = {"num_layers": arguments.layers, "width": arguments.width}
+    size = {name: value for name, value in size.items() if value is not None}
+    if arguments.model is not None and size:
+        msg = (
+            "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
+        )
+        raise DemoError(msg)
+    return DemoOptions(
+        model=arguments.model,
+        budget=arguments.budget,
+        num_steps=arguments.steps,
+        batch_size=arguments.batch,
+        sequence_length=arguments.tokens,
+        quiet=arguments.quiet,
+        **size,
+    )
+
+
+def _make_folder(path: Path) -> None:
+    from rockmate.cli.demo import DemoError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"cannot make the folder {path}: {error.strerror}. Give another --out."
+        raise DemoError(msg) from error
+
+
+# --- sweep and plan ------------------------------------------------------------------------------------
+
+
+def _run_sweep(arguments: argparse.Namespace) -> int:
+    from rockmate.sweeps.result import SweepOptions
+    from rockmate.sweeps.run import check_options, run_sweep
+    from rockmate.sweeps.store import SweepFolder
+
+    options = SweepOptions(
+        budgets=arguments.budgets,
+        strategies=arguments.strategies,
+        measure=arguments.measure,
+        num_steps=arguments.steps,
+        progress=not arguments.quiet,
+    )
+    check_options(options, arguments.machine)  # all that can be told before the model is built
+    if arguments.out is not None:
+        SweepFolder(arguments.out)
+    source = _source(arguments)
+    try:
+        found = run_sweep(
+            source.model,
+            source.sample_input,
+            options,
+            title=source.title,
+            out=arguments.out,
+            machine=arguments.machine,
+            allow_chunking=arguments.allow_chunking,
+            untraced=arguments.untraced,
+        )
+    except KeyboardInterrupt:
+        if arguments.out is not None:
+            sys.stderr.write(
+                f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
+            )
+        raise
+    sys.stdout.write(_sweep_text(found, arguments.out))
+    return 0 if found.plans and not found.broken_promises else 1
+
+
+def _sweep_text(found: Sweep, out: Path | None) -> str:
+    from rockmate.budget import size_text
+    from rockmate.sweeps.table import recommendation_text, table_text
+
+    baseline = found.baseline
+    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
+    lines = [
+        found.title,
+        f"nothing recomputed: {size_text(baseline.baseline_peak_bytes)}, {baseline.baseline_ms:,.1f} ms a step ({stages})",
+        "",
+        table_text(found, width=shutil.get_terminal_size().columns),
+    ]
+    lines += ["", recommendation_text(found)] if found.recommended else []
+    lines += (
+        ["", *(f"FAILED: {line}" for line in found.broken_promises)]
+        if found.broken_promises
+        else []
+    )
+    lines += ["", f"Report: {out / 'sweep.html'}"] if out is not None else []
+    return "\n".join(lines) + "\n"
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from rockmate.budget import parse_budgets
+    from rockmate.planner import Planner
+    from rockmate.progress import clears_bars
+    from rockmate.sweeps.result import SweepError, SweepOptions
+    from rockmate.sweeps.run import check_options
+
+    check_options(
+        SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine
+    )
+    budgets = parse_budgets(arguments.budget)
+    if len(budgets) != 1:
+        raise SweepError(
+            f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, or use `rockmate sweep`."
+        )
+    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
+        raise SweepError(
+            f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out."
+        )
+    source = _source(arguments)
+    planner = Planner(
+        source.model,
+        source.sample_input,
+        progress=not arguments.quiet and clears_bars(),
+        machine=arguments.machine,
+        allow_chunking=arguments.allow_chunking,
+        untraced=arguments.untraced,
+    )
+    plan = planner.plan(budgets[0], strategy=arguments.strategy)
+    details = [str(plan.explain(name)) for name in arguments.explain] or [
+        plan.tree() if arguments.tree else plan.block_table()
+    ]
+    sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
+    if arguments.out is not None:
+        try:
+            plan.save(arguments.out)
+        except OSError as error:
+            raise SweepError(
+                f"cannot write {arguments.out}: {error.strerror}. Give another --out."
+            ) from error
+        sys.stdout.write(f"\nPlan: {arguments.out}\n")
+    return 0
+
+
+def _source(arguments: argparse.Namespace) -> SourcedModel:
+    from rockmate.costs.machine import load_machine
+    from rockmate.hf.model_source import load_model
+    from rockmate.hf.synthetic_sample import SampleShape
+
+    if arguments.machine is not None:
+        load_machine(arguments.machine)  # told now if it is not known
+    shape = SampleShape(
+        batch_size=arguments.batch or 2,
+        num_tokens=arguments.tokens,
+        image_size=arguments.image_size,
+    )
+    device = "meta" if arguments.machine is not None else arguments.device
+    return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+
+
+# --- values of arguments -------------------------------------------------------------------------------
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _at_least_two(text: str) -> int:
+    return _at_least(text, 2)  # a language model predicts the second token from the first
+
+
+def _at_least(text: str, smallest: int) -> int:
+    value = int(text)
+    if value < smallest:
+        raise argparse.ArgumentTypeError(f"{text} is below {smallest}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Time and workspace of each op, measured on the device or estimated for a machine."""

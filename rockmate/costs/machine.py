@@ -1,0 +1,241 @@
+"""What a machine is to a cost model: peak rates, what share of them kinds of ops reach, launch latency, allocation granularity.
+
+A description is a small TOML file. Those in `rockmate/costs/machines/` are known by name; one's own is given by its path. All keys but
+those of `[nanoseconds_per_element]` are required:
+
+```toml
+device = "cuda"              # "cuda" or "cpu"
+launch_us = 4.0              # from one op's start to the next one's, if they do nothing
+bandwidth_gb_per_s = 3350    # peak, 1e9 bytes a second
+allocation_bytes = 512       # the allocator rounds up to multiples of it
+
+[peak_tflops]                # by dtype, dense, 1e12 floating point operations a second
+float32 = 66.9
+bfloat16 = 989.4
+
+[efficiency]                 # share of those peaks that kinds of ops reach
+matmul = 0.7
+convolution = 0.5
+attention = 0.5
+memory = 0.85
+
+[nanoseconds_per_element]    # where arithmetic other than products is the limit, as on CPUs; 0 where left out
+transcendental = 2.0         # gelu, softmax, exp and the like, per element written
+normalization = 1.0          # layer and batch normalisation
+random = 5.0                 # drawing a dropout mask
+```
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rockmate.errors import MachineError
+
+_DEVICES = ("cpu", "cuda")
+_EFFICIENCIES = ("matmul", "convolution", "attention", "memory")
+_ELEMENT_KINDS = ("transcendental", "normalization", "random")
+_NUMBERS = ("launch_us", "bandwidth_gb_per_s", "allocation_bytes")
+_TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine as a cost model sees it; see this module's text for what each figure means.
+
+    Attributes:
+        name: what messages call it.
+        device: "cuda" or "cpu".
+        launch_us: microseconds that an op takes if it does nothing.
+        bandwidth_gb_per_s: peak of its memory, 1e9 bytes a second.
+        allocation_bytes: allocations are multiples of it.
+        peak_tflops: 1e12 floating point operations a second, by the dtype's name.
+        efficiency: share of a peak that is reached, for "matmul", "convolution", "attention" and "memory".
+        nanoseconds_per_element: least time of an element written, for "transcendental", "normalization" and "random" ops.
+    """
+
+    name: str
+    device: str
+    launch_us: float
+    bandwidth_gb_per_s: float
+    allocation_bytes: int
+    peak_tflops: Mapping[str, float]
+    efficiency: Mapping[str, float]
+    nanoseconds_per_element: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that tensors are on there."""
+        return torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
+
+    def compute_ms(self, flops: float, dtype: torch.dtype, kind: str) -> float:
+        """Time of so many floating point operations in ops of a kind.
+
+        Raises:
+            MachineError: the machine has no peak for the dtype.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.peak_tflops:
+            msg = (
+                f"machine {self.name!r} has no peak for {name}, in which the model computes products; it has those for "
+                f"{', '.join(self.peak_tflops)}. Add {name} to [peak_tflops] in a description of your own, or change the model's dtype."
+            )
+            raise MachineError(msg)
+        return flops / (self.peak_tflops[name] * self.efficiency[kind] * 1e9)
+
+    def memory_ms(self, num_bytes: float) -> float:
+        """Time to read or write so many bytes."""
+        return num_bytes / (self.bandwidth_gb_per_s * self.efficiency["memory"] * 1e6)
+
+    def elements_ms(self, num_elements: int, kind: str) -> float:
+        """Least time of so many elements in ops of a kind."""
+        return num_elements * self.nanoseconds_per_element.get(kind, 0.0) / 1e6
+
+    @property
+    def launch_ms(self) -> float:
+        """Time of an op that does nothing."""
+        return self.launch_us / 1e3
+
+    def rounded_bytes(self, num_bytes: int) -> int:
+        """What the allocator counts for so many bytes."""
+        return -(-num_bytes // self.allocation_bytes) * self.allocation_bytes
+
+
+def known_machines() -> list[str]:
+    """Names of the machines whose descriptions come with this package."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in _shipped().iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def load_machine(machine: str | Path | Machine) -> Machine:
+    """A machine's description.
+
+    Args:
+        machine: the name of a known one, the path of a TOML file (a `Path`, or text that ends in ".toml"), or a description.
+
+    Raises:
+        MachineError: the name is not known, there is no such file, the file lacks a figure or has one that is none, or it is neither a
+            name nor a path nor a description.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if not isinstance(machine, str | Path):
+        msg = f"machine {machine!r} is of type {type(machine).__name__}; a name, a path or a rockmate.Machine is needed. {_how_to()}"
+        raise MachineError(msg)
+    if isinstance(machine, Path) or machine.endswith(".toml"):
+        path = Path(machine)
+        if not path.is_file():
+            msg = f"there is no machine description {path}. {_how_to()}"
+            raise MachineError(msg)
+        return _read(path.stem, str(path), path.read_text(encoding="utf-8"))
+    if machine not in known_machines():
+        msg = f"machine {machine!r} is not known. {_how_to()}"
+        raise MachineError(msg)
+    return _read(machine, machine, (_shipped() / f"{machine}.toml").read_text(encoding="utf-8"))
+
+
+def _shipped() -> Any:
+    return resources.files("rockmate.costs") / "machines"
+
+
+def _how_to() -> str:
+    return (
+        f"Known are {', '.join(known_machines())}. For another, write a TOML file with {', '.join(('device', *_NUMBERS))} and the tables "
+        f"{', '.join(f'[{table}]' for table in _TABLES)}, as `help('rockmate.machine')` shows, and pass its path, which ends in .toml."
+    )
+
+
+def _read(name: str, origin: str, text: str) -> Machine:
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        msg = f"{origin} is no TOML ({error}). {_how_to()}"
+        raise MachineError(msg) from error
+    unknown = content.keys() - {"device", *_NUMBERS, *_TABLES}
+    if unknown:
+        raise MachineError(
+            f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}"
+        )
+    if content.get("device") not in _DEVICES:
+        raise MachineError(
+            f"{origin} has device = {content.get('device')!r}; write one of {', '.join(map(repr, _DEVICES))}."
+        )
+    tables = {table: _figures(origin, f"[{table}]", content.get(table, {})) for table in _TABLES}
+    _refuse_other_keys(
+        origin, "[efficiency]", tables["efficiency"], _EFFICIENCIES, are_required=True
+    )
+    _refuse_other_keys(
+        origin, "[nanoseconds_per_element]", tables["nanoseconds_per_element"], _ELEMENT_KINDS
+    )
+    numbers = _figures(
+        origin, "the file", {key: content[key] for key in _NUMBERS if key in content}
+    )
+    _refuse_other_keys(origin, "the file", numbers, _NUMBERS, are_required=True)
+    if not tables["peak_tflops"]:
+        raise MachineError(
+            f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as `float32 = 19.5`."
+        )
+    if not all(
+        isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in tables["peak_tflops"]
+    ):
+        raise MachineError(
+            f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(tables['peak_tflops'])}."
+        )
+    if any(share > 1 for share in tables["efficiency"].values()):
+        raise MachineError(
+            f"{origin} has an efficiency above 1: {tables['efficiency']}. It is the share of a peak that is reached."
+        )
+    return Machine(
+        name=name,
+        device=content["device"],
+        launch_us=numbers["launch_us"],
+        bandwidth_gb_per_s=numbers["bandwidth_gb_per_s"],
+        allocation_bytes=_whole(origin, numbers["allocation_bytes"]),
+        **tables,
+    )
+
+
+def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise MachineError(f"{origin} has {values!r} where {place} is a table. {_how_to()}")
+    for key, value in values.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
+            raise MachineError(
+                f"{origin} has {key} = {value!r} in {place}; write a number above 0."
+            )
+    return dict(values)
+
+
+def _refuse_other_keys(
+    origin: str,
+    place: str,
+    found: Mapping[str, float],
+    allowed: tuple[str, ...],
+    *,
+    are_required: bool = False,
+) -> None:
+    wrong = [key for key in found if key not in allowed]
+    missing = [key for key in allowed if key not in found] if are_required else []
+    if wrong or missing:
+        what = f"has {wrong[0]!r} in {place}" if wrong else f"lacks {missing[0]!r} in {place}"
+        raise MachineError(f"{origin} {what}, which holds {', '.join(allowed)}. {_how_to()}")
+
+
+def _whole(origin: str, value: float) -> int:
+    if value != int(value):
+        raise MachineError(f"{origin} has allocation_bytes = {value}; write a whole number.")
+    return int(value)

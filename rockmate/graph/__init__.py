@@ -1,0 +1,1 @@
+"""The intermediate representation, ops on storages, and the passes over it."""

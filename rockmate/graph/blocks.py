@@ -1,0 +1,316 @@
+"""Graph -> chain of blocks.
+
+A *cut* is a place in forward order that one large storage crosses, once *carried* storages are set aside: small ones, and ones that
+live across many blocks (masks, rotary tables, an encoder's output, skips). A carried storage stays from its making to its last
+read, backward included, and is recomputed by nobody. How long a storage must live to be carried is chosen so that what stays plus
+the largest block is smallest, since no plan over these blocks gets below about that.
+
+Backward ops go to the block of the forward op that they differentiate (autograd's sequence number ties them), and never to a later
+block than the ops whose gradients they read, so that the blocks of the backward run one after the other, last block first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rockmate.graph.ir import Graph, Op, Phase, Storage
+
+_SMALL_SHARES = (
+    1e-3,
+    3e-4,
+    1e-4,
+    3e-5,
+)  # of all activation bytes: a storage below may be carried rather than prevent a cut
+_LIFETIMES = (
+    24,
+    48,
+    96,
+    200,
+    1 << 60,
+)  # in forward ops: a storage that lives longer may be carried
+_MAX_BLOCKS = 100
+_MIN_LARGE_OPS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A run of forward ops between two cuts, with the backward ops that belong to them.
+
+    Attributes:
+        forward: forward ops in order.
+        backward: late and backward ops in order.
+        input: the boundary that enters, None for the first block.
+        output: the boundary that leaves, None for the last block.
+    """
+
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    input: Storage | None
+    output: Storage | None
+
+    @property
+    def name(self) -> str:
+        """The submodules that its ops come from, shortened to their common path."""
+        return _common_path([op.module for op in self.forward if op.module]) or "the model's root"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockChain:
+    """The blocks in forward order, and what none of them may recompute.
+
+    Attributes:
+        blocks: in forward order.
+        carried: storages that stay from their making to their last read.
+    """
+
+    blocks: tuple[Block, ...]
+    carried: frozenset[Storage]
+
+    def span(self, first: int, last: int) -> Block:
+        """Blocks `first` to `last`, both included, as one."""
+        part = self.blocks[first : last + 1]
+        return Block(
+            tuple(op for block in part for op in block.forward),
+            tuple(op for block in reversed(part) for op in block.backward),
+            part[0].input,
+            part[-1].output,
+        )
+
+    def with_backward_as_in(self, order: Sequence[Op]) -> BlockChain:
+        """The same blocks with the late and backward ops of each in the order in which they stand in `order`."""
+        place = {op: position for position, op in enumerate(order)}
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, backward=tuple(sorted(block.backward, key=place.__getitem__)))
+                for block in self.blocks
+            ),
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            f"{index:4d} {len(block.forward):3d} forward {len(block.backward):3d} backward ops, "
+            f"output {block.output.num_bytes if block.output else 0:>12,} B  {block.name}"
+            for index, block in enumerate(self.blocks)
+        ]
+        return "\n".join(
+            [
+                *rows,
+                f"carried: {len(self.carried)} storages, {sum(s.num_bytes for s in self.carried):,} B",
+            ]
+        )
+
+
+def partition(graph: Graph) -> BlockChain:
+    """Cuts the graph into a chain of blocks; a graph without cuts becomes one block."""
+    forward = graph.forward_ops
+    lives = _forward_lives(forward)
+    total = sum(storage.num_bytes for storage in lives)
+    tried: dict[tuple[int, ...], BlockChain] = {}
+    for share, lifetime in itertools.product(_SMALL_SHARES, _LIFETIMES):
+        small = total * share
+        carried = frozenset(
+            s
+            for s, (born, last) in lives.items()
+            if last > born and (s.num_bytes <= small or last - born > lifetime)
+        )
+        boundary_at = _cuts(forward, lives, carried)
+        cuts = tuple(_merge_small(forward, sorted(boundary_at), small))
+        if cuts not in tried:
+            tried[cuts] = _assemble(
+                graph, forward, cuts, carried, [boundary_at[cut] for cut in cuts]
+            )
+    return min(tried.values(), key=_floor)
+
+
+def _forward_lives(forward: Sequence[Op]) -> dict[Storage, tuple[int, int]]:
+    """For each storage of the forward the positions where it is made and last read by the forward."""
+    lives: dict[Storage, tuple[int, int]] = {}
+    for position, op in enumerate(forward):
+        for storage in op.reads:
+            if storage in lives:
+                lives[storage] = (lives[storage][0], position)
+        for storage in op.writes:
+            lives[storage] = (position, position)
+    return lives
+
+
+def _cuts(
+    forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]
+) -> dict[int, Storage]:
+    """Positions after which exactly one storage that is not carried crosses, and that storage; the first position for each."""
+    begins: list[list[Storage]] = [[] for _ in forward]
+    ends: list[list[Storage]] = [[] for _ in forward]
+    for storage, (born, last) in lives.items():
+        if storage not in carried and last > born:
+            begins[born].append(storage)
+            ends[last].append(storage)
+    crossing: dict[Storage, None] = {}
+    first_cut: dict[Storage, int] = {}
+    for position in range(len(forward) - 1):
+        crossing.update(dict.fromkeys(begins[position]))
+        for storage in ends[position]:
+            del crossing[storage]
+        if len(crossing) == 1:
+            first_cut.setdefault(next(iter(crossing)), position)
+    return {cut: storage for storage, cut in first_cut.items()}
+
+
+def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> list[int]:
+    """Leaves out cuts until every block has a few large ops and there are not too many blocks."""
+    is_large = [any(storage.num_bytes > small for storage in op.writes) for op in forward]
+    minimum = _MIN_LARGE_OPS
+    while True:
+        kept: list[int] = []
+        start = 0
+        for cut in cuts:
+            if sum(is_large[start : cut + 1]) >= minimum:
+                kept.append(cut)
+                start = cut + 1
+        if kept and sum(is_large[kept[-1] + 1 :]) < minimum:
+            kept.pop()
+        if len(kept) < _MAX_BLOCKS:
+            return kept
+        minimum += 1
+
+
+def _floor(chain: BlockChain) -> int:
+    """Bytes that every plan over these blocks about needs: what is carried, and all of the largest block."""
+    sizes = [
+        sum(s.num_bytes for op in block.forward for s in op.writes if s not in chain.carried)
+        for block in chain.blocks
+    ]
+    return sum(storage.num_bytes for storage in chain.carried) + max(sizes)
+
+
+def _assemble(
+    graph: Graph,
+    forward: Sequence[Op],
+    cuts: Sequence[int],
+    carried: frozenset[Storage],
+    boundaries: Sequence[Storage],
+) -> BlockChain:
+    block_of: dict[Op, int] = {}
+    carried |= {storage for op in forward if op.recompute_target is None for storage in op.writes}
+    starts = [0, *(cut + 1 for cut in cuts)]
+    for index, start in enumerate(starts):
+        for op in forward[start : starts[index + 1] if index + 1 < len(starts) else len(forward)]:
+            block_of[op] = index
+    _assign_backward(graph, block_of)
+    extra = _read_from_afar(graph, block_of, boundaries, carried)
+    inputs: list[Storage | None] = [None, *boundaries]
+    outputs: list[Storage | None] = [*boundaries, None]
+    members: list[tuple[list[Op], list[Op]]] = [([], []) for _ in starts]
+    for op in graph.ops:
+        members[block_of[op]][op.phase is not Phase.FORWARD].append(op)
+    blocks = [
+        Block(tuple(ahead), tuple(back), inputs[index], outputs[index])
+        for index, (ahead, back) in enumerate(members)
+    ]
+    return BlockChain(tuple(blocks), carried | extra)
+
+
+def _assign_backward(graph: Graph, block_of: dict[Op, int]) -> None:
+    """Adds the block of every late and backward op to `block_of`."""
+    by_sequence: dict[int, int] = {}
+    for op, block in block_of.items():
+        number = op.node.meta.get("seq_nr")
+        if number is not None:
+            by_sequence[number] = block
+    last = max(block_of.values(), default=0)
+    for op in graph.backward_ops:
+        if op.phase is Phase.BACKWARD:
+            own = by_sequence.get(op.node.meta.get("seq_nr", -1), last)
+            above = [
+                block_of[s.producer]
+                for s in op.reads
+                if s.producer and s.producer.phase is Phase.BACKWARD
+            ]
+            block_of[op] = min([own, *above])
+    for op in reversed(graph.backward_ops):  # a late op belongs where its first reader is
+        if op.phase is Phase.LATE:
+            readers = [
+                block_of[user]
+                for storage in op.writes
+                for user in graph.readers.get(storage, ())
+                if user in block_of
+            ]
+            block_of[op] = max(readers, default=last)
+
+
+def _read_from_afar(
+    graph: Graph,
+    block_of: Mapping[Op, int],
+    boundaries: Sequence[Storage],
+    carried: frozenset[Storage],
+) -> frozenset[Storage]:
+    """Storages of the forward that the backward of a block reads though they are neither its own nor its input."""
+    far = set()
+    for op in graph.backward_ops:
+        block = block_of[op]
+        entering = boundaries[block - 1] if block else None
+        for storage in op.reads:
+            producer = storage.producer
+            if (
+                producer is None
+                or producer.phase is not Phase.FORWARD
+                or storage is entering
+                or storage in carried
+            ):
+                continue
+            if block_of[producer] != block:
+                far.add(storage)
+    return frozenset(far)
+
+
+def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
+    """What an op is to its block but for its place in it: equal for equal calls on storages of equal sizes and roles."""
+    return (
+        op.call_key,
+        op.phase,
+        op.recompute_target is None,
+        len(op.delivers),
+        tuple(storage.is_static for storage in op.reads),
+        tuple((s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
+    )
+
+
+def wiring_of(block: Block) -> tuple[int, ...]:
+    """The number of each storage that its ops read and make, in order: with their kinds, equal for equal blocks.
+
+    Storages are numbered in order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one; see
+    `storages_of`.
+    """
+    number: dict[Storage, int] = defaultdict(itertools.count().__next__)
+    ops = (*block.forward, *block.backward)
+    wiring = [
+        -1 if storage.is_static else number[storage]
+        for op in ops
+        for storage in (*op.reads, *op.writes)
+    ]
+    return *wiring, *(number.get(end, -1) if end else -1 for end in (block.input, block.output))
+
+
+def storages_of(block: Block) -> list[Storage]:
+    """Every storage that a block touches, static ones left out, in order of appearance."""
+    found: dict[Storage, None] = {}
+    for op in (*block.forward, *block.backward):
+        found.update(
+            {storage: None for storage in (*op.reads, *op.writes) if not storage.is_static}
+        )
+    return list(found)
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    parts = [path.split(".") for path in paths]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared) or f"{paths[0]} to {paths[-1]}"

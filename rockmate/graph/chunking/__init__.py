@@ -1,0 +1,1 @@
+"""Runs a region of the joint graph in chunks of its rows: a rewrite before planning."""

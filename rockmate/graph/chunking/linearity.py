@@ -1,0 +1,113 @@
+"""Whether calls of a backward are linear in the gradient that comes in, so that it can be multiplied in afterwards.
+
+Autograd's formulas are; a hook or a function with a backward of its own (which clips, say) need not be. So every call on the way is
+checked against a table, and one that is not in it counts as not linear.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.graph.chunking.rules import InseparableError
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
+
+_aten = torch.ops.aten
+
+_MADE_ANEW = {
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default,
+    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default,
+}  # fmt: skip
+"""Calls that take a tensor's shape and none of its values."""
+
+_LINEAR_IN_FIRST = {
+    *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default),
+    *(_aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.slice.Tensor, _aten.select.int),
+    *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.neg.default, operator.getitem),
+    *(_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default, _aten.mul.Scalar, _aten.div.Scalar),
+    *(_aten.div.Tensor, _aten.gather.default, _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
+    *(_aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.gelu_backward.default, _aten.silu_backward.default),
+    *(_aten.threshold_backward.default, _aten.hardtanh_backward.default, _aten.native_layer_norm_backward.default),
+    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default),
+    *(_aten.soft_margin_loss_backward.default, _aten.binary_cross_entropy_backward.default, _aten.nll_loss2d_backward.default),
+    *(_aten.nll_loss_backward.default, cross_entropy_backward, dropout_apply, _aten.slice_backward.default),
+}  # fmt: skip
+_BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}
+_SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
+
+
+def reading_from(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
+    """The gradient, and every call that takes something made from it, if only its shape."""
+    found = {gradient}
+    for node in graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
+    """The gradient, and every call whose values depend on it."""
+    found = {gradient}
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and node.target not in _MADE_ANEW
+            and not found.isdisjoint(node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
+def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> None:
+    """Raises `InseparableError` for a call that is not known to be linear in the operands that are in `dependent`."""
+    for node in nodes:
+        if not _is_linear(node, dependent):
+            raise InseparableError(node, "is not known to be linear in the gradient of the loss")
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float16:
+            raise InseparableError(
+                node, "is in float16, where gradients vanish that are scaled only afterwards"
+            )
+
+
+def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
+    target, operands = node.target, [value for value in node.args if isinstance(value, fx.Node)]
+    inside = [operand for operand in operands if operand in dependent]
+    if target in _LINEAR_IN_FIRST:
+        return inside == [node.args[0]] and operands.count(inside[0]) == 1
+    if target in _BILINEAR:
+        return len(inside) == 1
+    if target in _SUMS:
+        return all(value in dependent or _is_zero(value) for value in node.args[:2])
+    if target is _aten.where.self:
+        return node.args[0] not in dependent and all(
+            value in dependent or _is_zero(value) for value in node.args[1:]
+        )
+    if target in (_aten.masked_fill.Scalar, _aten.masked_fill.Tensor):
+        return inside == [node.args[0]] and _is_zero(node.args[2])
+    if target is _aten.cat.default:
+        return isinstance(node.args[0], tuple | list) and all(
+            value in dependent for value in node.args[0]
+        )
+    if target in (_aten.scatter.src, _aten.scatter_add.default):
+        return node.args[2] not in dependent and all(
+            value in dependent or _is_zero(value) for value in (node.args[0], node.args[3])
+        )
+    return False
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether it is known to be zero everywhere."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int | float) and value == 0
+    if value.target in (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default):
+        return True
+    if value.target in (_aten.full.default, _aten.full_like.default):
+        return _is_zero(value.args[1])
+    if value.target is _aten.scalar_tensor.default:
+        return _is_zero(value.args[0])
+    return value.target in (_aten.expand.default, _aten.view.default) and _is_zero(value.args[0])

@@ -1,0 +1,601 @@
+"""Runs a region of a joint graph in chunks: a rewrite before planning, so that every chunk's values are values like any other.
+
+The calls of the region (`region.py`) are written out once for each chunk, on a part of the rows (`separation.py`): what enters by rows
+is sliced, sums over the rows are accumulated, and values by rows that leave are put together again. Whether a chunk's values are kept or
+recomputed is the planner's choice, as for all others. Two forms:
+
+* `"recompute"`: the chunks of the forward give the loss, those of the backward the gradients, each from its own logits, kept or made
+  again. The gradient of a weight is added to `.grad` chunk by chunk and never exists as a whole;
+* `"at_once"`: a loss is linear in its gradient, so each chunk's gradients are made in the forward right after its logits, for a
+  gradient of one, and the backward multiplies them by the true one (which changes nothing where that is one). No logits are ever made
+  again; the gradients of the region's weights wait in memory from the forward to the backward.
+
+Sums in half precision are made and accumulated in float32, and rounded once, as kernels do it over all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from rockmate._torch.autocast import autocast_off
+from rockmate.capture.roles import Capture, Role, RoleKind, with_graph
+from rockmate.graph.chunking.linearity import check_linear, depending_on, reading_from
+from rockmate.graph.chunking.region import (
+    Refusal,
+    Region,
+    find_feed_forward,
+    find_loss_block,
+    region_of,
+)
+from rockmate.graph.chunking.rules import (
+    CHUNK_ROWS,
+    PARTIAL,
+    SUMMED_LOSSES,
+    SUMMED_LOSSES_BACKWARD,
+    InseparableError,
+    Rows,
+    chunk_shape,
+)
+from rockmate.graph.ir import IN_FORWARD
+from rockmate.graph.value_numbering import remove_dead
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_weight
+
+_aten = torch.ops.aten
+_HALF = {torch.float16, torch.bfloat16}
+_FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
+_MEAN, _SUM = 1, 2  # ATen's numbers for reductions
+_VIEWS = {
+    _aten.t.default,
+    _aten.view.default,
+    _aten.transpose.int,
+    _aten._unsafe_view.default,
+    _aten.detach.default,
+}
+
+
+_RESULTS: dict[Any, Any] = {
+    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+}
+"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a step runs in chunks, of sizes that differ by one row at most.
+
+    Attributes:
+        number: of chunks of the loss block; 1 leaves that whole.
+        form: of the loss block; see above.
+        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves those whole.
+    """
+
+    number: int
+    form: Literal["recompute", "at_once"]
+    layers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.form}" + (
+            f", {self.layers} in layers" if self.layers > 1 else ""
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        how = (
+            "gradients made in the forward, scaled in the backward"
+            if self.form == "at_once"
+            else "forward and backward each by chunks"
+        )
+        of_loss = f"in {self.number} chunks of its rows; {how}" if self.number > 1 else "whole"
+        return of_loss + (f"; feed-forward blocks in {self.layers}" if self.layers > 1 else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Chunks:
+        """What `str` wrote; `ValueError` for anything else."""
+        match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
+        if match is None or (match[1] == "1" and match[3] in (None, "1")):
+            msg = f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, 4 in layers', with numbers from 2"
+            raise ValueError(msg)
+        return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
+
+
+def chunk_loss_block(
+    capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
+) -> Capture | Refusal:
+    """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
+
+    Args:
+        capture: the step, which stays as it is.
+        chunks: how many, and in which form.
+        returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
+    """
+    copied = _copy(capture)
+    if chunks.number > 1:
+        _sum_losses(copied.joint.graph)
+    if chunks.layers > 1:
+        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
+            if isinstance(block, Refusal):
+                continue
+            done = _in_chunks(
+                copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients
+            )
+            if isinstance(done, Refusal):
+                return done
+            copied = done
+    if chunks.number == 1:
+        return copied
+    region = find_loss_block(copied, at_once=chunks.form == "at_once")
+    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
+
+
+def _in_chunks(
+    capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
+) -> Capture | Refusal:
+    """Writes one region of a graph out, in place."""
+    if isinstance(region, Refusal):
+        return region
+    if number > region.num_rows:
+        reason = f"{region.num_rows} rows cannot be {number} chunks"
+        return Refusal(call="", module=region.name, reason=reason, block=region.name)
+    try:
+        return _Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
+    except InseparableError as error:
+        module = error.node.meta.get("module", "")
+        return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
+
+
+@dataclass(frozen=True, slots=True)
+class SeparableBlocks:
+    """What `chunk_loss_block` takes in chunks, or why not: the loss block, and the blocks that widen a value."""
+
+    loss: Region | Refusal
+    feed_forward: tuple[Region | Refusal, ...]
+
+
+def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
+    """The blocks of a captured step; of those that widen a value, the ones with a value of at least so many bytes."""
+    copied = _copy(capture)
+    _sum_losses(copied.joint.graph)
+    loss = find_loss_block(copied)
+    return SeparableBlocks(
+        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
+    )
+
+
+def _copy(capture: Capture) -> Capture:
+    """A capture with a graph of its own; fake tensors are shared."""
+    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = graph.graph_copy(capture.joint.graph, twins)
+    graph.output(returned)
+    return with_graph(capture, graph, twins)
+
+
+def _sum_losses(graph: fx.Graph) -> None:
+    """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
+    for node in list(graph.nodes):
+        if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
+            _sum_elements(graph, node)
+        if node.target not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
+            continue
+        scores, target, weight, reduction, ignore_index = node.args
+        assert isinstance(scores, fx.Node)
+        items = {user.args[1]: user for user in node.users}
+        with graph.inserting_before(node):
+            total = _call(
+                graph,
+                target_weight,
+                (target, weight, ignore_index, scores.meta["val"].dtype),
+                like=node,
+            )
+        if 1 in items:
+            items[1].replace_all_uses_with(total)
+            graph.erase_node(items[1])
+        if reduction == _MEAN and 0 in items:
+            node.args = (scores, target, weight, _SUM, ignore_index)
+            with graph.inserting_after(items[0]):
+                mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
+            items[0].replace_all_uses_with(
+                mean, delete_user_cb=lambda user, mean=mean: user is not mean
+            )
+
+
+def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
+    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
+    is_backward = node.target in SUMMED_LOSSES_BACKWARD
+    place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
+    operands = [
+        argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)
+    ]
+    args = [*node.args, *[None] * (place - len(node.args)), *[_MEAN] * (len(node.args) <= place)]
+    if args[place] != _MEAN:
+        return
+    num_elements = prod(
+        torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands))
+    )
+    args[place] = _SUM
+    if is_backward:
+        with graph.inserting_before(node):
+            args[0] = _call(graph, _aten.div.Scalar, (args[0], num_elements), like=node)
+        node.args = tuple(args)
+        return
+    node.args = tuple(args)
+    with graph.inserting_after(node):
+        mean = _call(graph, _aten.div.Scalar, (node, num_elements), like=node)
+    node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+
+
+def _call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """A new call with its fake result; where it comes from is said by `like`."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {
+        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
+    }
+    given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    with _as_captured(like):
+        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
+    return node
+
+
+@contextmanager
+def _as_captured(node: fx.Node) -> Iterator[None]:
+    """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
+    value = node.meta["val"]
+    fake = (
+        value
+        if isinstance(value, torch.Tensor)
+        else next(item for item in value if isinstance(item, torch.Tensor))
+    )
+    with fake.fake_mode, torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+def _memories(node: fx.Node) -> set[int]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
+
+
+class _Unroller:
+    """Writes a region out chunk by chunk."""
+
+    def __init__(
+        self, capture: Capture, region: Region, num_chunks: int, *, returned_gradients: bool
+    ) -> None:
+        self.capture = capture
+        self.graph = capture.joint.graph
+        self.region = region
+        self.calls = {*region.forward, *region.backward}
+        self.bounds = _bounds(region.num_rows, num_chunks)
+        self.parts: dict[fx.Node, list[fx.Node]] = {}
+        self.total: dict[fx.Node, fx.Node] = {}
+        self.slices: dict[tuple[fx.Node, Rows, int], fx.Node] = {}
+        self.instead: dict[fx.Node, fx.Node] = {}
+        self.handed_over = {} if returned_gradients else self._handed_over()
+        self.more_outputs: list[tuple[fx.Node, Role]] = []
+
+    def run(self, form: str) -> Capture:
+        if form == "at_once":
+            self._run_at_once()
+        else:
+            for calls in (self.region.forward, self.region.backward):
+                if calls:
+                    with self.graph.inserting_before(calls[-1].next):
+                        self._write_out(calls)
+                        self._join(calls)
+        self._replace()
+        _sort(self.graph)
+        remove_dead(self.graph)
+        self.graph.lint()
+        self.capture.joint.recompile()
+        return replace(
+            self.capture,
+            output_roles=(*self.capture.output_roles, *(role for _, role in self.more_outputs)),
+        )
+
+    # --- both forms ----------------------------------------------------------------------------------------------------------
+
+    def _write_out(self, calls: Sequence[fx.Node]) -> None:
+        for chunk in range(len(self.bounds)):
+            for node in calls:
+                self._write(node, chunk)
+
+    def _write(self, node: fx.Node, chunk: int) -> None:
+        piece = self.region.pieces[node]
+        args = self._of_chunk(node, node.args if piece.args is None else piece.args, chunk)
+        kwargs = self._of_chunk(node, dict(node.kwargs), chunk)
+        target = piece.target or node.target
+        is_sum = piece.forms == (PARTIAL,)
+        if is_sum and node not in self.handed_over:
+            self._accumulate(node, target, args, kwargs)
+        else:
+            self.parts.setdefault(node, []).append(self._new(target, args, kwargs, like=node))
+
+    def _new(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
+        return _call(self.graph, target, args, kwargs, like=like)
+
+    def _accumulate(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        before = self.total.get(node)
+        is_half = node.meta["val"].dtype in _HALF
+        if is_half:
+            target, args, kwargs = self._in_float32(node, target, args, kwargs)
+        if before is not None and target is _aten.mm.default:
+            self.total[node] = self._new(_aten.addmm.default, (before, *args), like=node)
+            return
+        part = self._new(target, args, kwargs, like=node)
+        if before is not None:
+            self.total[node] = self._new(_aten.add.Tensor, (before, part), like=node)
+        elif is_half and part.meta["val"].dtype in _HALF:
+            self.total[node] = self._new(
+                _aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node
+            )
+        else:
+            self.total[node] = part
+
+    def _in_float32(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        """A call on half precision that gives its sum in float32, as kernels add it up: rounding each chunk's would add to the error."""
+        if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
+            return _aten.mm.dtype, (*args, torch.float32), kwargs
+        if target is _aten.mm.default:
+            return (
+                target,
+                tuple(
+                    self._new(_aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node)
+                    for arg in args
+                ),
+                kwargs,
+            )
+        if target in (_aten.sum.dim_IntList, _aten.sum.default):
+            return target, args, {**kwargs, "dtype": torch.float32}
+        return target, args, kwargs
+
+    def _of_chunk(self, node: fx.Node, value: Any, chunk: int) -> Any:
+        """What stands in the place of an argument."""
+        if value is CHUNK_ROWS:
+            start, stop = self.bounds[chunk]
+            return stop - start
+        if isinstance(value, dict):
+            return {name: self._of_chunk(node, item, chunk) for name, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._of_chunk(node, item, chunk) for item in value)
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self.parts:
+            return self.parts[value][chunk]
+        if value in self.total:
+            return self.total[value]
+        rows = self.region.given.get(value) or self.region.pieces[node].slices.get(value)
+        value = self.instead.get(value, value)
+        return value if rows is None else self._slice(value, rows, chunk)
+
+    def _slice(self, value: fx.Node, rows: Rows, chunk: int) -> fx.Node:
+        key = value, rows, chunk
+        if key not in self.slices:
+            self.slices[key] = self._sliced(value, rows, *self.bounds[chunk])
+        return self.slices[key]
+
+    def _sliced(self, value: fx.Node, rows: Rows, start: int, stop: int) -> fx.Node:
+        """The part of a value from outside that belongs to a chunk: a view, or for a constant a smaller one."""
+        shape = tuple(value.meta["val"].shape)
+        part = chunk_shape(shape, rows, stop - start)
+        if value.target in _FILLS:
+            return self._new(value.target, (part, *value.args[1:]), value.kwargs, like=value)
+        if rows.stop - rows.start == 1:
+            return self._new(_aten.slice.Tensor, (value, rows.start, start, stop), like=value)
+        flat = self._new(
+            _aten.reshape.default,
+            (value, [*shape[: rows.start], self.region.num_rows, *shape[rows.stop :]]),
+            like=value,
+        )
+        cut = self._new(_aten.slice.Tensor, (flat, rows.start, start, stop), like=value)
+        return self._new(_aten.view.default, (cut, part), like=value)
+
+    def _join(self, calls: Iterable[fx.Node]) -> None:
+        """Makes the whole of what is read outside the region, or by another half of it, from its chunks."""
+        for node in calls:
+            if node in self.handed_over:
+                continue
+            if node in self.total:
+                total = self.total[node]
+                divisor, dtype = self.region.pieces[node].divisor, node.meta["val"].dtype
+                if divisor != 1:
+                    total = self._new(_aten.div.Scalar, (total, divisor), like=node)
+                if total.meta["val"].dtype != dtype:
+                    total = self._new(_aten._to_copy.default, (total,), {"dtype": dtype}, like=node)
+                self.total[node] = total
+            elif any(user not in self.calls for user in node.users):
+                rows = self.region.pieces[node].forms[0]
+                assert isinstance(rows, Rows), f"{node} leaves the region"
+                whole = self._new(_aten.cat.default, (self.parts[node], rows.stop - 1), like=node)
+                if rows.stop - rows.start > 1:
+                    whole = self._new(
+                        _aten.view.default, (whole, list(node.meta["val"].shape)), like=node
+                    )
+                self.total[node] = whole
+
+    def _replace(self) -> None:
+        for node, (views, role) in self.handed_over.items():
+            self._hand_over(node, views, role)
+        for node in [
+            node for node in self.graph.nodes if node in self.total and node in self.calls
+        ]:
+            outside = [user for user in node.users if user not in self.calls]
+            if outside:
+                self._give_way(node, self.total[node], outside)
+        for node in reversed([node for node in self.graph.nodes if node in self.calls]):
+            self.graph.erase_node(node)
+
+    def _give_way(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
+        """Lets readers outside the region read `whole` instead of `node`; their views are taken anew."""
+        memory = _memories(node)
+        for reader in readers:
+            reader.replace_input_with(node, whole)
+        pending = [reader for reader in readers if reader.op == "call_function"]
+        while pending:
+            reader = pending.pop()
+            if not memory.isdisjoint(_memories(reader)):
+                args, kwargs = fx.map_arg(
+                    (reader.args, reader.kwargs), lambda argument: argument.meta["val"]
+                )
+                with _as_captured(reader):
+                    reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+                pending += [user for user in reader.users if user.op == "call_function"]
+
+    # --- gradients that are handed over chunk by chunk -----------------------------------------------------------------------
+
+    def _handed_over(self) -> dict[fx.Node, tuple[list[fx.Node], Role]]:
+        """Products that are a parameter's gradient and nothing else, with the views that lead there."""
+        found = {}
+        roles = {
+            node: role
+            for node, role in self.capture.outputs
+            if role.kind is RoleKind.PARAMETER_GRADIENT
+        }
+        returned = [node for node, _ in self.capture.outputs]
+        for node in self.region.backward:
+            if node.target is not _aten.mm.default or self.region.pieces[node].forms != (PARTIAL,):
+                continue
+            views, last = list[fx.Node](), node
+            while len(last.users) == 1 and (user := next(iter(last.users))).target in _VIEWS:
+                views.append(user)
+                last = user
+            is_returned = last in roles and returned.count(last) == 1 and len(last.users) == 1
+            if is_returned and node.meta["val"].dtype not in _HALF:
+                found[node] = (views, roles[last])
+        return found
+
+    def _hand_over(self, node: fx.Node, views: Sequence[fx.Node], role: Role) -> None:
+        """Returns each chunk's product as a gradient of its own, which is added to those before it."""
+        output = self.graph.output_node()
+        gradients = []
+        for part in self.parts[node]:
+            value = part
+            with self.graph.inserting_before(part.next):
+                for view in views:
+                    value = self._new(view.target, (value, *view.args[1:]), view.kwargs, like=view)
+            gradients.append(value)
+        last = views[-1] if views else node
+        returned: Any = output.args[0]
+        output.args = (
+            tuple(gradients[0] if value is last else value for value in returned)
+            + tuple(gradients[1:]),
+        )
+        self.more_outputs += [(value, role) for value in gradients[1:]]
+        for view in reversed(views):
+            self.graph.erase_node(view)
+
+    # --- gradients in the forward --------------------------------------------------------------------------------------------
+
+    def _run_at_once(self) -> None:
+        tangents = [node for node, role in self.capture.inputs if role.kind is RoleKind.TANGENT]
+        assert len(tangents) == 1, "a loss block has one loss"
+        tangent = tangents[0]
+        self.handed_over = {}
+        dependent, reading = depending_on(tangent, self.graph), reading_from(tangent, self.graph)
+        check_linear(
+            [node for node in self.graph.nodes if node in dependent and node in self.calls],
+            dependent,
+        )
+        with self.graph.inserting_before(self.region.forward[-1].next):
+            for node in self.region.backward:
+                for operand in node.all_input_nodes:
+                    if operand in reading and operand not in self.calls:
+                        self._for_gradient_of_one(operand, dependent, reading)
+            calls = [node for node in self.graph.nodes if node in self.calls]
+            self._write_out(calls)
+            self._join(calls)
+        with self.graph.inserting_before(self.region.backward[-1].next):
+            for node in self.region.backward:
+                total = self.total.get(node)
+                if total is not None:
+                    _maker(total).meta[IN_FORWARD] = True
+                    if node in dependent:
+                        self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
+
+    def _for_gradient_of_one(
+        self, node: fx.Node, dependent: set[fx.Node], reading: set[fx.Node]
+    ) -> fx.Node:
+        """What `node` would be if the loss had a gradient of one."""
+        if node not in reading:
+            return node
+        if node not in self.instead:
+            if node in self.calls:
+                raise InseparableError(node, "gives a gradient to a value from which it follows")
+            if node.op == "placeholder":
+                fake = node.meta["val"]
+                made = self._new(
+                    _aten.full.default,
+                    (list(fake.shape), 1.0),
+                    {"dtype": fake.dtype, "device": fake.device},
+                    like=node,
+                )
+            else:
+                for operand in node.all_input_nodes:
+                    self._for_gradient_of_one(operand, dependent, reading)
+                check_linear([node] if node in dependent else [], dependent)
+                args, kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda operand: self.instead.get(operand, operand)
+                )
+                made = self._new(node.target, args, kwargs, like=node)
+            self.instead[node] = made
+        return self.instead[node]
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    """The call that makes the memory that `value` views."""
+    while value.target in _VIEWS:
+        value = value.all_input_nodes[0]
+    return value
+
+
+def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
+    """First row and the one after the last of each chunk."""
+    edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
+    order = list(graph.nodes)
+    missing = {node: len(node.all_input_nodes) for node in order}
+    reached: set[fx.Node] = set()
+    last: fx.Node | None = None
+    for node in order:
+        reached.add(node)
+        pending = [node] if not missing[node] else []
+        while pending:
+            placed = pending.pop()
+            if last is not None:
+                last.append(placed)
+            last = placed
+            for user in placed.users:
+                missing[user] -= 1
+            pending += [
+                user for user in reversed(placed.users) if not missing[user] and user in reached
+            ]

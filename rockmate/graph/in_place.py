@@ -1,0 +1,213 @@
+"""Ops that can write their result into an operand that dies with them, bitwise as if they had not.
+
+Eager uses in-place forms (a ReLU after a convolution, gradients added up); a functional graph without them starts behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import fx
+
+from rockmate._arrays import Ints
+from rockmate.capture.opaque_module import UntracedForward
+from rockmate.graph.ir import Graph, Op, Storage
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
+
+_aten = torch.ops.aten
+_HALF = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceForm:
+    """How to run an op on the memory of one of its operands.
+
+    Attributes:
+        target: called with the op's own arguments; where `out_name` is set, with the operand again under that name.
+        operands: positions of the arguments whose memory may be taken, best first.
+        out_name: keyword of the `out=` variant, empty for a method that writes into its first argument.
+    """
+
+    target: Callable[..., Any]
+    operands: tuple[int, ...]
+    out_name: str = ""
+
+
+# Elementwise over values of one type, with a kernel of their own for `out=`: others make a temporary and copy it.
+_ELEMENTWISE = {
+    _aten.abs.default: _aten.abs.out,
+    _aten.clamp.default: _aten.clamp.out,
+    _aten.clamp_min.default: _aten.clamp_min.out,
+    _aten.cos.default: _aten.cos.out,
+    _aten.elu.default: _aten.elu.out,
+    _aten.erf.default: _aten.erf.out,
+    _aten.gelu.default: _aten.gelu.out,
+    _aten.hardsigmoid.default: _aten.hardsigmoid.out,
+    _aten.hardswish.default: _aten.hardswish.out,
+    _aten.hardtanh.default: _aten.hardtanh.out,
+    _aten.leaky_relu.default: _aten.leaky_relu.out,
+    _aten.mish.default: _aten.mish.out,
+    _aten.pow.Tensor_Scalar: _aten.pow.Tensor_Scalar_out,
+    _aten.reciprocal.default: _aten.reciprocal.out,
+    _aten.rsqrt.default: _aten.rsqrt.out,
+    _aten.silu.default: _aten.silu.out,
+    _aten.sin.default: _aten.sin.out,
+    _aten.softplus.default: _aten.softplus.out,
+    _aten.sqrt.default: _aten.sqrt.out,
+}
+
+# Gradients of elementwise functions, from the gradient of the result and a value that the forward has kept.
+_ELEMENTWISE_BACKWARD = {
+    _aten.threshold_backward.default: _aten.threshold_backward.grad_input,
+    _aten.tanh_backward.default: _aten.tanh_backward.grad_input,
+    _aten.sigmoid_backward.default: _aten.sigmoid_backward.grad_input,
+    _aten.gelu_backward.default: _aten.gelu_backward.grad_input,
+    _aten.silu_backward.default: _aten.silu_backward.grad_input,
+    _aten.hardtanh_backward.default: _aten.hardtanh_backward.grad_input,
+    _aten.hardsigmoid_backward.default: _aten.hardsigmoid_backward.grad_input,
+    _aten.leaky_relu_backward.default: _aten.leaky_relu_backward.grad_input,
+    _aten.softplus_backward.default: _aten.softplus_backward.grad_input,
+}
+
+_FORMS: dict[Any, InPlaceForm] = {
+    **{target: InPlaceForm(variant, (0,), "out") for target, variant in _ELEMENTWISE.items()},
+    **{
+        target: InPlaceForm(variant, (0, 1), "grad_input")
+        for target, variant in _ELEMENTWISE_BACKWARD.items()
+    },
+    _aten.add.Tensor: InPlaceForm(_aten.add.out, (0, 1), "out"),
+    _aten.sub.Tensor: InPlaceForm(_aten.sub.out, (0, 1), "out"),
+    _aten.mul.Tensor: InPlaceForm(_aten.mul.out, (0, 1), "out"),
+    _aten.div.Tensor: InPlaceForm(_aten.div.out, (0, 1), "out"),
+    _aten.maximum.default: InPlaceForm(_aten.maximum.out, (0, 1), "out"),
+    _aten.minimum.default: InPlaceForm(_aten.minimum.out, (0, 1), "out"),
+    _aten.where.self: InPlaceForm(_aten.where.self_out, (1, 2), "out"),
+    _aten.mul.Scalar: InPlaceForm(_aten.mul_.Scalar, (0,)),
+    _aten.add.Scalar: InPlaceForm(_aten.add_.Scalar, (0,)),
+    _aten.div.Scalar: InPlaceForm(_aten.div_.Scalar, (0,)),
+    _aten.neg.default: InPlaceForm(_aten.neg_.default, (0,)),
+    _aten.relu.default: InPlaceForm(_aten.relu_.default, (0,)),
+    _aten.tanh.default: InPlaceForm(_aten.tanh_.default, (0,)),
+    _aten.sigmoid.default: InPlaceForm(_aten.sigmoid_.default, (0,)),
+    _aten.exp.default: InPlaceForm(_aten.exp_.default, (0,)),
+    _aten.masked_fill.Scalar: InPlaceForm(_aten.masked_fill_.Scalar, (0,)),
+    _aten.masked_fill.Tensor: InPlaceForm(_aten.masked_fill_.Tensor, (0,)),
+    # A row's largest value and its sum are taken before the row is written.
+    _aten._softmax.default: InPlaceForm(_aten._softmax.out, (0,), "out"),
+    _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),
+    _aten._softmax_backward_data.default: InPlaceForm(
+        _aten._softmax_backward_data.out, (0,), "grad_input"
+    ),
+    _aten._log_softmax_backward_data.default: InPlaceForm(
+        _aten._log_softmax_backward_data.out, (0,), "out"
+    ),
+    _aten.addmm.default: InPlaceForm(_aten.addmm.out, (0,), "out"),
+    dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
+    cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),
+}
+
+
+_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = (
+    WeakKeyDictionary()
+)  # asked for by every schedule of a graph
+
+
+def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
+    """The argument whose memory the op's result can take, or None.
+
+    Args:
+        graph: where the op stands.
+        op: the op in question.
+        ends: storages that nobody reads after this run.
+    """
+    for operand in _operands_of(graph, op):  # empty for most ops
+        if graph.storage_of[operand] in ends:
+            return operand
+    return None
+
+
+def operands_in_place(graph: Graph) -> Ints:
+    """For each op the storages whose memory its result can take, if nobody reads them afterwards.
+
+    Returns:
+        Their indices, -1 where there is none; shape (ops, 2).
+    """
+    if graph not in _OPERANDS_OF:
+        found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
+        for op in graph.ops:
+            for place, operand in enumerate(_operands_of(graph, op)):
+                found[op.index, place] = graph.storage_of[operand].index
+        _OPERANDS_OF[graph] = found
+    return _OPERANDS_OF[graph]
+
+
+def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:
+    if op.in_place_operands is None:
+        op.in_place_operands = tuple(_operands(graph, op))
+    return op.in_place_operands
+
+
+def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
+    form = _FORMS.get(op.node.target)
+    if form is None:
+        return
+    result = op.node.meta["val"]
+    if result.dtype in _HALF and not form.out_name and len(op.node.args) > 1:
+        return  # with a number as argument the two forms round it differently
+    for position in form.operands:
+        operand = op.node.args[position]
+        if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
+            continue
+        if _is_saved_untraced(graph, operand):
+            continue
+        if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(
+            graph, op, operand
+        ):
+            yield operand
+
+
+def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
+    """Whether autograd may hold it inside a submodule that is not traced, which takes it or returns it."""
+    storage = graph.storage_of[operand]
+    ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
+    return any(isinstance(op.node.target, UntracedForward) for op in ops)
+
+
+def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    return (
+        operand.dtype == result.dtype
+        and operand.shape == result.shape
+        and operand.stride() == result.stride()
+        and operand.storage_offset() == 0
+        and operand.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    )
+
+
+def _reads_twice(graph: Graph, op: Op, operand: fx.Node) -> bool:
+    """Whether another argument is a different view of the operand's memory, which would be read while it is overwritten."""
+    others = [node for node in op.node.all_input_nodes if node is not operand]
+    return any(graph.storage_of[node] is graph.storage_of[operand] for node in others)
+
+
+def in_place_call(
+    op: Op, operand: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target, arguments and keywords that run `op` on the memory of `operand`.
+
+    Args:
+        op: an op for which `dying_operand` found `operand`.
+        operand: that argument in the joint graph.
+        args: the op's arguments as they are now.
+        kwargs: its keywords as they are now.
+        value: the operand as it is now.
+    """
+    form = _FORMS[op.node.target]
+    if not form.out_name:
+        assert op.node.args[0] is operand
+        return form.target, args, kwargs
+    return form.target, args, {**kwargs, form.out_name: value}

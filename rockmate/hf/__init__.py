@@ -1,0 +1,1 @@
+"""Hugging Face: Trainer, length buckets, models from a name and synthetic samples."""

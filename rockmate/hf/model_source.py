@@ -1,0 +1,276 @@
+"""What a person calls a model on the command line -> the model with a sample.
+
+A Hugging Face configuration (a JSON file, a folder that holds one, or a name on the hub) is built with random weights: memory and time do
+not depend on them, and nothing but a configuration is ever fetched. "package.module:function" is called, and returns both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.errors import RockmateError
+from rockmate.extras import require
+from rockmate.hf.synthetic_sample import SampleShape, make_sample
+
+_FUNCTION_HINT = "Write package.module:function, of a function without arguments that returns (model, sample_input)."
+_FORMS = (
+    "Give a Hugging Face configuration file (config.json), a folder that holds one, the name of a model whose configuration has been "
+    "downloaded before, or package.module:function, which returns (model, sample_input)."
+)
+_AUTO_CLASSES = (  # in this order: most encoders can be decoders too, and most text models can classify
+    "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM",
+    "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModel",
+)  # fmt: skip
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_TEXT = 300
+
+
+class ModelSourceError(RockmateError, ValueError):
+    """The model cannot be had as asked; the text says what to give instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourcedModel:
+    """A model ready to be planned for.
+
+    Attributes:
+        title: what it is and for which sample, in one line.
+        model: in training mode.
+        sample_input: as for `Planner`.
+    """
+
+    title: str
+    model: nn.Module
+    sample_input: Any
+
+
+def load_model(
+    source: str, shape: SampleShape | None = None, *, device: str = "cpu", dtype: str | None = None
+) -> SourcedModel:
+    """The model that `source` names.
+
+    Args:
+        source: see this module.
+        shape: of the sample, for a configuration; a function makes a sample of its own.
+        device: where a configuration's model and sample are made; "meta" makes neither weights nor values.
+        dtype: of a configuration's weights: "float32" (default), "bfloat16" or "float16".
+
+    Raises:
+        ModelSourceError: there is no such model, or it cannot be built.
+        SampleError: no sample can be made for it.
+        MissingExtraError: transformers is not installed.
+    """
+    if not source.strip():
+        raise ModelSourceError(f"the model is empty. {_FORMS}")
+    if ":" in source and not Path(source).exists():
+        if shape not in (None, SampleShape()) or dtype is not None:
+            raise ModelSourceError(
+                f"--batch, --tokens, --image-size and --dtype are for configurations, and {source!r} makes its own model and sample. "
+                "Leave them out."
+            )
+        return _from_function(source, device)
+    if source.endswith(".py"):
+        raise ModelSourceError(
+            f"{source!r} is a Python file, and which function of it makes the model is not said. {_FUNCTION_HINT}"
+        )
+    return _from_configuration(source, shape or SampleShape(), device, dtype or "float32")
+
+
+# --- a function ----------------------------------------------------------------------------------------
+
+
+def _from_function(source: str, device: str) -> SourcedModel:
+    function = _function(source)
+    try:
+        with torch.device("meta") if device == "meta" else _as_it_is():
+            made = function()
+    except Exception as error:
+        hint = " It is called without arguments." if isinstance(error, TypeError) else ""
+        raise ModelSourceError(f"{source} failed: {_last_line(error)}.{hint}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ModelSourceError(
+            f"{source} returned {_described(made)}, not (model, sample_input), whose model is a torch.nn.Module."
+        )
+    model, sample_input = made
+    return SourcedModel(title=f"{source}: {_size(model)}", model=model, sample_input=sample_input)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _function(source: str) -> Callable[[], Any]:
+    path, _, name = source.partition(":")
+    if path.endswith(".py") or "/" in path:
+        dotted = path.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ModelSourceError(
+            f"{path!r} is a path. Write the module as it is imported from here: {dotted}:{name or 'function'}"
+        )
+    if not path or not name.isidentifier():
+        raise ModelSourceError(f"{source!r} names no function. {_FUNCTION_HINT}")
+    with _importing_from_here():
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            missing = error.name or path
+            place = f"no module {missing!r} is installed, nor in {os.getcwd()}"
+            raise ModelSourceError(f"cannot import {path!r}: {place}. {_FUNCTION_HINT}") from error
+        except Exception as error:
+            raise ModelSourceError(f"cannot import {path!r}: {_last_line(error)}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        known = f" It has {', '.join(sorted(defined)[:8])}." if defined else ""
+        raise ModelSourceError(f"module {path!r} has no function {name!r}.{known} {_FUNCTION_HINT}")
+    return function
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """The working directory comes first, as it does for `python -m`."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_first_line(error).removesuffix('.')}{where}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+# --- a configuration -----------------------------------------------------------------------------------
+
+
+def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str) -> SourcedModel:
+    _check_device(device)
+    transformers = require("transformers", extra="hf", purpose=f"the configuration {source!r}")
+    config = _configuration(transformers, source)
+    _prepare(config)
+    model_class = _model_class(transformers, config)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(0)
+            model = model_class(config)
+    except Exception as error:
+        msg = f"{model_class.__name__} cannot be built from the configuration {source!r}: {type(error).__name__}: {_first_line(error)}"
+        raise ModelSourceError(msg) from error
+    model = model.to(_DTYPES[dtype]).train()
+    if type(model).__name__.endswith("LMHeadModel"):
+        model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
+    sample = make_sample(model, shape)
+    as_model = {
+        name: value.to(_DTYPES[dtype]) if value.is_floating_point() else value
+        for name, value in sample.items()
+    }
+    sample = {name: value.to(device) for name, value in as_model.items()}
+    shapes = ", ".join(
+        f"{name} {' x '.join(map(str, value.shape))}" for name, value in sample.items()
+    )
+    return SourcedModel(
+        title=f"{type(model).__name__} ({source}): {_size(model)}, {shapes}",
+        model=model,
+        sample_input=sample,
+    )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelSourceError(
+            f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, as cpu."
+        ) from error
+
+
+def _configuration(transformers: Any, source: str) -> Any:
+    path = Path(source)
+    is_here = path.exists() or source.endswith(".json") or source.startswith((".", "/", "~"))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelSourceError(f"the folder {source!r} holds no config.json. {_FORMS}")
+    if is_here and not path.exists():
+        raise ModelSourceError(f"there is no file or folder {source!r}. {_FORMS}")
+    read = transformers.AutoConfig.from_pretrained
+    try:
+        return read(source, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        if is_here:
+            raise ModelSourceError(
+                f"{source!r} is no configuration that transformers knows: {_first_line(error)}"
+            ) from error
+    try:
+        return read(
+            source
+        )  # a name that is not in the cache: its configuration, if the network allows
+    except (OSError, ValueError, KeyError) as error:
+        msg = f"there is no model {source!r} here, nor can its configuration be fetched: {_first_line(error)} {_FORMS}"
+        raise ModelSourceError(msg) from error
+
+
+def _prepare(config: Any) -> None:
+    """What training needs and a configuration may leave open."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for part in {id(part): part for part in (config, text)}.values():
+        if hasattr(part, "use_cache"):
+            part.use_cache = False  # a training step has no use for it, and eager would hold it
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+    if getattr(config, "problem_type", None) is None:
+        config.problem_type = "single_label_classification"  # the labels of the sample
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """The first architecture of the configuration, else the first usual kind of model that there is for it."""
+    for name in getattr(config, "architectures", None) or ():
+        model_class = getattr(transformers, name, None)
+        if model_class is None:
+            msg = (
+                f"the configuration asks for {name}, which transformers {transformers.__version__} does not have. "
+                "Change its `architectures`."
+            )
+            raise ModelSourceError(msg)
+        return model_class
+    for auto_name in _AUTO_CLASSES:
+        mapping = getattr(transformers, auto_name)._model_mapping
+        if type(config) in mapping:
+            return mapping[type(config)]
+    msg = f"transformers has no model to train for {type(config).__name__}. Name one in the `architectures` of the configuration."
+    raise ModelSourceError(msg)
+
+
+def _size(model: nn.Module) -> str:
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return f"{number / 1e6:,.1f} M parameters" if number >= 1e5 else f"{number:,} parameters"
+
+
+def _first_line(error: BaseException) -> str:
+    """The text of an error in one line; of a long one the beginning."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return text if text.endswith((".", "?", "!")) else text + "."

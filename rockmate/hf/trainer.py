@@ -1,0 +1,92 @@
+"""Hugging Face Trainer: one call that puts a trainer's model inside a memory budget."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rockmate.budget import Budget
+from rockmate.hf.buckets import PadToBuckets
+from rockmate.memory_limit import Optimizer
+from rockmate.module import RockmateModule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer
+
+
+def wrap_trainer(
+    trainer: Trainer,
+    budget: Budget | None = None,
+    *,
+    memory_limit: int | str | None = None,
+    optimizer: Optimizer | None = None,
+    buckets: int | Sequence[int] | None = None,
+    **options: Any,
+) -> RockmateModule:
+    """Wraps the model of a trainer that has not started; the plan is made for the first batch that it trains on.
+
+    `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for `memory_limit`: here the optimizer is taken
+    from the trainer's arguments, and where the trainer computes its loss itself (TRL's do, from other outputs than the model's loss), every
+    output is differentiable. A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only way.
+
+    Args:
+        trainer: a `transformers.Trainer`, or a subclass's.
+        budget: as for `RockmateModule`.
+        memory_limit: as for `RockmateModule`.
+        optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that its arguments name.
+        buckets: lengths in tokens to which batches are padded, or the number whose multiples they are, for a model that is captured for
+            each length by itself; see `PadToBuckets`, which becomes the trainer's data collator.
+        **options: as for `RockmateModule`.
+
+    Returns:
+        The module, which now is `trainer.model`.
+
+    Raises:
+        ValueError: the trainer has no model; or `buckets` are given for one that takes no `attention_mask`, or are no lengths.
+        InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for its state.
+    """
+    if memory_limit is not None:
+        options["optimizer"] = (
+            optimizer
+            or trainer.optimizer
+            or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        )
+    if _computes_loss_itself(trainer):
+        options.setdefault("differentiable", "all")
+    model = trainer.model
+    if model is None:
+        msg = "the trainer has no model yet: give it one, not a model_init."
+        raise ValueError(msg)
+    if buckets is not None:
+        _pad_to(trainer, model, buckets)
+    module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
+    trainer.model = trainer.model_wrapped = module
+    return module
+
+
+def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) -> None:
+    """Has the trainer's batches padded, each with a mask that says so."""
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        msg = (
+            f"buckets are given, and {type(model).__name__} takes no attention_mask that would have it pass over padding. If none of its "
+            "tokens sees those after it, give the trainer data_collator=rockmate.buckets.PadToBuckets(collator, lengths, adds_mask=False)."
+        )
+        raise ValueError(msg)
+    known = (
+        getattr(trainer.processing_class, "pad_token_id", None),
+        getattr(getattr(model, "config", None), "pad_token_id", None),
+    )
+    pad_token_id = next((number for number in known if number is not None), 0)
+    trainer.data_collator = PadToBuckets(trainer.data_collator, lengths, pad_token_id=pad_token_id)
+
+
+def _computes_loss_itself(trainer: Trainer) -> bool:
+    """Whether the loss may come from other outputs of the model than its loss."""
+    from transformers import Trainer
+
+    return (
+        trainer.compute_loss_func is not None
+        or type(trainer).compute_loss is not Trainer.compute_loss
+    )

@@ -1,0 +1,252 @@
+"""The blocks of a plan as a tree by module path, blocks within blocks down to a size that a solver takes at once, and what passes them by.
+
+The planner chooses for every value of the whole graph at once, so the tree decides nothing: it is how blocks and their parts are named and
+counted. It is read off the outline, so a plan that was loaded has it too.
+
+A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is one that no
+single storage divides, as where streams run side by side: it is divided between submodules, else halved where the fewest bytes cross, until
+no part is larger. What crosses there may be several storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rockmate.graph.snapshot import Outline, OutlineBlock, OutlineChain
+
+LARGEST_BLOCK = 40  # forward ops
+_WHOLE = "the whole model"
+_LEAST_OPS = 4  # forward ops in a piece, on average, for submodules to be what divides a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A run of ops that belong together: several blocks, one block, or a piece of one.
+
+    Attributes:
+        name: path of the submodule that its ops come from, or of the first and the last one.
+        first_block: index of its first block.
+        last_block: index of its last block.
+        forward: indices of its forward ops, in order.
+        ops: indices of all its ops, forward ones first.
+        parts: what it consists of; empty for what is not divided further.
+    """
+
+    name: str
+    first_block: int
+    last_block: int
+    forward: tuple[int, ...]
+    ops: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Part]]:
+        """Itself and all below it, each with its depth, in forward order."""
+        yield depth, self
+        for part in self.parts:
+            yield from part.walk(depth + 1)
+
+    def leaves(self) -> list[Part]:
+        """The parts that are not divided further."""
+        return [part for _, part in self.walk() if not part.parts]
+
+    def block(self, number: int) -> Part:
+        """The part that is a whole block."""
+        return next(
+            part for _, part in self.walk() if part.first_block == part.last_block == number
+        )
+
+    def path_to(self, op: int) -> list[Part]:
+        """The parts that hold an op, the whole first; empty where none does."""
+        if op not in self.ops:
+            return []
+        return [self, *next((path for part in self.parts if (path := part.path_to(op))), [])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A storage that the forward reads in a later block, past blocks that have no use for it: a skip, a mask, an encoder's output.
+
+    Attributes:
+        storage: its index.
+        made_in: the block that makes it.
+        read_in: the last block whose forward reads it.
+    """
+
+    storage: int
+    made_in: int
+    read_in: int
+
+
+def hierarchy(outline: Outline, chain: OutlineChain) -> Part:
+    """The tree of a plan's blocks."""
+    blocks = [_whole_block(outline, block, index) for index, block in enumerate(chain.blocks)]
+    parts = _by_path(outline, blocks, length=0)
+    return _joined(_WHOLE, parts[0].parts if len(parts) == 1 and parts[0].parts else parts)
+
+
+def _whole_block(outline: Outline, block: OutlineBlock, index: int) -> Part:
+    forward = tuple(op for op in block.ops if outline.ops[op].phase == "forward")
+    piece = Part(
+        name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops
+    )
+    return _divided(outline, piece)
+
+
+def _joined(name: str, parts: Sequence[Part]) -> Part:
+    return Part(
+        name=name,
+        first_block=parts[0].first_block,
+        last_block=parts[-1].last_block,
+        forward=tuple(op for part in parts for op in part.forward),
+        ops=tuple(op for part in parts for op in part.ops),
+        parts=tuple(parts),
+    )
+
+
+def _path(outline: Outline, ops: Sequence[int]) -> tuple[str, ...]:
+    """The names that the module paths of all ops begin with."""
+    paths = [outline.ops[op].module.split(".") for op in ops if outline.ops[op].module]
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+def _by_path(outline: Outline, blocks: Sequence[Part], *, length: int) -> list[Part]:
+    """Runs of blocks whose paths go on with the same name after the first `length` ones."""
+    paths = {block: _path(outline, block.forward) for block in blocks}
+    found = []
+    for name, run in groupby(blocks, key=lambda block: paths[block][: length + 1]):
+        own = list(run)
+        if len(name) <= length:
+            found += [_named_by_ends(outline, block) for block in own]
+        elif len(own) == 1:
+            found += own
+        else:
+            shared = _path(outline, [op for block in own for op in block.forward])
+            found.append(_joined(".".join(shared), _by_path(outline, own, length=len(shared))))
+    return found
+
+
+def _named_by_ends(outline: Outline, block: Part) -> Part:
+    """A block that is within no submodule below its part's, named by where it begins and where it ends."""
+    modules = [outline.ops[op].module for op in block.forward if outline.ops[op].module]
+    return (
+        replace(block, name=f"{modules[0]} to {modules[-1]}")
+        if modules and modules[0] != modules[-1]
+        else block
+    )
+
+
+# --- blocks within a block -----------------------------------------------------------------------------
+
+
+def _divided(outline: Outline, piece: Part) -> Part:
+    """The part with pieces of at most `LARGEST_BLOCK` forward ops."""
+    if len(piece.forward) <= LARGEST_BLOCK:
+        return piece
+    runs = _runs_by_module(outline, piece.forward)
+    if len(runs) < 2 or len(piece.forward) < _LEAST_OPS * len(runs):
+        cut = _best_cut(outline, piece.forward)
+        runs = [piece.forward[:cut], piece.forward[cut:]]
+    number = {op: index for index, run in enumerate(runs) for op in run}
+    modules = [{outline.ops[op].module for op in run} for run in runs]
+    maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
+    for op in piece.ops[len(piece.forward) :]:
+        own = [index for index, names in enumerate(modules) if outline.ops[op].module in names]
+        if (
+            len(own) == 1
+        ):  # autograd gives a backward op the module of the op that it differentiates
+            number[op] = own[0]
+            continue
+        makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
+        ahead = [number[other] for other in makers if outline.ops[other].phase == "forward"]
+        gradients = [number[other] for other in makers if other in number]
+        number[op] = (
+            max(ahead) if ahead else min(gradients, default=len(runs) - 1)
+        )  # by the latest value that it reads, else the gradient
+    pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
+    return _joined(piece.name, [_divided(outline, _piece(outline, piece, ops)) for ops in pieces])
+
+
+def _runs_by_module(outline: Outline, forward: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of ops from one submodule, of those directly below the innermost that all come from; others go with what is ahead of them."""
+    length = len(_path(outline, forward)) + 1
+    runs: list[tuple[tuple[str, ...], list[int]]] = []
+    for op in forward:
+        name = tuple(outline.ops[op].module.split("."))[:length] if outline.ops[op].module else ()
+        if runs and (len(name) < length or name == runs[-1][0] or not runs[-1][0]):
+            runs[-1][1].append(op)
+            runs[-1] = (runs[-1][0] or (name if len(name) == length else ()), runs[-1][1])
+        else:
+            runs.append((name if len(name) == length else (), [op]))
+    return [ops for _, ops in runs]
+
+
+def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:
+    forward = tuple(op for op in ops if outline.ops[op].phase == "forward")
+    name = ".".join(_path(outline, forward)) or whole.name
+    return Part(
+        name=name,
+        first_block=whole.first_block,
+        last_block=whole.last_block,
+        forward=forward,
+        ops=tuple(ops),
+    )
+
+
+def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
+    """How many ops the first half has: in the middle half of them, where the fewest bytes cross, the most even one of equals."""
+    last_read: dict[int, int] = {}
+    for position, op in enumerate(forward):
+        last_read.update(dict.fromkeys(outline.ops[op].reads, position))
+    crossing = [0] * (len(forward) + 1)
+    for position, op in enumerate(forward):
+        for storage in outline.ops[op].writes:
+            for cut in range(position + 1, last_read.get(storage, position) + 1):
+                crossing[cut] += outline.storages[storage].num_bytes
+    quarter, middle = len(forward) // 4, len(forward) / 2
+    return min(
+        range(quarter, len(forward) - quarter + 1),
+        key=lambda cut: (crossing[cut], abs(cut - middle)),
+    )
+
+
+# --- what passes by ------------------------------------------------------------------------------------
+
+
+def passages(outline: Outline, chain: OutlineChain) -> list[Passage]:
+    """Storages that cross a whole block or more unread, or beside a boundary; largest first."""
+    block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
+    boundaries = {block.output for block in chain.blocks}
+    made_in = {
+        storage: block_of[index]
+        for index, op in enumerate(outline.ops)
+        if op.phase == "forward"
+        for storage in op.writes
+    }
+    read_in: dict[int, int] = {}
+    for index, op in enumerate(outline.ops):
+        if op.phase == "forward":
+            for storage in op.reads:
+                if storage in made_in:
+                    read_in[storage] = max(read_in.get(storage, 0), block_of[index])
+    found = [
+        Passage(storage=storage, made_in=made_in[storage], read_in=last)
+        for storage, last in read_in.items()
+        if last > made_in[storage] + (storage in boundaries)
+    ]
+    return sorted(
+        found,
+        key=lambda passage: (
+            -outline.storages[passage.storage].num_bytes,
+            passage.made_in,
+            passage.storage,
+        ),
+    )

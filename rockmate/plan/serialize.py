@@ -1,0 +1,279 @@
+"""A plan as readable text and back: JSON, one op or run a line, no pickle.
+
+The text holds all that a plan consists of (see `Plan`), so a plan that has been read back is a plan like any other: it explains
+itself, and `RockmateModule` runs it on a model whose captured step is the same. Nothing here needs a solver.
+
+What the text says is checked, not believed:
+
+* a digest over everything but the schedule tells a damaged file from a whole one;
+* the schedule may be edited. It is replayed, and refused if it reads what is not there, leaves out what the step needs, runs a random
+  or a once-only op otherwise than it may, or has a higher peak than the plan promises. The live bytes are for readers, and derived
+  anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from rockmate.bound.protocol import KnownBound
+from rockmate.costs.cost import Cost, Costs
+from rockmate.errors import PlanFileError
+from rockmate.graph.snapshot import (
+    Outline,
+    OutlineBlock,
+    OutlineChain,
+    OutlineOp,
+    OutlineStorage,
+    StorageKind,
+    digest,
+)
+from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
+from rockmate.plan.plan import Plan
+from rockmate.plan.residency import Stays
+from rockmate.schedule.schedule import Schedule
+
+_FORMAT = "rockmate plan"
+_VERSION = 1
+_ROW = re.compile(r"(forward|backward) +(\d+) (\S+)( again)?( in-place)?")
+_EDITABLE = ("schedule", "live_bytes", "digest")  # not in the digest
+_PROMISES = (
+    "strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "baseline_peak_bytes", "baseline_ms", "minimum_peak_bytes",
+    "num_unproved_blocks", "machine",
+)  # fmt: skip
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as text; `read_plan` reads it back."""
+    outline = plan.outline
+    content: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "torch": outline.torch_version,
+        "call": outline.call,
+        "fingerprint": {"graph": outline.fingerprint, "call": outline.call_fingerprint},
+        "options": dict(plan.options),
+        **{name: getattr(plan, name) for name in _PROMISES},
+        "lower_bound_ms": plan.lower_bound_ms,
+        "loss_block": [plan.loss_block.module, plan.loss_block.text],
+        "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
+        "schedule": plan.schedule.rows(outline.names),
+        "live_bytes": plan.simulation.live_bytes,
+        "inputs": outline.inputs,
+        "outputs": outline.outputs,
+        "updates": outline.updates,
+        "blocks": [_row(block) for block in plan.chain.blocks],
+        "carried": plan.chain.carried,
+        "storages": [_row(storage) for storage in outline.storages],
+        "ops": [_row(op) for op in outline.ops],
+        "costs": [
+            [first.time_ms, first.overhead_bytes, again.time_ms, again.overhead_bytes]
+            for first, again in zip(plan.costs.first, plan.costs.again, strict=True)
+        ],
+        "num_distinct_calls": plan.costs.num_distinct,
+    }
+    content["digest"] = _digest(content)
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(key)}: {_value_text(value)}" for key, value in content.items())
+        + "\n}\n"
+    )
+
+
+def read_plan(text: str, *, origin: str = "the text") -> Plan:
+    """The plan that `plan_text` wrote.
+
+    Args:
+        text: what it wrote, with an edited schedule or without.
+        origin: how an error calls it.
+
+    Raises:
+        PlanFileError: the text is no plan, is damaged, of a newer format, or its schedule is not valid or above the promised peak.
+    """
+    content = _content(text, origin)
+    try:
+        plan = _plan(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        msg = f"{origin} has no plan that can be read ({type(error).__name__}: {error}). Save the plan again."
+        raise PlanFileError(msg) from error
+    _check_schedule_rows(plan, content["schedule"], origin)
+    return _replayed(plan, origin)
+
+
+# --- text ----------------------------------------------------------------------------------------------
+
+
+def _value_text(value: Any) -> str:
+    """JSON with an entry a line in lists of lines, rows and objects."""
+    if isinstance(value, list | tuple) and any(
+        isinstance(item, str | list | tuple | dict) for item in value
+    ):
+        return "[\n" + ",\n".join(f" {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False)
+
+
+def _row(value: OutlineStorage | OutlineOp | OutlineBlock) -> dict[str, Any]:
+    """A JSON object without the fields that have their default value."""
+    named = ((field, getattr(value, field.name)) for field in fields(value))
+    return {field.name: item for field, item in named if item != field.default}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return digest({key: value for key, value in content.items() if key not in _EDITABLE})
+
+
+def _content(text: str, origin: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        msg = f"{origin} is no JSON ({error}): it is cut off or damaged, or no plan. Save the plan again."
+        raise PlanFileError(msg) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        msg = f'{origin} is JSON but no plan: its "format" is not {_FORMAT!r}. Give a file that Plan.save wrote.'
+        raise PlanFileError(msg)
+    version = content.get("version")
+    if version != _VERSION:
+        msg = f"{origin} has format version {version!r}, and this release of rockmate reads {_VERSION}. Use the release that wrote it."
+        raise PlanFileError(msg)
+    if content.get("digest") != _digest(content):
+        msg = f"{origin} has been damaged or edited outside its schedule: its digest does not fit its content. Save the plan again."
+        raise PlanFileError(msg)
+    if not isinstance(content.get("schedule"), list):
+        msg = f"{origin} has no schedule. Save the plan again."
+        raise PlanFileError(msg)
+    return content
+
+
+# --- content -> plan -----------------------------------------------------------------------------------
+
+
+def _plan(content: Mapping[str, Any]) -> Plan:
+    outline = Outline(
+        torch_version=content["torch"],
+        call=content["call"],
+        inputs=tuple((what, tensor) for what, tensor in content["inputs"]),
+        outputs=tuple((what, storage) for what, storage in content["outputs"]),
+        updates=tuple(content["updates"]),
+        storages=tuple(
+            _built(OutlineStorage, row, kind=StorageKind) for row in content["storages"]
+        ),
+        ops=tuple(_built(OutlineOp, row) for row in content["ops"]),
+    )
+    schedule = _schedule(content["schedule"])
+    rows = [
+        (Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d))
+        for a, b, c, d in content["costs"]
+    ]
+    costs = Costs(
+        first=tuple(row[0] for row in rows),
+        again=tuple(row[1] for row in rows),
+        num_distinct=content["num_distinct_calls"],
+    )
+    if len(rows) != len(outline.ops):
+        msg = f"{len(rows)} costs for {len(outline.ops)} ops"
+        raise ValueError(msg)
+    module, text = content.get("loss_block", ("", ""))
+    fault = _fault(outline, schedule)
+    if fault:
+        raise ValueError(fault)
+    return Plan(
+        **{name: content[name] for name in _PROMISES},
+        bounds=KnownBound(content["lower_bound_ms"]),
+        schedule=schedule,
+        simulation=Stays(outline, schedule).simulation(costs),
+        costs=costs,
+        outline=outline,
+        chain=OutlineChain(
+            blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]),
+            carried=tuple(content["carried"]),
+        ),
+        options=content["options"],
+        chunking_notes=KnownNotes(
+            loss_block=ChunkingNote(module=module, text=text),
+            feed_forward=tuple(
+                ChunkingNote(module=module, text=text)
+                for module, text in content.get("feed_forward", ())
+            ),
+        ),
+    )
+
+
+def _built(
+    cls: Callable[..., Any], row: Mapping[str, Any], **converters: Callable[[Any], Any]
+) -> Any:
+    """A dataclass from a JSON object: lists become tuples."""
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+    }
+    return cls(
+        **{
+            name: converters[name](value) if name in converters else value
+            for name, value in values.items()
+        }
+    )
+
+
+def _schedule(rows: list[Any]) -> Schedule:
+    halves = []
+    for number, row in enumerate(rows):
+        match = _ROW.fullmatch(row) if isinstance(row, str) else None
+        if match is None:
+            msg = f"step {number} of the schedule reads {row!r}, not like 'forward 3 addmm_1' with ' again' and ' in-place' where they hold"
+            raise ValueError(msg)
+        halves.append(match[1])
+    if halves != sorted(halves, reverse=True):
+        msg = "the schedule has a step of the forward behind one of the backward"
+        raise ValueError(msg)
+    return Schedule.from_text("\n".join(rows))
+
+
+def _fault(outline: Outline, schedule: Schedule) -> str:
+    """What is wrong with a schedule, apart from reads of what is not there; empty if nothing is."""
+    seen: set[int] = set()
+    num_ops = len(outline.ops)
+    for position, index in enumerate(schedule.steps):
+        if index >= num_ops:
+            return (
+                f"step {position} of the schedule runs op {index}, and the last is op {num_ops - 1}"
+            )
+        op = outline.ops[index]
+        if position < len(schedule.forward) and op.phase != "forward":
+            return f"step {position} of the schedule runs {op.name} in the forward, which is an op of the backward"
+        if index in seen and not op.can_run_again:
+            return f"step {position} of the schedule runs {op.name} again, which can run only once"
+        seen.add(index)
+    for index, op in enumerate(outline.ops):
+        is_needed = op.delivers or any(
+            outline.storages[storage].kind.is_result for storage in op.writes
+        )
+        if is_needed and index not in seen:
+            return f"the schedule never runs {op.name}, whose result the step returns or hands over"
+    drawn = [index for index in dict.fromkeys(schedule.steps) if outline.ops[index].is_random]
+    if drawn != sorted(drawn) or any(
+        op.is_random and index not in seen for index, op in enumerate(outline.ops)
+    ):
+        return "the schedule draws random numbers in another order than the model"
+    return ""
+
+
+def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
+    for number, (row, expected) in enumerate(
+        zip(rows, plan.schedule.rows(plan.outline.names), strict=True)
+    ):
+        if row.split() != expected.split():
+            msg = f"step {number} of the schedule in {origin} reads {row!r} and would have to read {expected!r}."
+            raise PlanFileError(msg)
+
+
+def _replayed(plan: Plan, origin: str) -> Plan:
+    found = plan.simulation
+    if found.peak_bytes > plan.predicted_peak_bytes:
+        msg = (
+            f"the schedule in {origin} has a peak of {found.peak_bytes:,} bytes, at step {found.peak_position}, above the "
+            f"{plan.predicted_peak_bytes:,} bytes that the plan promises."
+        )
+        raise PlanFileError(msg)
+    return replace(plan, predicted_peak_bytes=found.peak_bytes, predicted_ms=found.time_ms)

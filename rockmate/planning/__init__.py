@@ -1,0 +1,1 @@
+"""The search for the fastest schedule within a budget."""

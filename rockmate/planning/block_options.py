@@ -1,0 +1,224 @@
+"""Block -> options: the ways to run it, by what it saves.
+
+Which values to save and which to recompute is a precedence-constrained knapsack, solved by `checkmate` at every useful level of
+saved bytes; each answer is then replayed on its own for its peaks. Equal blocks are solved once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from checkmate import Knapsack, Solution, Status, pareto
+from rockmate.bound.knapsack import knapsack_of
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Costs
+from rockmate.graph.blocks import Block, BlockChain, kind_of, storages_of, wiring_of
+from rockmate.graph.ir import Graph, Phase, Storage, state_bytes
+from rockmate.planning.lowering import backward_steps
+from rockmate.schedule.simulate import PartSimulation, simulate_part
+
+logger = logging.getLogger("rockmate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOption:
+    """One way to run a block.
+
+    Attributes:
+        saved: positions in `storages_of(block)` of what is kept from its forward to its backward, the output boundary left out.
+        saved_bytes: their bytes, the output boundary and random states included.
+        forward: peak beside the input, and time, of the forward that saves them.
+        backward: peak beside the input, gradients included, and time of the backward, recomputation included.
+    """
+
+    saved: tuple[int, ...]
+    saved_bytes: int
+    forward: PartSimulation
+    backward: PartSimulation
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedBlock:
+    """The options of a block, and whether the solver got to the end."""
+
+    options: tuple[BlockOption, ...]
+    is_proved: bool
+
+
+class SolvedBlocks:
+    """Options by structure and costs, so that graphs which have blocks in common can share them.
+
+    Attributes:
+        of: by key of the block.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is solved yet."""
+        self.of: dict[Hashable, SolvedBlock] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def number_of(self, kind: Hashable) -> int:
+        """A number that stands for `kind` in keys: blocks are many, and what their ops are is long."""
+        return self._numbers.setdefault(kind, len(self._numbers))
+
+
+class OptionSolver:
+    """Solves blocks, each distinct one once."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        chain: BlockChain,
+        costs: Costs,
+        *,
+        max_options: int,
+        solver_time: SolverTime,
+        solved: SolvedBlocks | None = None,
+    ) -> None:
+        """Nothing is solved yet, but for what others put in `solved`."""
+        self.graph = graph
+        self.chain = chain
+        self.costs = costs
+        self.max_options = max_options
+        self.solver_time = solver_time
+        self.num_unproved = 0
+        self._solved = SolvedBlocks() if solved is None else solved
+        self._used: set[Hashable] = set()
+        self._kinds = [
+            self._solved.number_of((kind_of(op, chain.carried), first, again))
+            for op, first, again in zip(graph.ops, costs.first, costs.again, strict=True)
+        ]
+        self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
+
+    @property
+    def num_distinct(self) -> int:
+        """Distinct blocks asked for so far."""
+        return len(self._used)
+
+    def options(self, block: Block) -> tuple[BlockOption, ...]:
+        """The block's options, from the one that saves most to the one that saves least."""
+        kinds = tuple(self._kinds[op.index] for op in (*block.forward, *block.backward))
+        key = kinds, wiring_of(block), self.max_options
+        solved = self._solved.of.get(key)
+        if solved is None:
+            num_unproved = self.num_unproved
+            options = self._solve(block)
+            solved = self._solved.of[key] = SolvedBlock(
+                options, is_proved=self.num_unproved == num_unproved
+            )
+        elif key not in self._used and not solved.is_proved:
+            self.num_unproved += 1
+        self._used.add(key)
+        return solved.options
+
+    def _saved_sets(self, block: Block) -> list[set[Storage]]:
+        kept = {block.output} if block.output else set()
+        problem, values = knapsack_of(
+            block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept
+        )
+        solutions = self.solve(problem, self.max_options)
+        return [{values[value] for value in solution.saved} for solution in solutions]
+
+    def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
+        """The problem's Pareto set, or so many points of it; counts and reports one that is not solved to proven optimality."""
+        with self.solver_time.for_one_solve() as time_limit_s:
+            solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
+        if any(solution.status is not Status.OPTIMAL for solution in solutions):
+            self.num_unproved += 1
+            logger.warning(
+                "a block of %d ops was not solved to the end in %.3g s",
+                len(problem.ops),
+                time_limit_s,
+            )
+        return solutions
+
+    def forward_only(self, block: Block) -> PartSimulation:
+        """The forward that saves nothing but its output."""
+        after = {block.output} if block.output else set()
+        part = simulate_part(
+            self.graph,
+            _indices(block),
+            self.costs,
+            before=(),
+            after=after,
+            uncounted=self._uncounted,
+        )
+        output_bytes = (
+            block.output.num_bytes if block.output else 0
+        )  # counted, even if the user or an earlier block holds it
+        return PartSimulation(peak_bytes=max(part.peak_bytes, output_bytes), time_ms=part.time_ms)
+
+    def _solve(self, block: Block) -> tuple[BlockOption, ...]:
+        sets = self._saved_sets(block)
+        position = {storage: index for index, storage in enumerate(storages_of(block))}
+        gradients = self._gradients(block)
+        return tuple(self._measure(block, saved, position, gradients) for saved in sets)
+
+    def _gradients(self, block: Block) -> tuple[set[Storage], set[Storage]]:
+        """Those that the block's backward is given, and what it leaves."""
+        own = set(block.backward)
+        made = {storage for op in block.backward for storage in op.writes}
+        given = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
+        left = {
+            s
+            for s in made
+            if any(reader not in own for reader in self.graph.readers.get(s, ()))
+            or s.is_kept_to_end
+        }
+        return given, left
+
+    def _measure(
+        self,
+        block: Block,
+        saved: set[Storage],
+        position: dict[Storage, int],
+        gradients: tuple[set[Storage], set[Storage]],
+    ) -> BlockOption:
+        boundary = {block.output} if block.output else set()
+        kept = saved | boundary
+        forward = simulate_part(
+            self.graph,
+            _indices(block),
+            self.costs,
+            before=(),
+            after=kept,
+            uncounted=self._uncounted,
+        )
+        entering = {block.input} if block.input else set()
+        steps = backward_steps(block, {*saved, *boundary, *entering, *self._uncounted})
+        given, left = gradients
+        backward = simulate_part(
+            self.graph, steps, self.costs, before=kept | given, after=left, again=True
+        )
+        states = sum(
+            state_bytes(self.graph.ops[index])
+            for index in steps
+            if self.graph.ops[index].phase is Phase.FORWARD
+        )
+        saved_bytes = sum(storage.num_bytes for storage in kept) + states
+        return BlockOption(
+            saved=tuple(sorted(position[storage] for storage in saved)),
+            saved_bytes=saved_bytes,
+            forward=PartSimulation(
+                peak_bytes=max(forward.peak_bytes + states, saved_bytes), time_ms=forward.time_ms
+            ),
+            backward=PartSimulation(
+                peak_bytes=backward.peak_bytes + states, time_ms=backward.time_ms
+            ),
+        )
+
+
+def storages_at(block: Block, positions: Sequence[int]) -> set[Storage]:
+    """The storages of `block` at the given positions of `storages_of`."""
+    storages = storages_of(block)
+    return {storages[position] for position in positions}
+
+
+def _indices(block: Block) -> list[int]:
+    return [op.index for op in block.forward]
+
+
+def _is_gradient(storage: Storage) -> bool:
+    return storage.producer is not None and storage.producer.phase is Phase.BACKWARD

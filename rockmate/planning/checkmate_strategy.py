@@ -1,0 +1,164 @@
+"""The whole graph as one staged program: Checkmate without blocks, for small models and for comparison.
+
+What the program leaves out, so that its schedules fit when replayed: no run takes over its operand's memory in place, and random ops
+run once, since a second run needs the generator's state. Recomputation starts with the backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
+from rockmate.costs.cost import Costs
+from rockmate.errors import SolverLimitError
+from rockmate.graph.ir import Graph, Phase
+from rockmate.planning.candidate import Candidate, evenly, falling
+from rockmate.schedule.schedule import finish, no_recomputation
+from rockmate.schedule.simulate import simulate
+
+logger = logging.getLogger("rockmate")
+
+_FRONTIER_POINTS = 9
+_RESOLUTION = 0.01  # of the peak with nothing recomputed, to which the smallest peak is found
+
+
+class WholeGraphSearch:
+    """One solve for each budget."""
+
+    def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
+        """Takes the graph; nothing is solved before it is asked for.
+
+        Args:
+            graph: ops and storages.
+            costs: of its ops.
+            time_limit_s: cap on the solve of one budget.
+        """
+        self.num_unproved = 0
+        self._graph = graph
+        self._costs = costs
+        self._time_limit_s = time_limit_s
+        self._ops = (*graph.forward_ops, *graph.backward_ops)
+        self._problem = self._staged_problem()
+        self._tangent_bytes = sum(
+            storage.num_bytes for storage in graph.storages if storage.is_tangent
+        )
+        baseline = no_recomputation(graph)
+        self._baseline = Candidate(schedule=baseline, simulation=simulate(graph, baseline, costs))
+        self._solved: dict[int, Candidate | None] = {}
+        self._minimum: Candidate | None = None
+
+    def best_within(self, budget_bytes: int) -> Candidate | None:
+        """The optimum of the staged program for `budget_bytes`; where that has no schedule, the smallest one if it fits.
+
+        Runs in place take a schedule's peak below the budget that the program needs for it.
+
+        Raises:
+            SolverLimitError: neither a schedule nor a proof that there is none was found in the time limit.
+        """
+        best = self._optimum(budget_bytes)
+        if best is None and self.minimum().simulation.peak_bytes <= budget_bytes:
+            best = self.minimum()
+        return best
+
+    def _optimum(self, budget_bytes: int) -> Candidate | None:
+        if budget_bytes >= self._baseline.simulation.peak_bytes:
+            return self._baseline
+        if budget_bytes not in self._solved:
+            self._solved[budget_bytes] = self._solve_within(budget_bytes)
+        return self._solved[budget_bytes]
+
+    def _solve_within(self, budget_bytes: int) -> Candidate | None:
+        """The optimum; where what ops keep of their first run to run again, which the program does not count, exceeds: with room for it."""
+        best = self._solve_candidate(budget_bytes)
+        if best is None or best.simulation.peak_bytes <= budget_bytes:
+            return best
+        best = self._solve_candidate(budget_bytes - sum(op.state_bytes for op in self._ops))
+        return None if best is None else replace(best, is_proved=False)
+
+    def _solve_candidate(self, budget_bytes: int) -> Candidate | None:
+        solution = self.solve(budget_bytes)
+        if solution.status is Status.NOT_FOUND:
+            msg = (
+                f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} bytes in {self._time_limit_s:.0f} s. "
+                "Raise time_limit_s, or use the default strategy, which plans block by block."
+            )
+            raise SolverLimitError(msg)
+        if solution.status is Status.FEASIBLE:
+            logger.warning(
+                "the whole graph was not solved to the end for %d bytes in %.0f s",
+                budget_bytes,
+                self._time_limit_s,
+            )
+        return self._candidate(solution) if solution.found else None
+
+    def solve(self, budget_bytes: int) -> StagedSolution:
+        """The staged program's own answer, with the bound that it proves."""
+        return solve_staged(
+            self._problem,
+            budget_bytes - self._tangent_bytes,
+            time_limit_s=self._time_limit_s,
+            first_recompute_op=len(self._graph.forward_ops),
+        )
+
+    def frontier(self) -> list[tuple[int, Candidate]]:
+        """Budgets and the best within them: growing budgets, falling times."""
+        low, high = self.minimum().simulation.peak_bytes, self._baseline.simulation.peak_bytes
+        return falling(evenly(low, high, _FRONTIER_POINTS), self.best_within)
+
+    def minimum(self) -> Candidate:
+        """A schedule of nearly the smallest peak, by bisection.
+
+        Raises:
+            SolverLimitError: as for `best_within`.
+        """
+        if self._minimum is None:
+            smallest, low = self._baseline, 0
+            while (
+                smallest.simulation.peak_bytes - low
+                > _RESOLUTION * self._baseline.simulation.peak_bytes
+            ):
+                middle = (low + smallest.simulation.peak_bytes) // 2
+                found = self._optimum(middle)
+                if found is None:
+                    low = middle
+                else:
+                    smallest = found
+            self._minimum = smallest
+        return self._minimum
+
+    def _candidate(self, solution: StagedSolution) -> Candidate:
+        steps = [self._ops[index].index for index in solution.steps]
+        first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
+        num_forward = 1 + max(
+            first_run[op.index] for op in self._graph.forward_ops if op.index in first_run
+        )
+        schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
+        simulation = simulate(self._graph, schedule, self._costs)
+        return Candidate(
+            schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL
+        )
+
+    def _staged_problem(self) -> StagedProblem:
+        values = [storage for op in self._ops for storage in op.writes]
+        number = {storage: index for index, storage in enumerate(values)}
+        ends = {storage for storage in values if storage.is_result} | set(self._graph.updates)
+        return StagedProblem(
+            ops=tuple(
+                StagedOp(
+                    time_ms=self._costs.first[op.index].time_ms,
+                    inputs=tuple(number[storage] for storage in op.reads if storage in number),
+                    outputs=tuple(number[storage] for storage in op.writes),
+                    recomputable=op.phase is not Phase.BACKWARD
+                    and op.recompute_target is not None
+                    and not op.is_random,
+                    overhead_bytes=max(
+                        0, self._costs.first[op.index].overhead_bytes
+                    ),  # counting nothing as released is safe
+                    needed=bool(op.delivers) or op.is_random or not ends.isdisjoint(op.writes),
+                )
+                for op in self._ops
+            ),
+            value_bytes=tuple(storage.num_bytes for storage in values),
+            stays=frozenset(number[storage] for storage in values if storage in ends),
+        )

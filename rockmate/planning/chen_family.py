@@ -1,0 +1,38 @@
+"""One boundary in every sqrt(n) blocks is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import isqrt
+
+from rockmate.graph.blocks import Block, BlockChain, storages_of
+from rockmate.graph.ir import Graph, Storage
+from rockmate.planning.family import ScheduleMaker
+from rockmate.planning.lowering import lower_sequence
+from rotor import Backward, ForwardKeep, ForwardOnly, Step
+from rotor import Sequence as RotorSequence
+
+
+def square_root(graph: Graph, chain: BlockChain) -> ScheduleMaker:
+    """The schedule that keeps the boundary of every segment of sqrt(n) of the n blocks and runs each segment's forward again."""
+    num_blocks = len(chain.blocks)
+    length = isqrt(num_blocks - 1) + 1
+    firsts = list(range(0, num_blocks, length))
+    steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
+    for first in reversed(firsts):
+        segment = range(first, min(first + length, num_blocks))
+        steps += [ForwardKeep(block, block, 0) for block in segment]
+        steps += [Backward(block, block, 0) for block in reversed(segment)]
+    return partial(
+        lower_sequence,
+        graph,
+        chain,
+        RotorSequence(tuple(steps)),
+        lambda first, last, _: _all_of(chain.span(first, last)),
+    )
+
+
+def _all_of(block: Block) -> set[Storage]:
+    """What the backward of a block could have saved for it."""
+    made = {storage for op in block.forward for storage in op.writes}
+    return made.intersection(storages_of(block))

@@ -1,0 +1,100 @@
+"""Ways of planning by name, each as a search over its own families of schedules."""
+
+from __future__ import annotations
+
+from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Costs
+from rockmate.graph.blocks import BlockChain
+from rockmate.graph.ir import Graph
+from rockmate.planning.baseline_search import Search, Searcher
+from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.branch_order import roomier_backward
+from rockmate.planning.checkmate_strategy import WholeGraphSearch
+from rockmate.planning.chen_family import square_root
+from rockmate.planning.local_search import ImprovingSearch
+from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.starts import SolverProposals
+from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.simulate import simulate
+
+STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
+
+
+def make_search(
+    strategy: str,
+    graph: Graph,
+    chain: BlockChain,
+    costs: Costs,
+    *,
+    certificate: Certificate,
+    solver_time: SolverTime,
+    solved: SolvedBlocks | None = None,
+) -> Searcher:
+    """What finds schedules for any budget; "rockmate" and "checkmate" solve what they need when they are asked.
+
+    Args:
+        strategy: "none" recomputes nothing; "chen" keeps one boundary in every sqrt(n) blocks; "rotor" chooses by dynamic program
+            which blocks save everything and which run again as a whole; "checkmate" solves the whole graph as one program, for
+            small models; "rockmate" solves the whole graph as a knapsack, gives
+            blocks and spans of blocks several options where that is not near enough, and improves the result run by run.
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        certificate: its bound, near which "rockmate" stops searching.
+        solver_time: what its solves share; of "checkmate" each budget may take all of it.
+        solved: blocks that other graphs of the same step have had solved; those solved here join them.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
+        raise ValueError(msg)
+    if strategy == "none":
+        return Search(graph, costs, [])
+    if strategy == "chen":
+        return Search(graph, costs, [[square_root(graph, chain)]])
+    if strategy == "checkmate":
+        return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
+    if strategy == "rotor":
+        max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+        rotor = SeveralLevels(
+            graph,
+            chain,
+            costs,
+            max_bytes=max_bytes,
+            solver_time=solver_time,
+            solved=solved,
+            is_all_or_nothing=True,
+        )
+        return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
+    return improving_search(
+        graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved
+    )
+
+
+def improving_search(
+    graph: Graph,
+    chain: BlockChain,
+    costs: Costs,
+    *,
+    certificate: Certificate,
+    solver_time: SolverTime,
+    solved: SolvedBlocks | None = None,
+) -> ImprovingSearch:
+    """The search of "rockmate"; arguments as for `make_search`."""
+    max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+    backward = roomier_backward(graph, costs)
+    if backward is not None:
+        chain = chain.with_backward_as_in(backward)
+    proposals = SolverProposals(
+        graph,
+        chain,
+        costs,
+        certificate,
+        max_bytes=max_bytes,
+        solver_time=solver_time,
+        solved=solved,
+    )
+    return ImprovingSearch(graph, costs, proposals, backward=backward)

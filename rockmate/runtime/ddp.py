@@ -1,0 +1,83 @@
+"""What DistributedDataParallel around a planned module asks of its backward.
+
+Its reducer learns that a parameter's gradient is ready from a hook on the parameter's accumulation node. A planned backward fires that
+hook when the gradient is final, for a few small parameters at a time, so buckets are reduced while it still runs. With
+`find_unused_parameters=True` the reducer moreover walks the autograd graph from the outputs and takes every parameter that it does not
+meet for unused. A planned step therefore has its parameters as inputs in that mode; their nodes then run, and their hooks fire, when
+the whole step is done. Gradients are in `.grad` as early as otherwise, but nothing is reduced before the end.
+
+FullyShardedDataParallel is refused: it gathers a layer's parameters in hooks around that layer, which a planned step does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from rockmate.errors import UnsupportedModelError
+from rockmate.runtime.gradient_sink import GradientSink, nothing
+
+SHARDED = (
+    "FSDP shards this model's parameters and gathers them in hooks around its layers, which a planned step does not run. Use "
+    "DistributedDataParallel(RockmateModule(model, ...)), or FSDP with the plain model."
+)
+
+_POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises `UnsupportedModelError` if FSDP, of either generation and around or within `model`, holds parameters of it."""
+    if any(
+        hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module)))
+        for module in model.modules()
+    ):
+        raise UnsupportedModelError(SHARDED)
+
+
+def _tensors(module: nn.Module) -> list[Any]:
+    # FSDP's first generation puts views of its flat parameter in the places of parameters, as plain attributes.
+    return [
+        *module._parameters.values(),
+        *(value for value in vars(module).values() if isinstance(value, torch.Tensor)),
+    ]
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return any(
+        hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh")
+        for of in (tensor, getattr(tensor, "_base", None))
+    )
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of a group, so that somebody may wait at a parameter's accumulation node to reduce its gradient."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def finds_unused_parameters() -> bool:
+    """Whether a DistributedDataParallel is calling its module that will look for unused parameters."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    return active is not None and active.find_unused_parameters and not active.static_graph
+
+
+class LastHooksSink(GradientSink):
+    """Adds gradients to `.grad` and fires no hooks: the engine does that when the step is done."""
+
+    fires_hooks = False
+
+    def rests_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What the engine has to accumulate for each: a gradient that a tensor hook must see whole, or nothing at all."""
+        if not self._waiting and not any(map(_POST_ACCUMULATE_HOOKS, parameters)):
+            return [None] * len(parameters)
+        return list(map(self._rest_of, parameters))
+
+    def _rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if (
+            parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting
+        ):  # they fire with a gradient only
+            return nothing(parameter.shape, parameter.dtype, parameter.device)
+        return self._waiting.pop(id(parameter), None)

@@ -1,0 +1,1 @@
+"""Many budgets of one model: predicted and measured curves of time against memory."""

@@ -1,0 +1,328 @@
+"""Training steps of a planned module beside the same steps of eager: activation peak, time, gradients.
+
+A step is a forward and a backward from a fixed random state. The peak is the largest excess, within one step, over what was allocated
+when the forward was called, `.grad` in place; the outputs live until the backward has ended. Weights move between steps, so that a plan
+that kept an older weight would show. What is measured leaves no trace: weights, buffers, gradients and generators are put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rockmate._torch.allocator import timeline
+from rockmate.capture.signature import sample_call
+from rockmate.capture.structure import flatten
+from rockmate.collector import collection_put_off
+from rockmate.errors import UnsupportedModelError
+from rockmate.module import RockmateModule
+
+_LEARNING_RATE = 1e-3
+_NUM_RECORDED_STEPS = 2
+_SMALL = 1e-3  # a gradient below this share of the largest one is held against that share: it may be zero but for rounding
+_TOLERANCE = 1e-5  # relative, of what a sum in another order does in single precision
+_TOLERANCE_ULPS = 4  # and in shorter formats
+
+
+# --- equality ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """How two sets of named tensors differ.
+
+    Attributes:
+        equal: bitwise, and the same names on both sides.
+        largest_relative: over the tensors, the largest of max|a - b| / max|b|; infinite where one side lacks a tensor or holds a value
+            that is not finite where the other's is.
+        where: the name of the tensor with that difference, empty when equal.
+    """
+
+    equal: bool
+    largest_relative: float
+    where: str
+
+
+def tensor_difference(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, small: float = 0.0
+) -> TensorDifference:
+    """How `ours` differs from `reference`, by name.
+
+    Args:
+        ours: tensors by name.
+        reference: the same names, and what the differences are relative to.
+        small: a tensor whose largest value is below this share of the largest of all is held against that share.
+    """
+    least_scale = (
+        small * max((_largest(tensor) for tensor in reference.values()), default=0.0)
+        if small
+        else 0.0
+    )
+    worst, where = 0.0, ""
+    for name in ours.keys() | reference.keys():
+        relative = _relative_difference(ours.get(name), reference.get(name), least_scale)
+        if relative is not None and (not where or relative > worst):
+            worst, where = relative, name
+    return TensorDifference(equal=not where, largest_relative=worst, where=where)
+
+
+def _relative_difference(
+    ours: Tensor | None, reference: Tensor | None, least_scale: float
+) -> float | None:
+    """None when bitwise equal."""
+    if ours is None or reference is None or ours.shape != reference.shape:
+        return float("inf")
+    if torch.equal(ours, reference):
+        return None
+    gap = _largest(ours.double() - reference.double())
+    scale = max(_largest(reference), least_scale)
+    if gap != gap or scale == 0.0:  # a NaN compares unequal to itself
+        return float("inf")
+    return gap / scale
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.double().abs().max().item() if tensor.numel() else 0.0
+
+
+# --- one step ------------------------------------------------------------------------------------------
+
+
+def run_step(call: Callable[..., Any], sample_input: Any, *, seed: int) -> None:
+    """Forward and backward from a fixed random state: of the loss where the output has one, else of all that requires a gradient."""
+    args, kwargs = sample_call(sample_input)
+    torch.manual_seed(seed)
+    outputs = call(*args, **kwargs)
+    ends = differentiated(outputs, has_labels=kwargs.get("labels") is not None)
+    torch.autograd.backward(
+        ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends]
+    )
+
+
+def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
+    """The tensors of a model's output that a training step starts its backward from: the loss, or all that require a gradient."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if (
+        loss is None
+        and has_labels
+        and isinstance(outputs, tuple | list)
+        and isinstance(outputs[0], Tensor)
+        and not outputs[0].ndim
+    ):
+        loss = outputs[0]
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return [loss]
+    found = [
+        tensor for tensor in flatten(outputs, what="the model's output")[0] if tensor.requires_grad
+    ]
+    if not found:
+        msg = "no output of the model requires a gradient, so there is no step to measure. Return the loss, or what it is made of."
+        raise UnsupportedModelError(msg)
+    return found
+
+
+def activation_peak(step: Callable[[], object], device: torch.device) -> int:
+    """Largest excess in bytes, over one call of `step`, over what was allocated before it; run the step once beforehand."""
+    gc.collect(1)
+    if device.type != "cuda":
+        return max(timeline(step).peak_bytes for _ in range(_NUM_RECORDED_STEPS))
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before_bytes = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before_bytes
+
+
+# --- planned steps beside eager's ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What steps of a planned module took, beside eager's.
+
+    Attributes:
+        peak_bytes: activation peak of one step.
+        median_ms: one forward and backward, over the steps.
+        num_steps: that were timed and compared.
+        eager_peak_bytes: eager's peak; None, as all below, where eager did not fit the device.
+        eager_ms: eager's median.
+        ratio: median over the steps of the planned step's time over eager's right before it: drift of the machine cancels.
+        ratio_spread: largest less smallest of those.
+        gradients: the worst difference of any step.
+        gradient_tolerance: how much of that the order of a sum explains, in the coarsest format of the model's parameters.
+    """
+
+    peak_bytes: int
+    median_ms: float
+    num_steps: int
+    eager_peak_bytes: int | None = None
+    eager_ms: float | None = None
+    ratio: float | None = None
+    ratio_spread: float | None = None
+    gradients: TensorDifference | None = None
+    gradient_tolerance: float = 0.0
+
+
+class SideBySide:
+    """Measures planned modules of one model beside the model itself.
+
+    Attributes:
+        eager_peak_bytes: eager's activation peak; None if it ran out of memory.
+    """
+
+    def __init__(self, model: nn.Module, sample_input: Any, *, num_steps: int) -> None:
+        """Measures eager's peak.
+
+        Args:
+            model: in training mode.
+            sample_input: as for `Planner`.
+            num_steps: that are timed and compared for each planned module.
+        """
+        self._model = model
+        self._sample = sample_input
+        self._num_steps = num_steps
+        self._device = next(iter(model.parameters())).device
+        with _kept(model):
+            try:
+                self.eager_peak_bytes = self._peak(model)
+            except torch.OutOfMemoryError:
+                self.eager_peak_bytes = None
+
+    def measure(self, module: RockmateModule) -> Measurement:
+        """Steps of `module`, each right after the same step of eager."""
+        with _kept(self._model), collection_put_off():
+            peak_bytes = self._peak(module)
+            eager_ms, planned_ms, differences = self._train(module)
+        alone = Measurement(
+            peak_bytes=peak_bytes,
+            median_ms=statistics.median(planned_ms),
+            num_steps=self._num_steps,
+        )
+        if self.eager_peak_bytes is None:
+            return alone
+        ratios = [ours / theirs for ours, theirs in zip(planned_ms, eager_ms, strict=True)]
+        return Measurement(
+            peak_bytes=peak_bytes,
+            median_ms=alone.median_ms,
+            num_steps=alone.num_steps,
+            eager_peak_bytes=self.eager_peak_bytes,
+            eager_ms=statistics.median(eager_ms),
+            ratio=statistics.median(ratios),
+            ratio_spread=max(ratios) - min(ratios),
+            gradients=max(
+                differences,
+                key=lambda difference: (not difference.equal, difference.largest_relative),
+            ),
+            gradient_tolerance=_tolerance(self._model),
+        )
+
+    def _peak(self, call: Callable[..., Any]) -> int:
+        run_step(call, self._sample, seed=0)  # makes `.grad` and library buffers
+        self._model.zero_grad(set_to_none=False)
+        return activation_peak(lambda: run_step(call, self._sample, seed=0), self._device)
+
+    def _train(
+        self, module: RockmateModule
+    ) -> tuple[list[float], list[float], list[TensorDifference]]:
+        """Times of eager's steps and of the planned ones in ms, and how each step's gradients differ."""
+        eager_ms, planned_ms, differences = [], [], []
+        for step in range(self._num_steps + 1):
+            reference: dict[str, Tensor] = {}
+            if self.eager_peak_bytes is not None:
+                with _kept_buffers(self._model):
+                    eager_ms.append(self._timed_step(self._model, seed=step))
+                    reference = _gradients(self._model, copied=True)
+            planned_ms.append(self._timed_step(module, seed=step))
+            if reference:
+                differences.append(
+                    tensor_difference(
+                        _gradients(self._model, copied=False), reference, small=_SMALL
+                    )
+                )
+            _descend(self._model)
+        return eager_ms[1:], planned_ms[1:], differences  # the first step warms up
+
+    def _timed_step(self, call: Callable[..., Any], *, seed: int) -> float:
+        self._model.zero_grad(set_to_none=False)
+        gc.collect(
+            1
+        )  # what the last step left; the older objects of planner and model need no walk
+        _wait_for(self._device)
+        begin = time.perf_counter()
+        run_step(call, self._sample, seed=seed)
+        _wait_for(self._device)
+        return (time.perf_counter() - begin) * 1e3
+
+
+def _tolerance(model: nn.Module) -> float:
+    ulp = max(
+        torch.finfo(parameter.dtype).eps
+        for parameter in model.parameters()
+        if parameter.dtype.is_floating_point
+    )
+    return _TOLERANCE if ulp <= torch.finfo(torch.float32).eps else _TOLERANCE_ULPS * ulp
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gradients(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
+    """The gradients by name, in host memory where they are copied or the device is another."""
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {name: gradient.to("cpu", copy=copied) for name, gradient in found.items()}
+
+
+def _descend(model: nn.Module) -> None:
+    """A small step whatever the scale of the gradients: a model that returns no loss may have any."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(
+                    parameter.grad, alpha=-_LEARNING_RATE / (1.0 + _largest(parameter.grad))
+                )
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Puts weights, buffers, gradients and the state of the generators back; the copies are in host memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Puts the buffers back, so that the same step can be taken again."""
+    copies = [buffer.detach().clone() for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, copy in zip(model.buffers(), copies, strict=True):
+            buffer.copy_(copy)

@@ -1,0 +1,418 @@
+"""A sweep as one self-contained page: the curve, the rows, and for each budget the memory over the step, its peak and its blocks.
+
+The page loads nothing: style and drawings are in it, and its few lines of script only show the chosen budget. Without script all show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from string import Template
+
+from rockmate.budget import size_text
+from rockmate.costs.cost import Costs
+from rockmate.plan.explain import BlockRow
+from rockmate.plan.plan import Plan
+from rockmate.schedule.schedule import Schedule
+from rockmate.sweeps.result import Sweep
+from rockmate.sweeps.row import SweepRow
+from rockmate.sweeps.svg_chart import Chart, Point
+from rockmate.sweeps.table import cost_below, gradients_text
+
+_MIB = 2**20
+_MAX_POINTS = 500
+_NUM_NAMED = 12
+_HEADROOM = 1.06
+_PANEL = "budget-"  # and the key: the id of a panel
+
+
+def report_html(sweep: Sweep) -> str:
+    """The page."""
+    template = Template(
+        (resources.files("rockmate.sweeps") / "report.html").read_text(encoding="utf-8")
+    )
+    feasible = [row for row in sweep.rows if row.is_feasible]
+    shown = sweep.recommended or feasible[-1:]
+    first = _key(shown[0]) if shown else ""
+    return template.substitute(
+        title=escape(sweep.title),
+        facts=_facts(sweep),
+        verdict=_verdict(sweep),
+        curve=_curve(sweep) if feasible else "<p>No budget of this sweep is feasible.</p>",
+        legend=_legend(sweep),
+        recommended=_recommended(sweep),
+        rows=_rows(sweep),
+        choices="".join(_choice(row, is_first=_key(row) == first) for row in feasible),
+        panels="\n".join(_panel(sweep, row, is_first=_key(row) == first) for row in feasible),
+    )
+
+
+# --- head ----------------------------------------------------------------------------------------------
+
+
+def _facts(sweep: Sweep) -> str:
+    settings, baseline = sweep.settings, sweep.baseline
+    eager = next((row for row in sweep.rows if row.eager_peak_bytes is not None), None)
+    where = (
+        f"estimated for {settings['machine']}"
+        if settings["machine"]
+        else f"{settings['device']}, {settings['num_threads']} threads"
+    )
+    facts = [
+        (
+            "nothing recomputed, predicted",
+            f"{size_text(baseline.baseline_peak_bytes)}, {baseline.baseline_ms:,.1f} ms a step",
+        )
+    ]
+    if eager is not None and eager.eager_peak_bytes is not None:
+        facts.append(
+            (
+                "eager, measured",
+                f"{size_text(eager.eager_peak_bytes)}, {eager.eager_ms:,.1f} ms a step",
+            )
+        )
+    smallest = min(
+        (row.minimum_bytes for row in sweep.rows if row.minimum_bytes is not None), default=None
+    )
+    if smallest is not None:
+        facts.append(
+            (
+                "smallest feasible peak",
+                f"{size_text(smallest)}, {smallest / baseline.baseline_peak_bytes:.1%} of it",
+            )
+        )
+    facts.append(("where", f"{where}, PyTorch {settings['torch']}"))
+    facts.append(
+        ("took", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in sweep.timings.items()))
+    )
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts
+    )
+
+
+def _verdict(sweep: Sweep) -> str:
+    lines = [f'<p class="bad">FAILED: {escape(line)}</p>' for line in sweep.broken_promises]
+    measured = [row for row in sweep.rows if row.is_measured]
+    if measured and not lines:
+        compared = [row for row in measured if row.gradient_difference is not None]
+        equal = sum(row.gradient_difference == 0 for row in compared)
+        gradients = (
+            f"gradients equal those of eager bit for bit at {equal} of {len(compared)} budgets"
+            if compared
+            else "eager did not fit"
+        )
+        others = ", and within rounding at the others" if equal < len(compared) else ""
+        lines.append(
+            f'<p class="good">All {len(measured)} measured peaks are within their budgets; {gradients}{others}.</p>'
+        )
+    if not sweep.is_complete:
+        lines.append(
+            '<p class="bad">The sweep was interrupted: rows may be missing. The same command takes it up again.</p>'
+        )
+    return "".join(lines)
+
+
+# --- the curve -----------------------------------------------------------------------------------------
+
+
+def _curve(sweep: Sweep) -> str:
+    feasible = [row for row in sweep.rows if row.is_feasible]
+    eager_bytes = next(
+        (row.eager_peak_bytes for row in sweep.rows if row.eager_peak_bytes is not None), None
+    )
+    peaks = [
+        *(row.predicted_peak_bytes or 0 for row in feasible),
+        sweep.baseline.baseline_peak_bytes,
+        eager_bytes or 0,
+    ]
+    ratios = [
+        ratio
+        for row in feasible
+        for ratio in (row.predicted_ratio, row.measured_ratio)
+        if ratio is not None
+    ]
+    low, high = min([*ratios, 1.0]), max([*ratios, 1.1])
+    y_range = (low - 0.08 * (high - low), high + 0.12 * (high - low))
+    chart = Chart(x_range=(0.0, _HEADROOM * max(peaks) / _MIB), y_range=y_range, height=420)
+    y_label = "time of a step, times that of nothing recomputed"
+    chart.axes(
+        x_label="activation peak",
+        y_label=y_label,
+        x_text=_mebibytes,
+        y_text=lambda value: f"{value:.2f}x",
+    )
+    if eager_bytes is not None:
+        chart.vertical(eager_bytes / _MIB, "eager", f"eager {size_text(eager_bytes)}", anchor="end")
+    for index, strategy in enumerate(sweep.strategies):
+        rows = [row for row in feasible if row.strategy == strategy]
+        if index == 0:
+            chart.line(
+                [
+                    (row.budget_bytes / _MIB, row.lower_bound_ratio)
+                    for row in rows
+                    if row.lower_bound_ratio
+                ],
+                "bound",
+            )
+        chart.line([_predicted(row) for row in rows], f"curve s{index}")
+        for row in rows:
+            chart.dot(
+                _predicted(row),
+                f"dot s{index}{' knee' if row.is_recommended else ''}",
+                _row_title(row),
+                key=_key(row),
+            )
+            if row.measured_peak_bytes is not None and row.measured_ratio is not None:
+                title = f"measured: {size_text(row.measured_peak_bytes)}, {row.measured_ratio:.3f}x of eager"
+                chart.diamond(
+                    (row.measured_peak_bytes / _MIB, row.measured_ratio),
+                    f"measured s{index}",
+                    title,
+                    key=_key(row),
+                )
+    for row in sweep.recommended:  # over all curves; one strategy's, or they cover each other
+        if row.strategy == sweep.strategies[0]:
+            chart.note(
+                _predicted(row),
+                f"{size_text(row.budget_bytes)}, {row.predicted_ratio:.2f}x",
+                "knee-note",
+            )
+    return chart.svg("Time of a step against activation peak, a curve for each strategy")
+
+
+def _legend(sweep: Sweep) -> str:
+    entries = [
+        f'<span><i class="key s{index}"></i>{escape(strategy)}</span>'
+        for index, strategy in enumerate(sweep.strategies)
+    ]
+    if any(row.is_recommended for row in sweep.rows):
+        entries.append('<span><i class="key ring"></i>knee</span>')
+    if any(row.measured_ratio is not None for row in sweep.rows):
+        entries.append('<span><i class="key diamond"></i>measured, against eager</span>')
+    if any(row.lower_bound_ratio for row in sweep.rows):
+        entries.append('<span><i class="key dashes"></i>no schedule is faster</span>')
+    return "".join(entries)
+
+
+def _predicted(row: SweepRow) -> Point:
+    return (row.predicted_peak_bytes or 0) / _MIB, row.predicted_ratio or 0.0
+
+
+def _row_title(row: SweepRow) -> str:
+    return f"{row.strategy}, budget {size_text(row.budget_bytes)}: peak {_size(row.predicted_peak_bytes)}, {row.predicted_ratio:.3f}x"
+
+
+def _recommended(sweep: Sweep) -> str:
+    if not sweep.recommended:
+        return (
+            "<p>The curve has no knee: time grows evenly as memory shrinks.</p>"
+            if sweep.plans
+            else ""
+        )
+    cards = []
+    for row in sweep.recommended:
+        costs = (("down to it", row.extra_ms_per_100_mib), ("below it", cost_below(sweep, row)))
+        texts = [
+            f"{where}, 100 MiB less cost {cost:,.1f} ms a step"
+            for where, cost in costs
+            if cost is not None
+        ]
+        cards.append(
+            f'<a class="card" href="#{_PANEL}{_key(row)}" data-key="{_key(row)}"><b>{escape(size_text(row.budget_bytes))}</b>'
+            f"<span>{row.budget_share:.0%} of the peak, {row.predicted_ratio:.3f}x the time</span>"
+            f"<small>{escape(row.strategy)}{''.join(f'; {text}' for text in texts)}</small></a>"
+        )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+# --- rows ----------------------------------------------------------------------------------------------
+
+_ROW_HEADS = (
+    "strategy", "budget", "of the peak", "predicted peak", "predicted ms", "predicted time", "no schedule below", "ms per 100 MiB less",
+    "recomputed ops",
+)  # fmt: skip
+_MEASURED_HEADS = ("measured peak", "measured ms", "measured time", "gradients")
+
+
+def _rows(sweep: Sweep) -> str:
+    with_measured = any(row.is_measured for row in sweep.rows)
+    heads = _ROW_HEADS + (_MEASURED_HEADS if with_measured else ())
+    lines = ["<thead><tr>", *(f"<th>{head}</th>" for head in heads), "</tr></thead><tbody>"]
+    for row in sweep.rows:
+        lines.append(
+            _row_html(row, with_measured=with_measured)
+            if row.is_feasible
+            else _infeasible_html(row, num_columns=len(heads))
+        )
+    return "".join([*lines, "</tbody>"])
+
+
+def _row_html(row: SweepRow, *, with_measured: bool) -> str:
+    cells = [
+        row.strategy, size_text(row.budget_bytes), f"{row.budget_share:.3f}", _size(row.predicted_peak_bytes),
+        _number(row.predicted_ms, ",.1f"), _number(row.predicted_ratio, ".3f", "x"), _number(row.lower_bound_ratio or None, ".3f", "x"),
+        _number(row.extra_ms_per_100_mib, ",.1f"), _number(row.num_recomputed, ","),
+    ]  # fmt: skip
+    if with_measured:
+        spread = (
+            f" ± {row.measured_ratio_spread / 2:.3f}"
+            if row.measured_ratio_spread is not None
+            else ""
+        )
+        ratio = _number(row.measured_ratio, ".3f", "x")
+        cells += [
+            _size(row.measured_peak_bytes),
+            _number(row.measured_ms, ",.1f"),
+            ratio + spread,
+            gradients_text(row) or row.problem,
+        ]
+    kind = " ".join(
+        ["row", *(["knee"] if row.is_recommended else []), *(["bad"] if row.broken_promise else [])]
+    )
+    linked = [cells[0], f'<a href="#{_PANEL}{_key(row)}">{escape(cells[1])}</a>']
+    inner = "".join(f"<td>{cell}</td>" for cell in [linked[0], linked[1], *map(escape, cells[2:])])
+    return f'<tr class="{kind}" data-key="{_key(row)}">{inner}</tr>'
+
+
+def _infeasible_html(row: SweepRow, *, num_columns: int) -> str:
+    head = f"<td>{escape(row.strategy)}</td><td>{escape(size_text(row.budget_bytes))}</td><td>{row.budget_share:.3f}</td>"
+    return f'<tr class="infeasible">{head}<td colspan="{num_columns - 3}">no plan: {escape(row.problem)}</td></tr>'
+
+
+def _choice(row: SweepRow, *, is_first: bool) -> str:
+    text = f"{row.strategy}, {size_text(row.budget_bytes)}, {row.predicted_ratio:.3f}x{', knee' if row.is_recommended else ''}"
+    return f'<option value="{_key(row)}"{" selected" if is_first else ""}>{escape(text)}</option>'
+
+
+# --- one budget ----------------------------------------------------------------------------------------
+
+
+def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
+    plan = sweep.plans[row.key]
+    return (
+        f'<section class="panel{" shown" if is_first else ""}" id="{_PANEL}{_key(row)}">'
+        f"<h3>{escape(row.strategy)}, budget {escape(size_text(row.budget_bytes))}</h3>"
+        f"{_memory_chart(sweep.baseline, plan)}"
+        f'<p class="legend"><span><i class="key s0"></i>this plan</span><span><i class="key grey"></i>nothing recomputed</span></p>'
+        f"<div class=two><div><h4>In memory at the peak</h4>{_live_html(plan)}</div>"
+        f"<div><h4>The plan</h4><pre>{escape(plan.summary())}</pre></div></div>"
+        f"<h4>Block by block</h4><div class=scroll><table>{_blocks_html(plan.block_rows())}</table></div>"
+        f"<h4>Parts within parts</h4><div class=scroll><pre>{escape(plan.tree())}</pre></div></section>"
+    )
+
+
+def _memory_chart(baseline: Plan, plan: Plan) -> str:
+    # Both with the plan's op times: a plan of an earlier run has those of that run.
+    lanes = [memory_points(each, plan.costs) for each in (baseline, plan)]
+    begins = times_ms(plan.schedule, plan.costs)
+    ends = [times_ms(baseline.schedule, plan.costs)[-1], begins[-1]]
+    top = max(baseline.predicted_peak_bytes, plan.budget_bytes) / _MIB
+    chart = Chart(x_range=(0.0, max(ends)), y_range=(0.0, top * 1.12), height=340)
+    x_label = "predicted time since the forward was called (ms)"
+    chart.axes(
+        x_label=x_label,
+        y_label="activation memory",
+        x_text=lambda value: f"{value:,g}",
+        y_text=_mebibytes,
+    )
+    for points, end, kind in zip(lanes, ends, ("step grey", "step s0"), strict=True):
+        chart.steps(points, end, kind)
+    chart.vertical(begins[len(plan.schedule.forward)], "half", "forward | backward")
+    chart.horizontal(plan.budget_bytes / _MIB, "budget", f"budget {size_text(plan.budget_bytes)}")
+    position = plan.simulation.peak_position
+    peak: Point = (begins[position], plan.predicted_peak_bytes / _MIB)
+    chart.dot(
+        peak,
+        "dot s0 knee",
+        f"peak {size_text(plan.predicted_peak_bytes)} in {plan.peak_place()}",
+        radius=4,
+    )
+    chart.note(peak, "peak", "knee-note")
+    return chart.svg("Activation memory over one training step")
+
+
+def memory_points(plan: Plan, costs: Costs) -> list[Point]:
+    """(predicted ms at which a run begins, MiB in use while it goes on); of long schedules the highest of each stretch of runs."""
+    points = [
+        (ms, live / _MIB)
+        for ms, live in zip(
+            times_ms(plan.schedule, costs), plan.simulation.live_bytes, strict=False
+        )
+    ]
+    stretch = -(-len(points) // _MAX_POINTS)
+    return [
+        max(points[begin : begin + stretch], key=lambda point: point[1])
+        for begin in range(0, len(points), stretch)
+    ]
+
+
+def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
+    """When each run of the schedule begins, and when the last one ends."""
+    times, seen = [0.0], set()
+    for index in schedule.steps:
+        cost = (costs.again if index in seen else costs.first)[index]
+        seen.add(index)
+        times.append(times[-1] + cost.time_ms)
+    return times
+
+
+def _live_html(plan: Plan) -> str:
+    live = plan.live_at_peak()
+    rows = [(entry.description, entry.num_bytes) for entry in live[:_NUM_NAMED]]
+    if live[_NUM_NAMED:]:
+        rows.append(
+            (f"{len(live) - _NUM_NAMED} more", sum(entry.num_bytes for entry in live[_NUM_NAMED:]))
+        )
+    whole = max(plan.predicted_peak_bytes, 1)
+    lines = []
+    for text, num_bytes in rows:
+        bar = f'<td class=bar><i style="width:{100 * num_bytes / whole:.1f}%"></i></td>'
+        lines.append(f"<tr><td>{escape(text)}</td><td>{size_text(num_bytes)}</td>{bar}</tr>")
+    total = f"<td>in all, in {escape(plan.peak_place())}</td><td>{size_text(plan.predicted_peak_bytes)}</td>"
+    lines.append(f"<tr class=sum>{total}<td></td></tr>")
+    return f'<table class="live">{"".join(lines)}</table>'
+
+
+def _blocks_html(rows: Sequence[BlockRow]) -> str:
+    heads = (
+        "",
+        "block",
+        "ops",
+        "makes",
+        "keeps",
+        "",
+        "runs again",
+        "ms again",
+        "peak of the step in it",
+    )
+    lines = ["<thead><tr>", *(f"<th>{head}</th>" for head in heads), "</tr></thead><tbody>"]
+    for number, row in enumerate(rows):
+        share = 100 * row.kept_bytes / row.made_bytes if row.made_bytes else 0.0
+        cells = [
+            f"<td>{number}</td><td>{escape(row.name)}</td><td>{row.num_ops}</td><td>{size_text(row.made_bytes)}</td>",
+            f'<td>{size_text(row.kept_bytes)}</td><td class=bar><i style="width:{share:.0f}%"></i></td>',
+            f"<td>{row.num_recomputed}</td><td>{row.recompute_ms:,.2f}</td><td>{size_text(row.peak_bytes)}</td>",
+        ]
+        lines.append(f"<tr{' class=knee' if row.is_peak else ''}>{''.join(cells)}</tr>")
+    return "".join([*lines, "</tbody>"])
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+
+def _key(row: SweepRow) -> str:
+    """By which a mark, a row and a panel find each other. No element has it as its id: the page must not jump there."""
+    return f"{row.strategy}-{row.budget_bytes}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else size_text(num_bytes)
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value:,g} MiB"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"

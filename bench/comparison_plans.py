@@ -203,7 +203,7 @@ def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
 
 
 def _is_beyond(planner: Planner, strategy: str) -> bool:
-    return strategy == "checkmate" and len(planner.plan(1.0).outline.ops) > LARGEST_WHOLE_GRAPH
+    return strategy == "checkmate" and len(planner.plan(1.0).snapshot.ops) > LARGEST_WHOLE_GRAPH
 
 
 def _plan_all(

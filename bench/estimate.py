@@ -95,7 +95,7 @@ def compare(
         Planner(workload.model, workload.sample, machine=machine),
     )
     ours, theirs = measured.plan(1.0), estimated.plan(1.0)
-    assert ours.outline.fingerprint == theirs.outline.fingerprint, (
+    assert ours.snapshot.fingerprint == theirs.snapshot.fingerprint, (
         "the two planners captured different graphs"
     )
     return ModelError(

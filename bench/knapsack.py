@@ -74,21 +74,21 @@ def _solve(
     saved = {
         v: program.add_variable(f"S{v.index}", int(v.is_output), 1, pulp.LpInteger) for v in values
     }
-    again = {
+    recompute = {
         op: program.add_variable(
             f"R{op.index}", 0, int(op.recompute_target is not None), pulp.LpInteger
         )
         for op in ops
     }
-    program += pulp.lpSum(costs.again[op.index].time_ms * again[op] for op in ops)
+    program += pulp.lpSum(costs.recompute[op.index].time_ms * recompute[op] for op in ops)
     for value in _read_by_backward(graph):
-        program += saved[value] + again[_maker(value)] >= 1
+        program += saved[value] + recompute[_maker(value)] >= 1
     for op in ops:
         for value in op.reads:
             if value in saved:
-                program += saved[value] + again[_maker(value)] >= again[op]
+                program += saved[value] + recompute[_maker(value)] >= recompute[op]
     bytes_of_values = pulp.lpSum(v.num_bytes * saved[v] for v in values)
-    bytes_of_states = pulp.lpSum(state_bytes(op) * again[op] for op in ops)
+    bytes_of_states = pulp.lpSum(state_bytes(op) * recompute[op] for op in ops)
     program += bytes_of_values + bytes_of_states <= limit_bytes
     status = program.solve(_solver(time_limit_s))
     if status == pulp.LpStatusInfeasible:
@@ -97,7 +97,7 @@ def _solve(
     if status != pulp.LpStatusOptimal or program.sol_status != pulp.LpSolutionOptimal:
         message = f"a knapsack of {len(ops)} ops within {limit_bytes:,} bytes took more than {time_limit_s:g} s. Raise time_limit_s."
         raise UnsolvedKnapsackError(message)
-    return _chosen(again), _chosen(saved)
+    return _chosen(recompute), _chosen(saved)
 
 
 def _solver(time_limit_s: float) -> pulp.LpSolver:
@@ -165,4 +165,4 @@ def _as_late_as_possible(
 
 
 def _has_result(op: Op) -> bool:
-    return bool(op.delivers) or any(storage.is_result for storage in op.writes)
+    return bool(op.final_gradients) or any(storage.is_result for storage in op.writes)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
-from rockmate.collector import collection_put_off
+from rockmate.collector import gc_paused
 from rockmate.sweeps.measure import TensorDifference, tensor_difference
 
 Step = Callable[[], object]
@@ -311,7 +311,7 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
     torch.set_num_threads(num_threads)
     gc.collect()
     try:
-        with collection_put_off():
+        with gc_paused():
             yield
     finally:
         torch.set_num_threads(threads_before)

@@ -286,7 +286,7 @@ class _Run:
         low, high = 0, self.planner.minimum_peak_bytes
         while high - low > PAGE_BYTES:
             middle = (low + high) // 2
-            if math.isinf(self._bounds.closer_bound_ms(middle)):
+            if math.isinf(self._bounds.tight_bound_ms(middle)):
                 low = middle
             else:
                 high = middle
@@ -382,11 +382,11 @@ def _own_share(plan: Plan) -> float:
     simulation = plan.simulation
     op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
     own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-    own_bytes = (
+    result_and_workspace_bytes = (
         sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
     )
     return min(
-        1.0, own_bytes / simulation.peak_bytes
+        1.0, result_and_workspace_bytes / simulation.peak_bytes
     )  # what it makes may take the place of what it reads
 
 

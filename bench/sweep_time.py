@@ -21,7 +21,7 @@ import torch
 from bench import models
 from bench.machine import machine_line, machine_record
 from rockmate import Plan, Planner
-from rockmate.planning.candidate import evenly
+from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
 
 MODELS = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
@@ -100,7 +100,7 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
 def _swept(planner: Planner, num_budgets: int) -> tuple[Planner, list[int], list[Plan], float]:
     """The planner, its budgets, the plans of one sweep, and how long these took."""
     lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
-    budgets = evenly(lowest_bytes, planner.baseline_peak_bytes, num_budgets)
+    budgets = linspace_int(lowest_bytes, planner.baseline_peak_bytes, num_budgets)
     return planner, budgets, *_timed(lambda: list(planner.plans(budgets).values()))
 
 

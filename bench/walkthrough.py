@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rockmate._torch.allocator import timeline
-from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture, Role
@@ -35,16 +35,16 @@ from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.blocks import partition, storages_of
 from rockmate.graph.build import build_graph
-from rockmate.graph.gradient_slices import split_handovers
+from rockmate.graph.gradient_slices import choose_sink_forms
 from rockmate.graph.ir import Graph, Op, Storage, state_bytes
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.rewrite import rewrite
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.candidate import Candidate, evenly
-from rockmate.planning.knapsack_family import OneLevel
-from rockmate.planning.moves import make_room, spend_room
-from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.candidate import Candidate, linspace_int
+from rockmate.planning.knapsack_family import KnapsackFamily
+from rockmate.planning.moves import remove_recomputations, spill_until_feasible
+from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import Program, emit
@@ -134,7 +134,7 @@ def sections() -> Iterator[Section]:
     )
 
     graph = weight_gradients_first(build_graph(capture))
-    split_handovers(graph)
+    choose_sink_forms(graph)
     yield Section(name="graph", language="text", text=str(graph), is_exact=True)
 
     costs = measure_costs(graph)
@@ -144,7 +144,7 @@ def sections() -> Iterator[Section]:
     yield Section(name="chain", language="text", text=str(chain), is_exact=True)
 
     baseline = simulate(graph, no_recomputation(graph), costs)
-    levels = SeveralLevels(
+    levels = RotorFamily(
         graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=SolverTime(_TIME_LIMIT_S)
     )
     yield Section(name="options", language="text", text=_options_text(levels), is_exact=False)
@@ -158,7 +158,7 @@ def sections() -> Iterator[Section]:
         is_exact=False,
     )
 
-    certificate = Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
+    certificate = LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(_TIME_LIMIT_S))
     search = make_search(
         "rockmate",
         graph,
@@ -276,7 +276,7 @@ def _costs_text(graph: Graph, costs: Costs) -> str:
     return "\n".join(lines)
 
 
-def _options_text(levels: SeveralLevels) -> str:
+def _options_text(levels: RotorFamily) -> str:
     block = levels.chain.blocks[_SHOWN_BLOCK]
     storages = storages_of(block)
     lines = [
@@ -301,7 +301,7 @@ def _options_text(levels: SeveralLevels) -> str:
     return "\n".join(lines)
 
 
-def _rotor_text(levels: SeveralLevels) -> str:
+def _rotor_text(levels: RotorFamily) -> str:
     lines = [
         f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"
     ]
@@ -319,11 +319,11 @@ def _rotor_text(levels: SeveralLevels) -> str:
     return "\n".join(lines)
 
 
-def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
-    """What each proposal near the budget becomes when room is made and spent; what `rockmate.improving_search` does with some of them."""
+def _improvement_text(levels: RotorFamily, budget_bytes: int) -> str:
+    """What each proposal near the budget becomes when room is made and spent; what `rockmate.local_search` does with some of them."""
     graph, costs = levels.graph, levels.solver.costs
-    one_level = OneLevel(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
-    limits = evenly(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
+    one_level = KnapsackFamily(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
+    limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
         "one level": [
             schedule for limit in limits if (schedule := one_level.saving(limit)) is not None
@@ -339,18 +339,20 @@ def _improvement_text(levels: SeveralLevels, budget_bytes: int) -> str:
         for candidate in _fastest_of_each_peak(levels, proposals, int(_MAX_EXCESS * budget_bytes)):
             schedule, proposed = candidate.schedule, candidate.simulation
             row = f"{family:<14} {_size_and_time(proposed)}"
-            fitting = make_room(graph, costs, schedule, proposed, budget_bytes)
+            fitting = spill_until_feasible(graph, costs, schedule, proposed, budget_bytes)
             if fitting is None:
                 lines.append(f"{row}  nothing left to evict")
                 continue
             fitted = simulate(graph, fitting, costs)
-            spent = simulate(graph, spend_room(graph, costs, fitting, fitted, budget_bytes), costs)
+            spent = simulate(
+                graph, remove_recomputations(graph, costs, fitting, fitted, budget_bytes), costs
+            )
             lines.append(f"{row}  {_size_and_time(fitted)}  {_size_and_time(spent)}")
     return "\n".join(lines)
 
 
 def _fastest_of_each_peak(
-    levels: SeveralLevels, schedules: Iterable[Schedule], max_bytes: int
+    levels: RotorFamily, schedules: Iterable[Schedule], max_bytes: int
 ) -> list[Candidate]:
     """One schedule for each peak in whole KiB, by growing peak."""
     fastest: dict[int, Candidate] = {}
@@ -384,7 +386,7 @@ def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) ->
     return "\n".join(lines)
 
 
-def _certificate_text(certificate: Certificate, search: Searcher, baseline: Simulation) -> str:
+def _certificate_text(certificate: LowerBound, search: Searcher, baseline: Simulation) -> str:
     lines = [
         f"{len(certificate.moments)} moments",
         f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}",
@@ -409,10 +411,10 @@ def _certificate_text(certificate: Certificate, search: Searcher, baseline: Simu
 
 def _schedule_text(graph: Graph, schedule: Schedule) -> str:
     lines = schedule.to_text(graph).splitlines()
-    again = [position for position, line in enumerate(lines) if " again" in line]
-    start = max(0, min(again, default=0) - 2)
+    recompute = [position for position, line in enumerate(lines) if " again" in line]
+    start = max(0, min(recompute, default=0) - 2)
     shown = lines[start : start + _EXCERPT_LINES]
-    head = f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, {len(again)} of them again"
+    head = f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, {len(recompute)} of them again"
     return "\n".join([head, f"... runs {start} to {start + len(shown) - 1}:", *shown])
 
 
@@ -455,7 +457,7 @@ def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> li
             )
         )
     index = schedule.steps[position]
-    cost = (costs.again if index in schedule.steps[:position] else costs.first)[index]
+    cost = (costs.recompute if index in schedule.steps[:position] else costs.first)[index]
     if cost.overhead_bytes:
         rows.append((f"overhead of {graph.ops[index].name}", cost.overhead_bytes))
     rows += [
@@ -491,8 +493,8 @@ def _code_text(code: str, first_shown: str = "") -> str:
 def _again_in(graph: Graph, schedule: Schedule) -> str:
     """The target of the first recomputed op as the emitted code writes it, empty if there is none."""
     seen = set(schedule.forward)
-    again = next((graph.ops[index] for index in schedule.backward if index in seen), None)
-    return _call_name(again.node.target) + "(" if again else ""
+    recompute = next((graph.ops[index] for index in schedule.backward if index in seen), None)
+    return _call_name(recompute.node.target) + "(" if recompute else ""
 
 
 def _run_text(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collection_put_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No automatic collection until the end; each would walk everything there is, and planning makes many small objects."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate.budget import Budget, parse_budget, size_text
-from rockmate.capture.opaque_module import untraced_modules, untraced_names
+from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.signature import (
     CallSignature,
     ModelSignature,
@@ -41,7 +41,7 @@ from rockmate.plan.plan import Plan
 from rockmate.plan_cache import MAX_PLANS, PlannedSample, RunnableCall
 from rockmate.request import PlanRequest
 from rockmate.runtime.ddp import SHARDED, finds_unused_parameters
-from rockmate.runtime.non_differentiable import refusing_gradients
+from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step_family import StepFamily
 
@@ -66,7 +66,7 @@ class _Forward:
         )
 
 
-def _of_original(name: str) -> Callable[..., Any]:
+def _delegate(name: str) -> Callable[..., Any]:
     """A method that calls the wrapped module's own version and returns this module in place of that."""
 
     def method(self: RockmateModule, *args: Any, **kwargs: Any) -> RockmateModule:
@@ -286,7 +286,7 @@ class RockmateModule(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _apart_from_dynamo(self, args, kwargs)
+            return _run_outside_dynamo(self, args, kwargs)
         self.__dict__["_num_runs"] += (
             1  # past `nn.Module.__setattr__`, which takes as long as an op
         )
@@ -295,8 +295,8 @@ class RockmateModule(nn.Module):
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self._runnable_for(call, tensors)
         outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters()))
-        for index in runnable.planned.cut_outputs:
-            outputs[index] = refusing_gradients(outputs[index])
+        for index in runnable.planned.non_differentiable_outputs:
+            outputs[index] = forbid_gradient(outputs[index])
         return runnable.planned.output_structure.rebuild(outputs)
 
     def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
@@ -377,7 +377,7 @@ class RockmateModule(nn.Module):
     ) -> RunnableCall:
         assert self._request is not None
         try:
-            planned = self._request.call_of_step(step, budget_bytes)
+            planned = self._request.planned_call_for_step(step, budget_bytes)
         except InfeasibleBudgetError as error:
             advice = (
                 "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
@@ -429,8 +429,8 @@ class RockmateModule(nn.Module):
             reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
         )  # fmt: skip
 
-    train, eval, to, cuda, cpu = map(_of_original, ("train", "eval", "to", "cuda", "cpu"))
-    half, bfloat16, float, double = map(_of_original, ("half", "bfloat16", "float", "double"))
+    train, eval, to, cuda, cpu = map(_delegate, ("train", "eval", "to", "cuda", "cpu"))
+    half, bfloat16, float, double = map(_delegate, ("half", "bfloat16", "float", "double"))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's."""
@@ -455,7 +455,7 @@ class RockmateModule(nn.Module):
             (runnable.planned for runnable in self._runnables if not runnable.is_adapted), None
         )
         apart = planned is not None and bool(
-            untraced_modules(self.original, untraced_names(planned.plan.options))
+            opaque_modules(self.original, opaque_names(planned.plan.options))
         )
         if apart and self._request is None:
             msg = (
@@ -506,12 +506,12 @@ class RockmateModule(nn.Module):
         )
 
 
-def _run_as_it_is(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A call from code that `torch.compile` compiles, or of a module that it was given: the plan runs as it is."""
     return module._run(args, kwargs)
 
 
-_apart_from_dynamo: Callable[..., Any] = torch.compiler.disable(_run_as_it_is)
+_run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
 
 
 def _check_arguments(

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from rockmate.budget import Budget, parse_budget, parse_budgets
 from rockmate.capture.huggingface import modules_with_checkpointing
-from rockmate.collector import collection_put_off
+from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
@@ -198,13 +198,13 @@ class Planner:
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         plan = self._plan_within(budget_bytes, strategy)
         if plan is None:
-            with collection_put_off():
+            with gc_paused():
                 raise self._infeasible(budget_bytes, strategy)
         return plan
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
-            with collection_put_off():
+            with gc_paused():
                 best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
@@ -228,7 +228,7 @@ class Planner:
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
         asked = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in listed})
-        plans = self.planned_together(asked, progress=progress)
+        plans = self.plan_many(asked, progress=progress)
         alone = [budget_bytes for budget_bytes in asked if budget_bytes not in plans]
         for budget_bytes in tqdm(
             alone, desc="planning", unit="budget", disable=not (progress and alone)
@@ -238,11 +238,9 @@ class Planner:
                 plans[budget_bytes] = plan
         return dict(sorted(plans.items()))
 
-    def planned_together(
-        self, budgets: Sequence[int], *, progress: bool = False
-    ) -> dict[int, Plan]:
+    def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """Those of `plans` that are planned together, budgets in bytes; none where they are too few."""
-        with collection_put_off():
+        with gc_paused():
             found = self._variants.best_within_each(budgets, progress=progress)
             return {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
@@ -273,7 +271,7 @@ class Planner:
 
         `plan` gives the same time at each point's budget. Budgets grow and times fall from point to point.
         """
-        with collection_put_off():
+        with gc_paused():
             points = self._variants.frontier(strategy)
         return tuple(
             FrontierPoint(
@@ -296,8 +294,8 @@ class Planner:
         chunks, the first call takes seconds. See `rockmate.certificate`.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
-        with collection_put_off():
-            return self._variants.bounds_within(budget_bytes).closer_bound_ms(budget_bytes)
+        with gc_paused():
+            return self._variants.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
 
     def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
         minimum_bytes = self._variants.least(strategy).simulation.peak_bytes
@@ -322,7 +320,7 @@ class Planner:
             schedule=candidate.schedule,
             simulation=candidate.simulation,
             costs=variant.costs,
-            outline=variant.outline,
+            snapshot=variant.snapshot,
             chain=variant.chain,
             options=variant.step.options,
             chunking_notes=self._variants.notes(variant),
@@ -336,7 +334,7 @@ class Planner:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
-        with collection_put_off():
+        with gc_paused():
             yield
         self.timings[stage] = time.perf_counter() - begin
         logger.debug("%s took %.2f s", stage, self.timings[stage])

@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 
 
-def clears_bars() -> bool:
+def is_terminal() -> bool:
     """Whether standard error is a terminal: elsewhere, a bar that clears itself stays in front of the next line, which may be an error."""
     return sys.stderr.isatty()

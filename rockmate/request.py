@@ -10,7 +10,7 @@ from torch import nn
 
 from rockmate.budget import Budget, is_share
 from rockmate.memory_limit import MemoryLimit
-from rockmate.runtime.plan_agreement import agreed_plan
+from rockmate.runtime.plan_agreement import broadcast_plan
 
 if TYPE_CHECKING:
     from rockmate.planner import Planner
@@ -54,11 +54,11 @@ class PlanRequest:
             budget = self.memory_limit.activation_budget_bytes(
                 model
             )  # a process holds more once it has planned
-        return self._agreed_call(
+        return self._broadcast_call(
             planner, budget, asked_for=budget if self.memory_limit is None else None
         )
 
-    def call_of_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
+    def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
         """Measures and plans for a step of other sizes, within a number of bytes; errors as for `Planner.plan`.
 
         A share of the step's own peak would be another number of bytes than for the sample.
@@ -71,12 +71,12 @@ class PlanRequest:
             if name not in {*step.options, "untraced"}
         }
         asked_for = budget_bytes if self.memory_limit is None else None
-        return self._agreed_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
+        return self._broadcast_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
 
-    def _agreed_call(
+    def _broadcast_call(
         self, planner: Planner, budget: Budget, *, asked_for: Budget | None
     ) -> PlannedCall:
         """The call that all ranks of a data-parallel group plan alike."""
         call = planner.planned_call(budget, strategy=self.strategy)
-        plan = agreed_plan(call.plan, asked_for=(asked_for, self.strategy))
+        plan = broadcast_plan(call.plan, asked_for=(asked_for, self.strategy))
         return call if plan is call.plan else planner.planned_call_of(plan)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockmate.bound.protocol import KnownBound
-from rockmate.capture.fake_device import move_to, needs_stand_ins, stand_ins
+from rockmate.bound.protocol import StoredBound
+from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.opaque_module import untraced_modules
+from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import (
@@ -36,12 +36,16 @@ from rockmate.graph.chunking.unroll import (
     chunk_loss_block,
     separable_blocks,
 )
-from rockmate.graph.gradient_slices import split_handovers
-from rockmate.graph.hooked_gradients import hooked_names, made_last, with_sums
+from rockmate.graph.gradient_slices import choose_sink_forms
+from rockmate.graph.hooked_gradients import (
+    hooked_names,
+    move_last_use_after_readers,
+    sum_partial_gradients,
+)
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.rewrite import rewrite
-from rockmate.graph.snapshot import outline_of
+from rockmate.graph.snapshot import snapshot_of
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
@@ -120,7 +124,7 @@ class CapturedStep:
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
-            cut_outputs=self.capture.cut_outputs,
+            non_differentiable_outputs=self.capture.non_differentiable_outputs,
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:
@@ -133,8 +137,8 @@ class CapturedStep:
             plan: for a step that is nowhere smaller.
             in_place: positions of the runs in place, if they have been chosen; else all that can be.
         """
-        outline = outline_of(self.graph, self.call)
-        if dict(plan.options) != dict(self.options) or not plan.outline.serves_smaller(outline):
+        snapshot = snapshot_of(self.graph, self.call)
+        if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
             return None
         schedule = finish(self.graph, plan.schedule.forward, plan.schedule.backward)
         if in_place is not None:
@@ -151,10 +155,10 @@ class CapturedStep:
             baseline_peak_bytes=baseline.peak_bytes,
             baseline_ms=baseline.time_ms,
             minimum_peak_bytes=min(plan.minimum_peak_bytes, simulation.peak_bytes),
-            bounds=KnownBound(),
+            bounds=StoredBound(),
             schedule=schedule,
             simulation=simulation,
-            outline=outline,
+            snapshot=snapshot,
             captured=self.graph,
         )
 
@@ -169,8 +173,8 @@ class CapturedStep:
 
     def _adopted(self, plan: Plan) -> Plan:
         """The plan with this step's graph, replayed on it."""
-        outline = outline_of(self.graph, self.call)
-        difference = plan.outline.difference(outline)
+        snapshot = snapshot_of(self.graph, self.call)
+        difference = plan.snapshot.difference(snapshot)
         if not difference and dict(plan.options) != dict(self.options):
             difference = f"it was made with {dict(plan.options)}, and the step was captured with {dict(self.options)}"
         if difference:
@@ -191,7 +195,7 @@ class CapturedStep:
                 "bytes that the plan promises. Plan again."
             )
             raise PlanMismatchError(msg)
-        return replace(plan, captured=self.graph, outline=outline, simulation=simulation)
+        return replace(plan, captured=self.graph, snapshot=snapshot, simulation=simulation)
 
 
 def capture_step(
@@ -226,7 +230,7 @@ def capture_step(
     args, kwargs = sample_call(sample_input)
     tensors, call = flatten_call(args, kwargs, optional_keywords(model))
     device = _device_of_another(machine, model, tensors)
-    apart = list(untraced_modules(model, names))
+    apart = list(opaque_modules(model, names))
     if machine is not None and apart:
         msg = (
             f"the submodule {apart[0]} is not traced, so that it has to run to be measured, and nothing runs when planning for a machine "
@@ -246,7 +250,9 @@ def capture_step(
         )
     with (
         source_lines(),
-        nullcontext(tensors) if device is None else stand_ins(model, tensors, device) as traced,
+        nullcontext(tensors)
+        if device is None
+        else fake_device_tensors(model, tensors, device) as traced,
     ):
         capture = capture_joint(
             model,
@@ -282,17 +288,17 @@ def step_of(
     allocation_bytes: int | None = None,
     like: Graph | None = None,
 ) -> CapturedStep:
-    """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `split_handovers`."""
+    """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `choose_sink_forms`."""
     hooked, owner_of = hooked_names(options), owner_names(model)
-    capture = with_sums(capture, hooked, owner_of)
+    capture = sum_partial_gradients(capture, hooked, owner_of)
     graph = build_graph(
         capture,
         returned_gradients=options["gradients"] == "returned",
         allocation_bytes=allocation_bytes,
     )
-    graph, whole = made_last(graph, hooked, owner_of)
+    graph, whole = move_last_use_after_readers(graph, hooked, owner_of)
     graph = weight_gradients_first(graph, but=whole)
-    split_handovers(graph, like=like, but=whole)
+    choose_sink_forms(graph, like=like, but=whole)
     return CapturedStep(
         model=model,
         capture=capture,
@@ -308,7 +314,7 @@ def _device_of_another(
     machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]
 ) -> torch.device | None:
     """The machine's device if the model or the sample is not there, None if they are, or if no machine is given."""
-    if machine is not None and needs_stand_ins(model, tensors, machine.torch_device):
+    if machine is not None and needs_fake_device(model, tensors, machine.torch_device):
         return machine.torch_device
     if machine is None and any(
         tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from rockmate.capture.opaque_module import untraced_modules, untraced_names
+from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
@@ -22,16 +22,16 @@ from rockmate.capture.symbolic import (
     SizesNotCoveredError,
     SymbolicCapture,
 )
-from rockmate.collector import collection_put_off
+from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.graph.hooked_gradients import hooked_names, with_sums
+from rockmate.graph.hooked_gradients import hooked_names, sum_partial_gradients
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.rewrite import rewrite
-from rockmate.graph.snapshot import outline_of
+from rockmate.graph.snapshot import snapshot_of
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import Program, emit
-from rockmate.runtime.sized_program import at_sizes, difference
+from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
 
 if TYPE_CHECKING:
@@ -68,11 +68,13 @@ class StepFamily:
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized: dict[PlannedCall, _SizedCall] = {}
-        self._obstacles: dict[
+        self._refusals: dict[
             tuple[str, PlannedCall | None], str
         ] = {}  # what there is not, of which call, and why
         self._other_batch: CallSignature | None = None
-        self._alone: list[CallSignature] = []  # captured by itself, in order of their coming
+        self._captured_separately: list[
+            CallSignature
+        ] = []  # captured by itself, in order of their coming
 
     def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
         """A planned call at sizes that are nowhere larger, its program with other numbers; None where that is not known to be right.
@@ -84,7 +86,7 @@ class StepFamily:
         if "loss_chunks" in planned.plan.options:  # whose sizes are no expressions of the call's
             return None
         try:
-            with collection_put_off():
+            with gc_paused():
                 generic = self._generic_capture(call)
                 numbers = generic.numbers(call)
                 sized = self._sized.get(planned)
@@ -98,7 +100,7 @@ class StepFamily:
             return None
         return replace(
             planned,
-            program=at_sizes(sized.program, numbers),
+            program=specialize(sized.program, numbers),
             call=call,
             plan_of=partial(self._plan, planned, generic, call),
         )
@@ -113,12 +115,12 @@ class StepFamily:
         """The planned call's program with names for its sizes, which is the very same at its own."""
         plan = planned.plan
         graph = self._step_of(generic.capture, planned.call).graph
-        if not plan.outline.is_wired_like(outline_of(graph, planned.call)):
+        if not plan.snapshot.is_wired_like(snapshot_of(graph, planned.call)):
             raise SizesNotCoveredError(
                 "at the sample's sizes values are equal that are not in general"
             )
         for op, other in zip(graph.ops, plan.graph.ops, strict=True):
-            op.handover = other.handover
+            op.gradient_sink_form = other.gradient_sink_form
         if not plan.schedule.in_place <= find_in_place(
             graph, plan.schedule.forward, plan.schedule.backward
         ):
@@ -146,7 +148,7 @@ class StepFamily:
         """
         from rockmate.step import capture_step
 
-        with collection_put_off():
+        with gc_paused():
             try:
                 capture = self._symbolic_capture(call).instance(call)
                 rewrite(capture.joint)
@@ -161,9 +163,9 @@ class StepFamily:
         """Says once that there are many lengths for which the model has been captured, and what to do."""
         if _differs_in_batch(self._planned.call, call):
             return
-        self._alone.append(call)
-        if len(self._alone) == _MANY_LENGTHS:
-            size = _bucket_size([self._planned.call, *self._alone])
+        self._captured_separately.append(call)
+        if len(self._captured_separately) == _MANY_LENGTHS:
+            size = _bucket_size([self._planned.call, *self._captured_separately])
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture takes time. Pad batches so that few lengths "
                 "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
@@ -178,7 +180,7 @@ class StepFamily:
         if groups != self._groups:  # a symbol would stand for sizes that differ
             self._groups, self._symbolic, self._generic = groups, None, None
             self._sized.clear()
-            self._obstacles.clear()
+            self._refusals.clear()
         if self._symbolic is None:
             if self._other_batch is None and _differs_in_batch(self._planned.call, call):
                 self._other_batch = call
@@ -197,25 +199,25 @@ class StepFamily:
 
     def _rewritten(self, capture: Capture) -> Capture:
         rewrite(capture.joint)
-        return with_sums(
+        return sum_partial_gradients(
             capture, hooked_names(self._planned.plan.options), owner_names(self._model)
         )
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
-        if (what, of) not in self._obstacles:
+        if (what, of) not in self._refusals:
             try:
                 return make()
             except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
-                self._obstacles[what, of] = f"there is no {what} for all sizes ({error})"
-                logger.info("%s", self._obstacles[what, of])
-        raise SizesNotCoveredError(self._obstacles[what, of])
+                self._refusals[what, of] = f"there is no {what} for all sizes ({error})"
+                logger.info("%s", self._refusals[what, of])
+        raise SizesNotCoveredError(self._refusals[what, of])
 
     def _equal_capture(self) -> SymbolicCapture:
         """A symbolic capture that equals the planned step at that one's sizes."""
         begin = time.perf_counter()
         planned, options = self._planned, self._options
-        apart = list(untraced_modules(self._model, untraced_names(options)))
+        apart = list(opaque_modules(self._model, opaque_names(options)))
         if apart:
             raise SizesNotCoveredError(
                 f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone"
@@ -231,7 +233,7 @@ class StepFamily:
         capture = symbolic.instance(planned.call)
         rewrite(capture.joint)
         step = self._step_of(capture, planned.call).in_form_of(planned.plan)
-        found = planned.plan.outline.difference(outline_of(step.graph, planned.call))
+        found = planned.plan.snapshot.difference(snapshot_of(step.graph, planned.call))
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
         seconds = time.perf_counter() - begin

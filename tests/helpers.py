@@ -201,7 +201,7 @@ def assert_close(ours: Step, reference: Step) -> None:
 # --- memory --------------------------------------------------------------------------------------------
 
 
-def left_allocated(function: Callable[[], Any]) -> int:
+def net_allocated(function: Callable[[], Any]) -> int:
     """Bytes that `function` allocates and that nothing has freed when it has returned and its result is gone; no garbage collection."""
     gc.collect()
     gc.disable()

@@ -237,14 +237,14 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
         )
         == 0
     )
-    again = [json.loads(line) for line in Path(f"{alone}.jsonl").read_text().splitlines()]
+    recompute = [json.loads(line) for line in Path(f"{alone}.jsonl").read_text().splitlines()]
     budgets = {
         record["budget_bytes"]
-        for record in (*found, *again)
+        for record in (*found, *recompute)
         if record["kind"] == "plan" and record["method"] == name
     }
     assert budgets == {points["checkpoint"]["peak_bytes"]}
-    assert name in {record["method"] for record in again if record["kind"] == "point"}
+    assert name in {record["method"] for record in recompute if record["kind"] == "point"}
     capsys.readouterr()
 
     assert compare.main(command) == 0  # finished: no process starts

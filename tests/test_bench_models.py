@@ -41,8 +41,8 @@ def test_tiny_model_trains_and_checkpointing_changes_no_bit(name: str) -> None:
 def test_batches_repeat_by_seed_and_keep_their_shapes(name: str) -> None:
     needs_packages_of(name)
     workload = models.build(name, tiny=True)
-    first, again, other = workload.make_batch(1), workload.make_batch(1), workload.make_batch(2)
-    assert all(torch.equal(first[key], again[key]) for key in first)
+    first, recompute, other = workload.make_batch(1), workload.make_batch(1), workload.make_batch(2)
+    assert all(torch.equal(first[key], recompute[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
     assert {key: value.shape for key, value in first.items()} == {
         k: v.shape for k, v in other.items()

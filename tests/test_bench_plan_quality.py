@@ -58,7 +58,7 @@ def least_ms(plan: Plan, limit_bytes: int) -> float | None:
             num_bytes = sum(storage.num_bytes for storage in needed_values(plan, recomputed))
             num_bytes += sum(5056 for op in chosen if op.is_random)
             if num_bytes <= limit_bytes:
-                times.append(sum(plan.costs.again[index].time_ms for index in recomputed))
+                times.append(sum(plan.costs.recompute[index].time_ms for index in recomputed))
     return min(times, default=None)
 
 
@@ -68,16 +68,16 @@ def test_yardstick_recomputes_for_the_least_time_of_all_choices(share: float) ->
     limit_bytes = int(share * plan.simulation.saved_bytes)
     schedule = plain_knapsack(plan.graph, plan.costs, limit_bytes)
     schedule.verify(plan.graph)
-    again = [index for index in schedule.backward if index in schedule.forward]
-    assert len(again) == len(set(again))
+    recompute = [index for index in schedule.backward if index in schedule.forward]
+    assert len(recompute) == len(set(recompute))
     least = least_ms(plan, limit_bytes)
     assert least is not None
     assert (
         least * (1 - 1e-9)
-        <= sum(plan.costs.again[index].time_ms for index in again)
+        <= sum(plan.costs.recompute[index].time_ms for index in recompute)
         <= least * 1.003
     )
-    assert (share == 1.0) == (not again)
+    assert (share == 1.0) == (not recompute)
     assert simulate(plan.graph, schedule, plan.costs).saved_bytes <= limit_bytes
 
 

@@ -32,7 +32,7 @@ class _Builder:
         time_ms: float,
         inputs: list[int],
         *units: float,
-        again: bool = True,
+        recompute: bool = True,
         needed: bool = False,
     ) -> list[int]:
         outputs = [len(self.value_bytes) + i for i in range(len(units))]
@@ -43,14 +43,14 @@ class _Builder:
                 time_ms=time_ms,
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
-                recomputable=again,
+                recomputable=recompute,
                 needed=needed,
             )
         )
         return outputs
 
     def grad(self, time_ms: float, inputs: list[int], units: float, *, needed: bool = False) -> int:
-        return self.op(time_ms, inputs, units, again=False, needed=needed)[0]
+        return self.op(time_ms, inputs, units, recompute=False, needed=needed)[0]
 
 
 def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
@@ -168,16 +168,18 @@ def exhaustive(
         if stage == len(order):
             return time_ms
         for index in order[: stage + 1]:
-            op, again = problem.ops[index], index != order[stage]
+            op, recompute = problem.ops[index], index != order[stage]
             inputs = set(op.inputs) & made
-            if again and (
+            if recompute and (
                 not op.recomputable or order[stage] < first or (index <= last and not any_order)
             ):
                 continue
             if not inputs <= live:
                 continue
-            after = (stage, -1 if any_order else index) if again else (stage + 1, -1)
-            copies = sum(sizes[value] for value in op.outputs if again and value in problem.stays)
+            after = (stage, -1 if any_order else index) if recompute else (stage + 1, -1)
+            copies = sum(
+                sizes[value] for value in op.outputs if recompute and value in problem.stays
+            )
             loose = sorted(live - problem.stays - inputs - set(op.outputs))
             for count in range(len(loose) + 1):
                 for dropped in combinations(loose, count):
@@ -353,8 +355,8 @@ def test_what_stays_what_is_needed_and_what_nobody_wants() -> None:
     solution = solve_staged(problem, 120)
     assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 2, 3), 13.0, 120)
     # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which still stays.
-    again = solve_staged(problem, 119)
-    assert again.status is Status.INFEASIBLE
+    recompute = solve_staged(problem, 119)
+    assert recompute.status is Status.INFEASIBLE
     lighter = replace(problem, ops=(*ops[:3], replace(ops[3], overhead_bytes=0)))
     assert solve_staged(lighter, 119).steps == (0, 2, 0, 3)
     assert solve_staged(lighter, 119).peak_bytes == 110

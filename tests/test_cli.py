@@ -294,8 +294,8 @@ def test_sweep_prints_a_table_and_writes_its_files(
         "sweep.html",
     }
     assert main(arguments) == 0
-    again = capfd.readouterr().out.split("\n\n")[1].splitlines()
-    assert again == table, "measured rows are kept"
+    recompute = capfd.readouterr().out.split("\n\n")[1].splitlines()
+    assert recompute == table, "measured rows are kept"
 
 
 def test_sweep_of_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

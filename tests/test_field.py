@@ -226,7 +226,7 @@ def test_an_exception_in_the_backward_leaves_the_module_usable(regime: str) -> N
 
 
 def test_nothing_stays_in_memory_after_an_exception_in_the_backward() -> None:
-    from helpers import left_allocated
+    from helpers import net_allocated
 
     model = models.Stack(dropout=0.3)
     module = RockmateModule(model, X, 1.0)
@@ -244,7 +244,7 @@ def test_nothing_stays_in_memory_after_an_exception_in_the_backward() -> None:
             handle.remove()
 
     broken_step()
-    assert left_allocated(broken_step) == 0
+    assert net_allocated(broken_step) == 0
 
 
 # --- as the original -----------------------------------------------------------------------------------
@@ -272,9 +272,9 @@ def test_generate_and_saving_between_steps(tmp_path: Path) -> None:
     reference.train()
     assert_same_step(module, model, reference, batch())
     module.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert not differing(again.state_dict(), model.state_dict())
-    assert again.config.architectures == ["GPT2LMHeadModel"]
+    recompute = type(model).from_pretrained(tmp_path)
+    assert not differing(recompute.state_dict(), model.state_dict())
+    assert recompute.config.architectures == ["GPT2LMHeadModel"]
     assert callable(module.push_to_hub)
     assert module.push_to_hub.__self__ is model
 

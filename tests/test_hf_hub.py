@@ -64,10 +64,10 @@ def trained(model: nn.Module) -> RockmateModule:
 def test_a_pushed_module_is_loaded_by_the_plain_class(hub: Path) -> None:
     model = gpt2()
     trained(model).push_to_hub("someone/plain")
-    again = type(model).from_pretrained(hub / "someone/plain").train()
+    recompute = type(model).from_pretrained(hub / "someone/plain").train()
     assert differing(gpt2().state_dict(), model.state_dict())
-    assert not differing(again.state_dict(), model.state_dict())
-    assert again.config.architectures == ["GPT2LMHeadModel"]
+    assert not differing(recompute.state_dict(), model.state_dict())
+    assert recompute.config.architectures == ["GPT2LMHeadModel"]
     pushed = {path.name for path in (hub / "someone/plain").iterdir()}
     gpt2().push_to_hub("someone/reference")
     assert pushed == {path.name for path in (hub / "someone/reference").iterdir()}
@@ -77,7 +77,7 @@ def test_a_pushed_module_is_loaded_by_the_plain_class(hub: Path) -> None:
         + (hub / "someone/plain/README.md").read_text()
     )
     torch.manual_seed(2)
-    loss = again(**batch()).loss
+    loss = recompute(**batch()).loss
     torch.manual_seed(2)
     assert same_bits(loss, model(**batch()).loss)
 
@@ -89,8 +89,8 @@ def test_pushed_adapters_are_loaded_onto_the_plain_base(hub: Path) -> None:
     adapted = peft.get_peft_model(llama(), config)
     trained(adapted).push_to_hub("someone/adapters")
     assert not list((hub / "someone/adapters").glob("model*"))
-    again = peft.PeftModel.from_pretrained(llama(), hub / "someone/adapters")
-    assert not differing(again.state_dict(), adapted.state_dict())
+    recompute = peft.PeftModel.from_pretrained(llama(), hub / "someone/adapters")
+    assert not differing(recompute.state_dict(), adapted.state_dict())
 
 
 def test_a_trainer_pushes_the_plain_model(hub: Path, tmp_path: Path) -> None:
@@ -103,6 +103,6 @@ def test_a_trainer_pushes_the_plain_model(hub: Path, tmp_path: Path) -> None:
     )
     worker.train()
     worker.push_to_hub()
-    again = type(model).from_pretrained(hub / "someone/trained")
+    recompute = type(model).from_pretrained(hub / "someone/trained")
     assert differing(llama().state_dict(), model.state_dict())
-    assert not differing(again.state_dict(), model.state_dict())
+    assert not differing(recompute.state_dict(), model.state_dict())

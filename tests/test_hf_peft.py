@@ -55,7 +55,7 @@ def test_frozen_weights_have_no_gradient_in_the_plan_and_their_inputs_are_not_ke
         Planner(adapted(**SOME_LAYERS), batch()),
         Planner(llama(num_hidden_layers=2), batch()),
     )
-    delivered = {role.name for op in frozen.plan(1.0).graph.ops for _, role in op.delivers}
+    delivered = {role.name for op in frozen.plan(1.0).graph.ops for _, role in op.final_gradients}
     assert len(delivered) == 2
     assert all(".layers.1." in name and "lora_" in name for name in delivered)
     assert frozen.baseline_peak_bytes < 0.9 * whole.baseline_peak_bytes
@@ -76,8 +76,8 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
         "adapter_model.safetensors",
     }
     assert not list((tmp_path / "adapter").glob("model*.safetensors"))
-    again = peft.PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "adapter")
-    assert not differing(again.state_dict(), worker.model.state_dict())
+    recompute = peft.PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "adapter")
+    assert not differing(recompute.state_dict(), worker.model.state_dict())
 
 
 def test_unfreezing_after_planning_plans_anew() -> None:

@@ -103,9 +103,9 @@ def test_saves_resumes_and_loads_into_the_plain_model(tmp_path: Path) -> None:
     assert record.logs[:-1] == logs[4:-1]
     assert not differing(second.model.state_dict(), reference.state_dict())
     second.save_model(str(tmp_path / "final"))
-    again = type(model).from_pretrained(tmp_path / "final")
-    assert not differing(again.state_dict(), reference.state_dict())
-    assert again.config.architectures == ["LlamaForCausalLM"]
+    recompute = type(model).from_pretrained(tmp_path / "final")
+    assert not differing(recompute.state_dict(), reference.state_dict())
+    assert recompute.config.architectures == ["LlamaForCausalLM"]
 
 
 def test_loads_the_best_model(tmp_path: Path) -> None:

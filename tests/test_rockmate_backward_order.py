@@ -19,8 +19,8 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.graph.rewrite import rewrite
 from rockmate.graph.weight_gradients_first import weight_gradients_first
-from rockmate.planning.branch_order import roomier_backward
-from rockmate.schedule.schedule import with_nothing_again
+from rockmate.planning.branch_order import memory_minimizing_order
+from rockmate.schedule.schedule import schedule_with_backward
 from rockmate.schedule.simulate import simulate
 
 NAMES = ("mlp", "gpt2", "llama", "t5-small", "resnet50")
@@ -189,16 +189,18 @@ def test_the_branch_that_releases_most_comes_first(is_shared: bool) -> None:
     model, vectors = Meeting(is_shared=is_shared), torch.randn(512, 16)
     plan = Planner(model, vectors).plan(1.0)
     graph = plan.graph
-    order = roomier_backward(graph, plan.costs)
+    order = memory_minimizing_order(graph, plan.costs)
     assert order is not None
-    schedule = with_nothing_again(graph, order)
+    schedule = schedule_with_backward(graph, order)
     schedule.verify(graph)
     assert sorted(schedule.backward) == [op.index for op in graph.backward_ops]
     assert simulate(graph, schedule, plan.costs).peak_bytes < 0.9 * plan.baseline_peak_bytes
-    names = [role.name for op in order for _, role in op.delivers]
+    names = [role.name for op in order for _, role in op.final_gradients]
     assert names.index("deep.3.weight") < names.index("wide.1.weight")
     for name in names:
-        makers = [op.index for op in order if any(role.name == name for _, role in op.delivers)]
+        makers = [
+            op.index for op in order if any(role.name == name for _, role in op.final_gradients)
+        ]
         assert makers == sorted(makers)
 
 
@@ -217,4 +219,4 @@ def test_gradients_of_branches_in_another_order_are_the_same_bit_for_bit(is_shar
 def test_a_chain_keeps_its_order() -> None:
     workload = models.tiny("gpt2")
     plan = Planner(workload.model, workload.sample).plan(1.0)
-    assert roomier_backward(plan.graph, plan.costs) is None
+    assert memory_minimizing_order(plan.graph, plan.costs) is None

@@ -114,7 +114,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     counting(step, "capture_joint", "capture")
     counting(symbolic, "capture_joint", "capture with symbols")
-    counting(request.PlanRequest, "_agreed_call", "solve")
+    counting(request.PlanRequest, "_broadcast_call", "solve")
     return done
 
 

@@ -16,23 +16,23 @@ from typing import Any
 
 import models
 import pytest
-import rockmate.bound.lower_bound
 import torch
 from helpers import Planned
 from torch import Tensor, nn
 
+import rockmate.bound.lower_bound
 import rockmate.planner
 from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
 from checkmate import Curve
 from rockmate import Planner
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.multi_op_program import Instant
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.planning.knapsack_family import OneLevel
+from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.schedule.schedule import Schedule, finish, no_recomputation
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import capture_step
@@ -125,7 +125,7 @@ def small(name: str) -> tuple[Graph, Costs]:
 def synthetic_costs(graph: Graph) -> Costs:
     """A cost for each op from its place and bytes alone; a second run takes less or more time than the first."""
     rng = random.Random(len(graph.ops))
-    first, again = [], []
+    first, recompute = [], []
     for op in graph.ops:
         time_ms = (
             rng.uniform(0.05, 1.0)
@@ -133,8 +133,10 @@ def synthetic_costs(graph: Graph) -> Costs:
         )
         overhead_bytes = rng.choice((0, 0, op.written_bytes // 3))
         first.append(Cost(time_ms=time_ms, overhead_bytes=overhead_bytes))
-        again.append(Cost(time_ms=time_ms * rng.uniform(0.6, 1.3), overhead_bytes=overhead_bytes))
-    return Costs(first=tuple(first), again=tuple(again), num_distinct=len(first))
+        recompute.append(
+            Cost(time_ms=time_ms * rng.uniform(0.6, 1.3), overhead_bytes=overhead_bytes)
+        )
+    return Costs(first=tuple(first), recompute=tuple(recompute), num_distinct=len(first))
 
 
 def no_clock(graph: Graph, **_: object) -> Costs:
@@ -291,10 +293,10 @@ def reached(name: str) -> tuple[tuple[int, float], ...]:
     return tuple(best)
 
 
-def certificate(name: str) -> Certificate:
+def certificate(name: str) -> LowerBound:
     graph, costs = small(name)
     least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
-    return Certificate(graph, costs, least_ms, solver_time=SolverTime(10.0))
+    return LowerBound(graph, costs, least_ms, solver_time=SolverTime(10.0))
 
 
 # --- no schedule beats the bound -----------------------------------------------------------------------
@@ -309,7 +311,7 @@ def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
             f"{time_ms} ms within {peak_bytes:,} bytes"
         )
         assert (
-            bounds.bound_ms(peak_bytes) <= bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+            bounds.bound_ms(peak_bytes) <= bounds.tight_bound_ms(peak_bytes) <= time_ms / ROUNDING
         )
 
 
@@ -336,12 +338,11 @@ def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
     for name in SMALL:
         bounds = certificate(name)
         gained += [
-            bounds.closer_bound_ms(peak) > bounds.bound_ms(peak) + 1e-4 * time_ms
+            bounds.tight_bound_ms(peak) > bounds.bound_ms(peak) + 1e-4 * time_ms
             for peak, time_ms in reached(name)
         ]
         values = [
-            bounds.closer_bound_ms(budget)
-            for budget in budgets_between(0, reached(name)[-1][0], 25)
+            bounds.tight_bound_ms(budget) for budget in budgets_between(0, reached(name)[-1][0], 25)
         ]
         assert all(tight >= loose * ROUNDING for tight, loose in pairwise(values))
     assert any(gained)
@@ -352,12 +353,12 @@ def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch)
     for name in SMALL:
         bounds = certificate(name)
         assert all(
-            bounds.closer_bound_ms(peak_bytes) <= time_ms / ROUNDING
+            bounds.tight_bound_ms(peak_bytes) <= time_ms / ROUNDING
             for peak_bytes, time_ms in reached(name)
         )
 
 
-def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, int]:
+def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, int]:
     """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
     monkeypatch.setattr(rockmate.bound.lower_bound, "_MOST_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
@@ -367,10 +368,10 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[Certificate, Simulation, 
         for op in graph.ops
     ]
     by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
-    costs = Costs(first=by_bytes, again=by_bytes, num_distinct=len(by_bytes))
+    costs = Costs(first=by_bytes, recompute=by_bytes, num_distinct=len(by_bytes))
     baseline = simulate(graph, no_recomputation(graph), costs)
     return (
-        Certificate(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)),
+        LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)),
         baseline,
         baseline.peak_bytes // 2,
     )
@@ -382,7 +383,7 @@ def test_two_moments_without_whole_numbers_say_more_where_branches_meet(
     bounds, baseline, budget_bytes = branched(monkeypatch)
     assert (
         bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms
-        < bounds.closer_bound_ms(budget_bytes)
+        < bounds.tight_bound_ms(budget_bytes)
         < inf
     )
 
@@ -447,17 +448,17 @@ def test_three_moments_without_whole_numbers_say_no_less_than_two() -> None:
 
 def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    right = rockmate.bound.lower_bound.least_again_ms
+    right = rockmate.bound.lower_bound.min_recompute_ms
 
     def noted(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
         again_ms, is_solved = right(ops, costs, instants, **named)
         asked.append(len(instants))
         return again_ms * (2 if len(instants) == 3 else 1), is_solved
 
-    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", noted)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", noted)
     bounds, baseline, budget_bytes = branched(monkeypatch)
     assert (
-        bounds.closer_bound_ms(budget_bytes)
+        bounds.tight_bound_ms(budget_bytes)
         > bounds.bound_ms(budget_bytes) + 0.05 * baseline.time_ms
     )
     assert {2, 3} <= set(asked)
@@ -467,17 +468,17 @@ def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -
 def test_two_moments_that_count_too_much_are_found_out(
     changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = rockmate.bound.lower_bound.least_again_ms
+    right = rockmate.bound.lower_bound.min_recompute_ms
 
     def wrong(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
         return right(ops, costs, [replace(instant, **changed) for instant in instants], **named)
 
-    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", wrong)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
         beaten += [
-            time_ms < bounds.closer_bound_ms(peak) * ROUNDING for peak, time_ms in reached(name)
+            time_ms < bounds.tight_bound_ms(peak) * ROUNDING for peak, time_ms in reached(name)
         ]
     assert any(beaten)
 
@@ -515,7 +516,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
     baseline = simulate(graph, no_recomputation(graph), costs)
-    one_level = OneLevel(graph, chain, costs, solver_time=SolverTime(30.0))
+    one_level = KnapsackFamily(graph, chain, costs, solver_time=SolverTime(30.0))
     num_reached = 0
     for budget_bytes in budgets_between(found.least_peak_bytes, baseline.peak_bytes, 12):
         kept = found.kept_within(budget_bytes)
@@ -536,14 +537,14 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
 def test_a_bound_that_counts_too_much_memory_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Certificate._moment
+    right = LowerBound._moment
     more_bytes = reached(name)[-1][0] // 12
 
-    def wrong(self: Certificate, op: Op) -> object:
+    def wrong(self: LowerBound, op: Op) -> object:
         moment = right(self, op)
         return replace(moment, num_bytes=moment.num_bytes + more_bytes)
 
-    monkeypatch.setattr(Certificate, "_moment", wrong)
+    monkeypatch.setattr(LowerBound, "_moment", wrong)
     bounds = certificate(name)
     assert any(
         time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name)
@@ -553,9 +554,9 @@ def test_a_bound_that_counts_too_much_memory_is_found_out(
 def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Certificate._moment
+    right = LowerBound._moment
     monkeypatch.setattr(
-        Certificate, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset())
+        LowerBound, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset())
     )
     bounds = certificate("returning")
     assert any(
@@ -567,15 +568,15 @@ def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(
 def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Certificate._moment
+    right = LowerBound._moment
 
-    def wrong(self: Certificate, op: Op) -> object:
+    def wrong(self: LowerBound, op: Op) -> object:
         moment = right(self, op)
         return replace(
             moment, later=tuple(other for other in self._graph.backward_ops if other is not op)
         )
 
-    monkeypatch.setattr(Certificate, "_moment", wrong)
+    monkeypatch.setattr(LowerBound, "_moment", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
@@ -676,11 +677,11 @@ def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(
 ) -> None:
     asked: list[object] = []
 
-    def least_again_ms(*_: object, time_limit_s: float, **__: object) -> tuple[float, bool]:
+    def min_recompute_ms(*_: object, time_limit_s: float, **__: object) -> tuple[float, bool]:
         asked.append(time_limit_s)
         return 0.0, True
 
-    monkeypatch.setattr(rockmate.bound.lower_bound, "least_again_ms", least_again_ms)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", min_recompute_ms)
     workload = models.tiny("unet")
     planner = Planner(workload.model, workload.sample)
     plan = planner.plan(planner.minimum_peak_bytes)

@@ -30,12 +30,12 @@ import rockmate.step
 from bench import models
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.bound.protocol import LeastBound
+from rockmate.bound.protocol import MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.parameters import owner_names
-from rockmate.planning.candidate import evenly
-from rockmate.planning.local_search import ImprovingSearch
+from rockmate.planning.candidate import linspace_int
+from rockmate.planning.local_search import LocalSearch
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import no_recomputation
@@ -86,7 +86,7 @@ def test_so_it_is_for_many_budgets_together() -> None:
     _, _, planner = wide()
     below = planner.minimum_peak_bytes // 3
     plans = planner.plans(
-        [below, *evenly(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)]
+        [below, *linspace_int(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)]
     )
     assert plans[below].schedule == planner.plan(below).schedule
     assert [budget for budget, plan in plans.items() if "loss_chunks" in plan.options] == [below]
@@ -290,11 +290,11 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
         def bound_ms(self, budget_bytes: int) -> float:
             return self.quick_ms + budget_bytes
 
-        def closer_bound_ms(self, budget_bytes: int) -> float:
+        def tight_bound_ms(self, budget_bytes: int) -> float:
             asked.append(self.quick_ms)
             return self.closer_ms + budget_bytes
 
-    least = LeastBound(
+    least = MinBound(
         lambda: [
             Known(9.0, 9.0),
             Known(4.0, 6.0),
@@ -305,7 +305,7 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
         ]
     )
     assert least.bound_ms(10) == 13.0
-    assert least.closer_bound_ms(10) == 15.5
+    assert least.tight_bound_ms(10) == 15.5
     assert asked == [3.0, 4.0, 5.0]
 
 
@@ -321,13 +321,13 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
     calls = {"first_within": 0, "best_within": 0}  # of steps in chunks
 
     def counted(name: str) -> None:
-        right = getattr(ImprovingSearch, name)
+        right = getattr(LocalSearch, name)
 
-        def count(self: ImprovingSearch, budget_bytes: int) -> object:
+        def count(self: LocalSearch, budget_bytes: int) -> object:
             calls[name] += self is not whole
             return right(self, budget_bytes)
 
-        monkeypatch.setattr(ImprovingSearch, name, count)
+        monkeypatch.setattr(LocalSearch, name, count)
 
     for name in calls:
         counted(name)

@@ -10,13 +10,13 @@ from typing import Any
 
 import models
 import pytest
-import rockmate.graph.rewrite
 import torch
 from helpers import check_against_eager, planned
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import rockmate.graph.rewrite
 from bench import measure
 from rockmate import Planner
 from rockmate.capture.joint import capture_joint
@@ -287,8 +287,8 @@ def test_call_of_the_backward_merges_into_the_forward_and_can_still_run_again() 
     x = torch.randn(512, 8)
     planner = Planner(model, x)
     plan = planner.plan(planner.minimum_peak_bytes)
-    again = Counter(plan.graph.ops[index].node.target for index in plan.schedule.steps)
-    assert again[aten.exp.default] > 6
+    recompute = Counter(plan.graph.ops[index].node.target for index in plan.schedule.steps)
+    assert recompute[aten.exp.default] > 6
     check_against_eager(model, x, lambda module, step: (None, module(x * step).square().mean()))
 
 
@@ -502,7 +502,9 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
 
     def peak(graph: Graph, schedule: Schedule) -> int:
         costs = (Cost(time_ms=1.0, overhead_bytes=0),) * len(graph.ops)
-        return simulate(graph, schedule, Costs(first=costs, again=costs, num_distinct=1)).peak_bytes
+        return simulate(
+            graph, schedule, Costs(first=costs, recompute=costs, num_distinct=1)
+        ).peak_bytes
 
     ours = graph_of()
     monkeypatch.setattr(rockmate.rewrite, "clean", remove_dead)

@@ -165,8 +165,8 @@ def test_saving_and_loading(tmp_path: Any) -> None:
     workload = models.tiny("gpt2")
     module = RockmateModule(workload.model, workload.sample, 0.7)
     module.save_pretrained(tmp_path)
-    again = type(workload.model).from_pretrained(tmp_path)
-    assert not differing(again.state_dict(), workload.model.state_dict())
+    recompute = type(workload.model).from_pretrained(tmp_path)
+    assert not differing(recompute.state_dict(), workload.model.state_dict())
     zeros = {key: torch.zeros_like(value) for key, value in module.state_dict().items()}
     module.load_state_dict(zeros)
     assert all((parameter == 0).all() for parameter in workload.model.parameters())

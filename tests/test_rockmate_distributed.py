@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import Plan, Planner, RockmateModule, UnsupportedModelError
-from rockmate.runtime.plan_agreement import agreed_plan
+from rockmate.runtime.plan_agreement import broadcast_plan
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -122,7 +122,7 @@ def test_sharded_parameters_are_refused(
 
 def test_without_a_group_a_plan_is_its_own() -> None:
     plan = Planner(models.Stack(1), torch.randn(8, 16)).plan(1.0)
-    assert agreed_plan(plan, asked_for=None) is plan
+    assert broadcast_plan(plan, asked_for=None) is plan
 
 
 # --- two processes -------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def check_plans_agree(rank: int) -> None:
     module = trained_ddp(rank, is_planned=True)["module"]
     own = Planner(models.Stack(2), torch.randn(8, 16)).plan(1.0)
     # Op times of the two processes differ, so equal texts mean that one has taken the other's.
-    for plan in (module.plan, agreed_plan(own, asked_for="test")):
+    for plan in (module.plan, broadcast_plan(own, asked_for="test")):
         texts: list[Any] = [None] * NUM_RANKS
         distributed.all_gather_object(texts, plan.to_text())
         assert texts[0] == texts[1]
@@ -213,7 +213,7 @@ def check_plans_agree(rank: int) -> None:
     distributed.all_gather_object(alone, own.to_text())
     assert alone[0] != alone[1]
     if rank == 1:  # a rank that plans alone waits for nobody
-        agreed_plan(Planner(models.Stack(1), torch.randn(4, 16)).plan(1.0), asked_for="alone")
+        broadcast_plan(Planner(models.Stack(1), torch.randn(4, 16)).plan(1.0), asked_for="alone")
 
 
 def check_buckets_become_ready_one_by_one(rank: int) -> None:

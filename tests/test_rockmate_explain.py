@@ -78,10 +78,10 @@ def test_every_storage_is_explained_as_the_schedule_treats_it(name: str, regime:
         assert told.module == storage.producer.module
         assert told.num_recomputations == max(0, truth.num_runs[storage.producer.name] - 1)
         assert told.recompute_ms == pytest.approx(
-            told.num_recomputations * plan.costs.again[storage.producer.index].time_ms
+            told.num_recomputations * plan.costs.recompute[storage.producer.index].time_ms
         )
         assert told.is_kept == (storage.name in truth.kept)
-        assert len(told.stays) == truth.num_runs[storage.producer.name]
+        assert len(told.residency) == truth.num_runs[storage.producer.name]
 
 
 def test_known_answer_on_a_small_model() -> None:
@@ -104,14 +104,16 @@ def test_known_answer_on_a_small_model() -> None:
     )
     assert told.made_by == "aten.gelu.default(float32[256, 64])"
     (reader,) = [
-        op.name for op in plan.graph.ops if "0.2.weight" in [role.name for _, role in op.delivers]
+        op.name
+        for op in plan.graph.ops
+        if "0.2.weight" in [role.name for _, role in op.final_gradients]
     ]
     assert told.backward_readers == (reader,)
     steps = plan.schedule.to_text(plan.graph).splitlines()
     made, released = (
         next(i for i, row in enumerate(steps) if row.split()[2] == op) for op in ("gelu", reader)
     )
-    assert told.stays == (
+    assert told.residency == (
         f"made at step {made} (forward), released after {reader} at step {released} (backward)",
     )
     tight = planner.plan(planner.minimum_peak_bytes)
@@ -154,7 +156,11 @@ def test_a_frozen_submodule_has_its_name_as_a_trained_one_has() -> None:
 def test_parameters_inputs_views_and_ops_are_known_by_name() -> None:
     plan = plan_of("gpt2", "binding")
     (weight,) = plan.explain("transformer.h.0.mlp.c_fc.weight").storages
-    assert (weight.kind.value, weight.num_bytes, weight.stays) == ("parameter", 32 * 128 * 4, ())
+    assert (weight.kind.value, weight.num_bytes, weight.residency) == (
+        "parameter",
+        32 * 128 * 4,
+        (),
+    )
     assert "not counted" in str(weight)
     (tokens,) = plan.explain("input_ids").storages
     assert (tokens.kind.value, tokens.num_bytes) == ("input", 2 * 16 * 8)
@@ -173,7 +179,7 @@ def test_parameters_inputs_views_and_ops_are_known_by_name() -> None:
 def test_line_of_the_users_code_is_told() -> None:
     plan = Planner(models.Stack(num_layers=1), torch.randn(64, 16)).plan(1.0)
     lines = Path(models.__file__).read_text().splitlines()
-    sources = {op.name: op.source for op in plan.outline.ops}
+    sources = {op.name: op.source for op in plan.snapshot.ops}
     number = next(i for i, line in enumerate(lines, start=1) if "x = x + layer(x)" in line)
     for name in (
         "addmm",
@@ -183,12 +189,12 @@ def test_line_of_the_users_code_is_told() -> None:
     ):  # the layers of torch.nn are no code of the user's
         assert sources[name].endswith(f"models.py:{number} in forward: x = x + layer(x)")
         assert not Path(sources[name]).is_absolute()
-    assert {op.source for op in plan.outline.ops if op.phase == "backward"} == {""}
+    assert {op.source for op in plan.snapshot.ops if op.phase == "backward"} == {""}
     assert f"  at line              models.py:{number}" in str(plan.explain("gelu"))
     with torch.device("meta"):
         model, x = models.Stack(num_layers=1), torch.randn(64, 16)
     elsewhere = Planner(model, x, machine="h100").plan(1.0)
-    assert {op.source for op in elsewhere.outline.ops} == {op.source for op in plan.outline.ops}
+    assert {op.source for op in elsewhere.snapshot.ops} == {op.source for op in plan.snapshot.ops}
 
 
 def test_recording_lines_leaves_the_tracer_as_it_was() -> None:
@@ -244,11 +250,11 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) > 0
         assert (
-            plan.stays.simulation(plan.costs) == plan.simulation
+            plan.residency.simulation(plan.costs) == plan.simulation
         )  # at every step, not the peak alone
         step = len(plan.schedule.forward) // 2
         assert (
-            sum(occupant.num_bytes for occupant in plan.stays.at(step, plan.costs))
+            sum(occupant.num_bytes for occupant in plan.residency.at(step, plan.costs))
             == plan.simulation.live_bytes[step]
         )
 
@@ -282,8 +288,10 @@ def test_block_table_adds_up(name: str) -> None:
         )
         assert sum(row.kept_bytes for row in rows) == plan.simulation.saved_bytes - states
         assert sum(row.num_recomputed for row in rows) == schedule.num_recomputations()
-        again = sum((count - 1) * plan.costs.again[index].time_ms for index, count in runs.items())
-        assert sum(row.recompute_ms for row in rows) == pytest.approx(again)
+        recompute = sum(
+            (count - 1) * plan.costs.recompute[index].time_ms for index, count in runs.items()
+        )
+        assert sum(row.recompute_ms for row in rows) == pytest.approx(recompute)
         assert max(row.peak_bytes for row in rows) == plan.predicted_peak_bytes
         (peak,) = [row for row in rows if row.is_peak]
         assert peak.peak_bytes == plan.predicted_peak_bytes

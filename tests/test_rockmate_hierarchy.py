@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench import models
 from rockmate import Plan, Planner
-from rockmate.plan.block_tree import LARGEST_BLOCK, Part
+from rockmate.plan.block_tree import LARGEST_BLOCK, BlockNode
 
 
 class Streams(nn.Module):
@@ -55,40 +55,40 @@ def planner_of(name: str) -> Planner:
     return Planner(workload.model, workload.sample, machine="cpu-avx2")
 
 
-def parts(plan: Plan) -> list[Part]:
-    return [part for _, part in plan.hierarchy.walk()]
+def parts(plan: Plan) -> list[BlockNode]:
+    return [part for _, part in plan.block_tree.walk()]
 
 
 @pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
 def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name: str) -> None:
     plan = planner_of(name).plan(1.0)
-    in_leaves = Counter(op for leaf in plan.hierarchy.leaves() for op in leaf.ops)
-    assert in_leaves == Counter(range(len(plan.outline.ops)))
+    in_leaves = Counter(op for leaf in plan.block_tree.leaves() for op in leaf.ops)
+    assert in_leaves == Counter(range(len(plan.snapshot.ops)))
     for part in parts(plan):
-        forward = [op for op in part.ops if plan.outline.ops[op].phase == "forward"]
+        forward = [op for op in part.ops if plan.snapshot.ops[op].phase == "forward"]
         assert Counter(forward) == Counter(part.forward)
         if part.parts:
             assert Counter(part.ops) == Counter(op for inner in part.parts for op in inner.ops)
             assert [op for inner in part.parts for op in inner.forward] == list(part.forward)
-    order = [op.name for op in plan.outline.ops if op.phase == "forward"]
+    order = [op.name for op in plan.snapshot.ops if op.phase == "forward"]
     assert [
-        plan.outline.ops[op].name for leaf in plan.hierarchy.leaves() for op in leaf.forward
+        plan.snapshot.ops[op].name for leaf in plan.block_tree.leaves() for op in leaf.forward
     ] == order
 
 
 @pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
 def test_no_leaf_is_larger_than_a_solver_takes(name: str) -> None:
     plan = planner_of(name).plan(1.0)
-    assert max(len(leaf.forward) for leaf in plan.hierarchy.leaves()) <= LARGEST_BLOCK
+    assert max(len(leaf.forward) for leaf in plan.block_tree.leaves()) <= LARGEST_BLOCK
 
 
-def largest_block(plan: Plan) -> Part:
+def largest_block(plan: Plan) -> BlockNode:
     sizes = [
-        sum(plan.outline.ops[op].phase == "forward" for op in block.ops)
+        sum(plan.snapshot.ops[op].phase == "forward" for op in block.ops)
         for block in plan.chain.blocks
     ]
     assert max(sizes) > LARGEST_BLOCK, "the case is gone: every block is small"
-    return plan.hierarchy.block(sizes.index(max(sizes)))
+    return plan.block_tree.block(sizes.index(max(sizes)))
 
 
 def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_goes_along() -> (
@@ -102,11 +102,13 @@ def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_
         ["layers.0.1", *layers[1:]],
     )  # what is ahead of the first cut is another block
     for layer, part in zip(layers, largest.parts, strict=True):
-        assert {plan.outline.ops[op].module.rpartition(".")[0] for op in part.ops} - {""} == {layer}
+        assert {plan.snapshot.ops[op].module.rpartition(".")[0] for op in part.ops} - {""} == {
+            layer
+        }
         backward = [
             op
             for op in part.ops
-            if plan.outline.ops[op].phase == "backward" and plan.outline.ops[op].module
+            if plan.snapshot.ops[op].phase == "backward" and plan.snapshot.ops[op].module
         ]
         assert backward  # autograd gives each backward op its forward op's module
 
@@ -122,9 +124,9 @@ def test_a_part_is_explained_by_the_name_that_the_tree_gives_it() -> None:
     plan = planner_of("unet").plan(1.0)
     part = next(part for part in parts(plan) if " to " in part.name)
     made = [
-        plan.outline.storages[storage].name
+        plan.snapshot.storages[storage].name
         for op in part.forward
-        for storage in plan.outline.ops[op].writes
+        for storage in plan.snapshot.ops[op].writes
     ]
     assert [storage.name for storage in plan.explain(part.name).storages] == made
 
@@ -155,17 +157,20 @@ def test_passing_storages_are_those_that_a_later_block_reads_beside_its_input() 
             hands_on = plan.chain.blocks[begin].output == storage.index
             if max(ends, default=begin) > begin + hands_on:
                 expected.add((storage.index, begin, max(ends)))
-        found = [(passage.storage, passage.made_in, passage.read_in) for passage in plan.passages]
+        found = [
+            (passage.storage, passage.made_in, passage.read_in)
+            for passage in plan.pass_through_values
+        ]
         assert set(found) == expected
         assert len(found) == len(expected)
-        sizes = [plan.outline.storages[index].num_bytes for index, _, _ in found]
+        sizes = [plan.snapshot.storages[index].num_bytes for index, _, _ in found]
         assert sizes == sorted(sizes, reverse=True)
 
 
 def test_a_skip_of_a_unet_is_kept_at_a_loose_budget_and_made_again_at_a_tight_one() -> None:
     planner = planner_of("unet")
     loose, tight = planner.plan(1.0), planner.plan(planner.minimum_peak_bytes)
-    name = loose.outline.storages[loose.passages[0].storage].name
+    name = loose.snapshot.storages[loose.pass_through_values[0].storage].name
     kept, made_again = loose.explain(name).storages[0], tight.explain(name).storages[0]
     assert kept.is_kept
     assert kept.num_recomputations == 0
@@ -177,7 +182,7 @@ def test_a_skip_of_a_unet_is_kept_at_a_loose_budget_and_made_again_at_a_tight_on
     ):
         assert found.rule.startswith("it is carried from block ")
         assert end in found.rule
-    runs = [tight.outline.ops[index].name for index in tight.schedule.steps]
+    runs = [tight.snapshot.ops[index].name for index in tight.schedule.steps]
     assert runs.count(name) == 1 + made_again.num_recomputations
 
 
@@ -194,13 +199,13 @@ def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a
         planner.plan(int(share * planner.minimum_peak_bytes))
         for share in (1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7)
     ]
-    output = loose.passages[0]
-    made_by = next(op for op in loose.outline.ops if output.storage in op.writes)
-    assert loose.outline.storages[output.storage].num_bytes == 2 * 256 * 32 * 4
+    output = loose.pass_through_values[0]
+    made_by = next(op for op in loose.snapshot.ops if output.storage in op.writes)
+    assert loose.snapshot.storages[output.storage].num_bytes == 2 * 256 * 32 * 4
     assert not made_by.module.startswith("decoder.layers.2")
     assert output.read_in > output.made_in + 1
-    assert loose.stays.kept(output.storage)
-    dropped = [plan for plan in tighter if not plan.stays.kept(output.storage)]
+    assert loose.residency.kept(output.storage)
+    dropped = [plan for plan in tighter if not plan.residency.kept(output.storage)]
     assert dropped
     assert all(plan.explain(made_by.name).storages[0].num_recomputations >= 1 for plan in dropped)
 
@@ -211,8 +216,8 @@ def test_the_tree_is_read_off_a_saved_plan_as_well() -> None:
     assert Plan.from_text(plan.to_text()).tree() == text
     assert text.splitlines()[1].startswith("the whole model ")
     assert all(f"─ {part.name} " in text for part in parts(plan)[1:])
-    assert f"{len(plan.passages)} storages pass blocks by" in text
-    name = plan.outline.ops[plan.hierarchy.block(1).forward[0]].name
+    assert f"{len(plan.pass_through_values)} storages pass blocks by" in text
+    name = plan.snapshot.ops[plan.block_tree.block(1).forward[0]].name
     assert plan.explain(name).storages[0].option.startswith("strategy 'rockmate', block 1 (")
 
 

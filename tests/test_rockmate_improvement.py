@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 
 import pytest
-import rockmate.planning.refine
 import torch
 from helpers import assert_same, train, workload_loss
 from test_rockmate_certificate import (
@@ -23,6 +22,7 @@ from test_rockmate_certificate import (
     small,
 )
 
+import rockmate.planning.refine
 from bench import models
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
@@ -30,8 +30,8 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
 from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.live_ranges import LiveRanges
-from rockmate.planning.local_search import ImprovingSearch
-from rockmate.planning.moves import make_room, spend_room
+from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.schedule.schedule import Schedule, no_recomputation
 from rockmate.schedule.simulate import Simulation, simulate
 
@@ -57,7 +57,7 @@ def test_spending_room_fits_and_is_never_slower(name: str, number: int) -> None:
     for graph, costs, schedule, simulation in cases(name, number):
         for share in SHARES_ABOVE:
             budget_bytes = int(simulation.peak_bytes * share)
-            better = spend_room(graph, costs, schedule, simulation, budget_bytes)
+            better = remove_recomputations(graph, costs, schedule, simulation, budget_bytes)
             better.verify(graph)
             found = simulate(graph, better, costs)
             assert found.peak_bytes <= budget_bytes
@@ -70,13 +70,16 @@ def test_spending_room_fits_and_is_never_slower(name: str, number: int) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_with_all_the_room_nothing_is_recomputed(name: str) -> None:
     for graph, costs, schedule, simulation in cases(name, 40):
-        assert spend_room(graph, costs, schedule, simulation, 1 << 50).num_recomputations() == 0
+        assert (
+            remove_recomputations(graph, costs, schedule, simulation, 1 << 50).num_recomputations()
+            == 0
+        )
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_without_room_nothing_is_changed_at_the_peak(name: str) -> None:
     for graph, costs, schedule, simulation in cases(name, 40):
-        kept = spend_room(graph, costs, schedule, simulation, simulation.peak_bytes)
+        kept = remove_recomputations(graph, costs, schedule, simulation, simulation.peak_bytes)
         assert simulate(graph, kept, costs).peak_bytes <= simulation.peak_bytes
 
 
@@ -86,7 +89,7 @@ def _made_room(name: str, number: int) -> tuple[int, int]:
     for graph, costs, schedule, simulation in cases(name, number):
         for share in SHARES_BELOW:
             budget_bytes = int(simulation.peak_bytes * share)
-            smaller = make_room(graph, costs, schedule, simulation, budget_bytes)
+            smaller = spill_until_feasible(graph, costs, schedule, simulation, budget_bytes)
             if smaller is None:
                 continue
             smaller.verify(graph)
@@ -115,7 +118,7 @@ def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
     simulation = simulate(graph, schedule, costs)
     fitting = []
     for percent in range(99, 30, -1):
-        smaller = make_room(
+        smaller = spill_until_feasible(
             graph, costs, schedule, simulation, simulation.peak_bytes * percent // 100
         )
         if (
@@ -135,7 +138,7 @@ def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
 def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
     """One change at a time, against the simulator at every run."""
     for graph, costs, schedule, simulation in cases(name, 25):
-        for position in LiveRanges(graph, costs, schedule, simulation).runs_again():
+        for position in LiveRanges(graph, costs, schedule, simulation).is_recomputed():
             ranges = LiveRanges(graph, costs, schedule, simulation)
             ranges.drop(position, ranges.extra_for_drop(position))
             assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.bytes_in_use.max()
@@ -151,7 +154,7 @@ class Given:
     def bound_ms(self, budget_bytes: int) -> float:
         return 0.0
 
-    def at_bound(self, budget_bytes: int) -> Schedule | None:
+    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         return self.schedules[0]
 
     def saving(self, max_saved_bytes: int) -> Schedule | None:
@@ -176,7 +179,7 @@ def _num_improved(name: str) -> int:
     graph, costs = small(name)
     rng = random.Random(7)
     schedules = [random_schedule(graph, rng) for _ in range(12)]
-    search = ImprovingSearch(graph, costs, Given(schedules))
+    search = LocalSearch(graph, costs, Given(schedules))
     given = [simulate(graph, schedule, costs) for schedule in [*schedules, no_recomputation(graph)]]
     low, high = min(one.peak_bytes for one in given), max(one.peak_bytes for one in given)
     num_improved = 0
@@ -196,13 +199,13 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, image = UNet(num_levels=2, base_width=8, classes=4).train(), torch.zeros(2, 3, 64, 64)
-    planner, again, greedy = (
+    planner, recompute, greedy = (
         Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(3)
     )
     shares = []
     budgets = [int(factor * planner.minimum_peak_bytes) for factor in (1.03, 1.1, 1.15)]
     backwards = {
-        budget_bytes: again.plan(budget_bytes).schedule for budget_bytes in reversed(budgets)
+        budget_bytes: recompute.plan(budget_bytes).schedule for budget_bytes in reversed(budgets)
     }
     for budget_bytes in budgets:
         plan = planner.plan(budget_bytes)
@@ -267,13 +270,19 @@ def test_gradients_of_a_changed_schedule_are_eagers_bit_for_bit(name: str) -> No
     reference_model = case.eager()
     reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
     changed = [
-        make_room(graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3)
+        spill_until_feasible(
+            graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3
+        )
     ]
     for schedule in (scattered, schedule_of(graph, lost)):
         simulation = simulate(graph, schedule, costs)
-        changed.append(spend_room(graph, costs, schedule, simulation, baseline.peak_bytes))
         changed.append(
-            make_room(graph, costs, schedule, simulation, int(0.9 * simulation.peak_bytes))
+            remove_recomputations(graph, costs, schedule, simulation, baseline.peak_bytes)
+        )
+        changed.append(
+            spill_until_feasible(
+                graph, costs, schedule, simulation, int(0.9 * simulation.peak_bytes)
+            )
         )
     schedules = [schedule for schedule in changed if schedule is not None]
     assert len(schedules) >= 4

@@ -511,8 +511,8 @@ def test_structure_round_trip(make: Any) -> None:
     assert [int(tensor) for tensor in tensors] == list(range(len(tensors)))
     expected = make(lambda: f"tensor {next(counter)}")
     assert structure.rebuild([f"tensor {int(tensor)}" for tensor in tensors]) == expected
-    again = flatten(make(lambda: torch.tensor(0)), what="it")[1]
-    assert structure == again
+    recompute = flatten(make(lambda: torch.tensor(0)), what="it")[1]
+    assert structure == recompute
     assert structure != flatten((make(lambda: torch.tensor(0)), 1), what="it")[1]
 
 
@@ -570,9 +570,9 @@ def test_random_state_of_a_recomputation() -> None:
     first = torch.rand(5)
     present = torch.get_rng_state()
     before = random_state.exchange_state(device, state)
-    again = torch.rand(5)
+    recompute = torch.rand(5)
     random_state.exchange_state(device, before)
-    assert torch.equal(first, again)
+    assert torch.equal(first, recompute)
     assert torch.equal(torch.get_rng_state(), present)
     assert random_state.is_random(aten.bernoulli.p)
     assert random_state.is_random(dropout_mask)

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.tightening import Ladder
+from rockmate.planning.tightening import TighteningPath
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 
@@ -44,8 +44,8 @@ def rungs(
 ) -> tuple[list[tuple[int, ...] | None], list[int]]:
     """What each rung came from, None where there is none, and the budgets for which something was improved."""
     improvement = Improvement(least_bytes)
-    ladder = Ladder(candidate(TOP_BYTES), factor, improvement)
-    found = [ladder.above(budget_bytes) for budget_bytes in budgets]
+    ladder = TighteningPath(candidate(TOP_BYTES), factor, improvement)
+    found = [ladder.smallest_above(budget_bytes) for budget_bytes in budgets]
     return [rung and rung.schedule.forward for rung in found], improvement.budgets
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, differing, gradients_of, left_allocated, modules_of, planned
+from helpers import REGIMES, differing, gradients_of, modules_of, net_allocated, planned
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -88,7 +88,7 @@ def test_nothing_is_left_after_steps(name: str, regime: str) -> None:
         for _ in range(5):
             step()
 
-    assert left_allocated(five) <= 64
+    assert net_allocated(five) <= 64
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -98,7 +98,7 @@ def test_nothing_is_left_when_the_loss_is_dropped(name: str, regime: str) -> Non
     module = case.module(regime)
     inputs = case.workload.sample
     module(**inputs)
-    assert left_allocated(lambda: module(**inputs)) <= 64
+    assert net_allocated(lambda: module(**inputs)) <= 64
 
 
 def test_only_the_outputs_are_left_after_the_backward() -> None:
@@ -117,7 +117,7 @@ def test_only_the_outputs_are_left_after_the_backward() -> None:
 
     step()
     held.clear()
-    left = left_allocated(step)
+    left = net_allocated(step)
     logits_bytes = held[0].logits.untyped_storage().nbytes()
     assert left - logits_bytes <= 128  # the loss and its like
 

@@ -28,8 +28,8 @@ from rockmate import (
     RockmateModule,
     SignatureMismatchError,
 )
-from rockmate.bound.protocol import KnownBound
-from rockmate.graph.snapshot import outline_of
+from rockmate.bound.protocol import StoredBound
+from rockmate.graph.snapshot import snapshot_of
 from rockmate.schedule.schedule import Schedule, no_recomputation
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
@@ -110,25 +110,25 @@ def test_text_reads_back_as_the_same_plan(name: str) -> None:
     for regime in REGIMES:
         plan = plan_of(name, regime)
         text = plan.to_text()
-        again = Plan.from_text(text)
-        assert again.schedule == plan.schedule
-        assert again.simulation == plan.simulation
-        assert again.costs == plan.costs
-        assert (again.budget_bytes, again.predicted_peak_bytes, again.predicted_ms) == (
+        recompute = Plan.from_text(text)
+        assert recompute.schedule == plan.schedule
+        assert recompute.simulation == plan.simulation
+        assert recompute.costs == plan.costs
+        assert (recompute.budget_bytes, recompute.predicted_peak_bytes, recompute.predicted_ms) == (
             plan.budget_bytes,
             plan.predicted_peak_bytes,
             plan.predicted_ms,
         )
-        assert again.to_text() == text
-        assert again.summary() == plan.summary()
-        assert again.block_table() == plan.block_table()
-        assert again.live_at_peak() == plan.live_at_peak()
-        value = plan.outline.ops[len(plan.schedule.forward) // 2].name
-        assert str(again.explain(value)) == str(plan.explain(value))
+        assert recompute.to_text() == text
+        assert recompute.summary() == plan.summary()
+        assert recompute.block_table() == plan.block_table()
+        assert recompute.live_at_peak() == plan.live_at_peak()
+        value = plan.snapshot.ops[len(plan.schedule.forward) // 2].name
+        assert str(recompute.explain(value)) == str(plan.explain(value))
 
 
 def test_text_is_readable_json_that_says_what_the_plan_promises() -> None:
-    plan = replace(plan_of("gpt2"), strategy="chen", bounds=KnownBound(0.75))
+    plan = replace(plan_of("gpt2"), strategy="chen", bounds=StoredBound(0.75))
     text = plan.to_text()
     content = json.loads(text)
     for key in (
@@ -146,9 +146,9 @@ def test_text_is_readable_json_that_says_what_the_plan_promises() -> None:
     assert content["torch"] == ".".join(torch.__version__.split(".")[:2])
     assert "int64[2, 16]" in content["call"]
     assert max(len(line) for line in text.splitlines() if "live_bytes" not in line) < 1000
-    again = Plan.from_text(text)
-    assert (again.strategy, again.lower_bound_ms) == ("chen", 0.75)
-    assert again.optimality_gap == (plan.predicted_ms - 0.75) / plan.baseline_ms
+    recompute = Plan.from_text(text)
+    assert (recompute.strategy, recompute.lower_bound_ms) == ("chen", 0.75)
+    assert recompute.optimality_gap == (plan.predicted_ms - 0.75) / plan.baseline_ms
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -244,7 +244,7 @@ def test_loaded_plan_runs_in_a_process_without_solvers(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     fingerprints, numbers, loaded, planning = ran.stdout.splitlines()
-    assert fingerprints.split() == [plan.outline.fingerprint, plan.outline.call_fingerprint]
+    assert fingerprints.split() == [plan.snapshot.fingerprint, plan.snapshot.call_fingerprint]
     sums = [
         parameter.grad.double().sum().item().hex()
         for parameter in model.parameters()
@@ -260,7 +260,7 @@ def test_fingerprint_is_that_of_the_step_not_of_its_weights_or_names() -> None:
 
     def fingerprint(model: nn.Module, sample: torch.Tensor = x) -> str:
         step = capture_step(model.train(), sample)
-        return outline_of(step.graph, step.call).fingerprint
+        return snapshot_of(step.graph, step.call).fingerprint
 
     base = fingerprint(models.Stack())
     assert fingerprint(models.Stack()) == base

@@ -8,12 +8,12 @@ from typing import Any
 
 import models
 import pytest
-import rockmate.planning.chunk_variants
 import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
 import rockmate.planner
+import rockmate.planning.chunk_variants
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
 from rockmate.costs.cost import Cost, Costs
 from rockmate.schedule.schedule import Schedule
@@ -31,7 +31,7 @@ def fixed_costs(graph: Any, **_: Any) -> Costs:
         )
         for op in graph.ops
     )
-    return Costs(first=costs, again=costs, num_distinct=len(costs))
+    return Costs(first=costs, recompute=costs, num_distinct=len(costs))
 
 
 @pytest.fixture

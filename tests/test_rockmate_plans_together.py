@@ -15,9 +15,9 @@ from torch import nn
 import rockmate
 from bench import models
 from rockmate import InvalidBudgetError, Plan, Planner
-from rockmate.planning.candidate import Candidate, evenly
+from rockmate.planning.candidate import Candidate, linspace_int
 from rockmate.planning.chunk_variants import _MANY
-from rockmate.planning.tightening import Attempts
+from rockmate.planning.tightening import TriedStarts
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import simulate
 
@@ -33,7 +33,7 @@ def planner_of(name: str) -> Planner:
 
 
 def budgets_of(planner: Planner) -> list[int]:
-    return evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, NUM_BUDGETS)
+    return linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, NUM_BUDGETS)
 
 
 @functools.cache
@@ -81,16 +81,16 @@ def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(
 ) -> None:
     planner = planner_of("resnet50")
     neighbours = Counter[tuple[Schedule, int]]()
-    improved = Attempts.improved
+    improved = TriedStarts.improved
 
     def counted(
-        attempts: Attempts, start: Candidate, budget_bytes: int, known_ms: float
+        attempts: TriedStarts, start: Candidate, budget_bytes: int, known_ms: float
     ) -> Candidate | None:
         found = improved(attempts, start, budget_bytes, known_ms)
         neighbours[start.schedule, budget_bytes] += found is not None
         return found
 
-    monkeypatch.setattr(Attempts, "improved", counted)
+    monkeypatch.setattr(TriedStarts, "improved", counted)
     planner.plans(budgets_of(planner))
     assert max(neighbours.values()) == 1
     assert len(neighbours) > NUM_BUDGETS
@@ -145,7 +145,7 @@ def test_where_few_fit_they_are_planned_one_by_one() -> None:
 def test_budgets_without_a_plan_are_left_out(num_budgets: int) -> None:
     planner = planner_of("llama")
     low, high = planner.minimum_peak_bytes // 2, planner.baseline_peak_bytes
-    plans = planner.plans([1000, *evenly(low, high, num_budgets - 1)])
+    plans = planner.plans([1000, *linspace_int(low, high, num_budgets - 1)])
     assert 1000 not in plans
     assert low not in plans
     assert high in plans
@@ -170,7 +170,7 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     model: nn.Module = Stack(3).train()
     sample = torch.randn(64, 16)
     planner = Planner(model, sample, machine=MACHINE)
-    budgets = evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
+    budgets = linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
     rows = rockmate.sweep(
         model, sample, budgets=budgets, strategies=("none", "rockmate"), machine=MACHINE
     )
@@ -230,7 +230,7 @@ def test_measured_rows_are_of_the_plans_made_together() -> None:
 def test_a_plan_made_together_trains() -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     planner = Planner(model, sample)
-    plan = planner.plans(evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY))[
+    plan = planner.plans(linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY))[
         planner.minimum_peak_bytes
     ]
     module = planner.module_of(plan)

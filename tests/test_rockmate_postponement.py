@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
 from rockmate.graph.ir import Graph, Op, Phase
-from rockmate.planning.moves import can_wait, own_bytes, places_with_room, put_off
+from rockmate.planning.moves import (
+    defer,
+    deferrable_ops,
+    insertion_points,
+    result_and_workspace_bytes,
+)
 from rockmate.schedule.schedule import Schedule, no_recomputation
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
@@ -38,10 +43,10 @@ class Shared(nn.Module):
 
 def all_put_off(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedule:
     """Every run that may wait, right before a random place behind it or at the end."""
-    for op in sorted(can_wait(graph), key=lambda op: op.index):
+    for op in sorted(deferrable_ops(graph), key=lambda op: op.index):
         position = schedule.steps.index(op.index)
         if position + 1 < len(schedule.steps):
-            schedule = put_off(
+            schedule = defer(
                 graph, schedule, position, rng.randint(position + 2, len(schedule.steps))
             )
     return schedule
@@ -49,10 +54,10 @@ def all_put_off(graph: Graph, schedule: Schedule, rng: random.Random) -> Schedul
 
 def test_what_others_read_and_parts_of_a_sum_stay() -> None:
     graph = capture_step(Shared(), torch.randn(8, 16)).graph
-    waiting = can_wait(graph)
+    waiting = deferrable_ops(graph)
     delivering: dict[str, list[Op]] = {}
     for op in graph.ops:
-        for _, role in op.delivers:
+        for _, role in op.final_gradients:
             delivering.setdefault(
                 role.name.partition(".")[0] if role.name.endswith("weight") else role.name, []
             ).append(op)
@@ -71,11 +76,13 @@ def test_what_hooks_of_another_gradient_wait_for_stays() -> None:
     vectors = torch.randn(8, 32, requires_grad=True)
     graph = capture_step(nn.Sequential(first, nn.ReLU(), nn.Linear(16, 4)), vectors).graph
     (weight,) = [graph.storage_of[node] for node, role in graph.inputs if role.name == "0.weight"]
-    (maker,) = [op for op in graph.ops if any(role.name == "0.weight" for _, role in op.delivers)]
+    (maker,) = [
+        op for op in graph.ops if any(role.name == "0.weight" for _, role in op.final_gradients)
+    ]
     (reader,) = [op for op in graph.readers[weight] if op.phase is Phase.BACKWARD]
-    assert maker in can_wait(graph)
+    assert maker in deferrable_ops(graph)
     assert reader is not maker
-    assert reader not in can_wait(graph)
+    assert reader not in deferrable_ops(graph)
 
 
 @pytest.mark.parametrize("name", [*SMALL, "hf-resnet", "llama"])
@@ -103,13 +110,13 @@ def test_where_there_is_room_a_run_fits(name: str) -> None:
     for _ in range(30):
         schedule = random_schedule(graph, rng, any_order=False)
         simulation = simulate(graph, schedule, costs)
-        for op in can_wait(graph):
+        for op in deferrable_ops(graph):
             position = schedule.steps.index(op.index)
-            for place in places_with_room(
+            for place in insertion_points(
                 graph, costs, schedule, simulation, position, simulation.peak_bytes
             ):
                 assert position + 1 < place <= len(schedule.steps)
-                moved = simulate(graph, put_off(graph, schedule, position, place), costs)
+                moved = simulate(graph, defer(graph, schedule, position, place), costs)
                 assert moved.peak_bytes <= simulation.peak_bytes
                 num_moved += 1
     assert num_moved
@@ -118,7 +125,7 @@ def test_where_there_is_room_a_run_fits(name: str) -> None:
 def test_a_run_takes_its_results_and_its_workspace() -> None:
     graph, costs = small("chain")
     expected = [op.written_bytes + costs.first[op.index].overhead_bytes for op in graph.ops]
-    assert own_bytes(graph, costs).tolist() == expected
+    assert result_and_workspace_bytes(graph, costs).tolist() == expected
 
 
 def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(

@@ -26,14 +26,14 @@ from test_rockmate_certificate import (
 import rockmate.planner
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
-from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.knapsack_family import OneLevel
+from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.local_search import _SMALLEST_SHRINKAGE
-from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
 from rockmate.schedule.schedule import no_recomputation
 from rockmate.schedule.simulate import simulate
@@ -41,7 +41,7 @@ from rockmate.schedule.simulate import simulate
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
     least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
-    certificate = Certificate(graph, costs, least_ms, solver_time=SolverTime(30.0))
+    certificate = LowerBound(graph, costs, least_ms, solver_time=SolverTime(30.0))
     return make_search(
         strategy,
         graph,
@@ -142,10 +142,10 @@ def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -
     graph, costs = graph_and_costs(fixed(name).planner)
     baseline = simulate(graph, no_recomputation(graph), costs)
     solver_time, chain = SolverTime(30.0), partition(graph)
-    several = SeveralLevels(
+    several = RotorFamily(
         graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time
     ).makers()
-    one = OneLevel(graph, chain, costs, solver_time=solver_time)
+    one = KnapsackFamily(graph, chain, costs, solver_time=solver_time)
     saving = [one.saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)]
     members = [
         *(maker() for maker in several),
@@ -167,14 +167,16 @@ def test_the_minimum_does_not_depend_on_what_a_clock_said(name: str) -> None:
     graph, costs = graph_and_costs(planner)
     rng = random.Random(11)
     for spread in (1.2, 3.0, 30.0):
-        first, again = (
+        first, recompute = (
             tuple(
                 replace(cost, time_ms=cost.time_ms * rng.uniform(1 / spread, spread))
                 for cost in table
             )
-            for table in (costs.first, costs.again)
+            for table in (costs.first, costs.recompute)
         )
-        smallest = search_of("rockmate", graph, replace(costs, first=first, again=again)).minimum()
+        smallest = search_of(
+            "rockmate", graph, replace(costs, first=first, recompute=recompute)
+        ).minimum()
         assert smallest.simulation.peak_bytes == planner.minimum_peak_bytes
 
 
@@ -215,8 +217,8 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
         )
         assert min(reads) < made
     last_segment = {op.index for block in chain.blocks[firsts[-1] :] for op in block.forward}
-    again = forward.intersection(backward)
-    assert again.isdisjoint(last_segment)
+    recompute = forward.intersection(backward)
+    assert recompute.isdisjoint(last_segment)
     # Nothing that can be made again is kept inside a segment: what its backward reads first is made there.
     whole = {
         op.index
@@ -228,7 +230,7 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
     kept_inside = [
         storage
         for op in plan.graph.forward_ops
-        if op.index in whole - again
+        if op.index in whole - recompute
         for storage in op.writes
         if storage not in boundaries | chain.carried | plan.graph.held
         and any(reader.phase is not Phase.FORWARD for reader in plan.graph.readers.get(storage, ()))

@@ -23,7 +23,7 @@ from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, flatten_call, optional_keywords
 from rockmate.capture.symbolic import SizeGroups, SymbolicCapture
-from rockmate.graph.snapshot import outline_of
+from rockmate.graph.snapshot import snapshot_of
 
 SAMPLE = (4, 24)
 SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -104,7 +104,9 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
         step.rewrite(raw.joint)
         for instance in (raw, generic.instance(there.call)):
             graph = step.step_of(instance, model, there.call, there.state, there.options).graph
-            assert not outline_of(there.graph, there.call).difference(outline_of(graph, there.call))
+            assert not snapshot_of(there.graph, there.call).difference(
+                snapshot_of(graph, there.call)
+            )
 
 
 # --- training ----------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) ->
         )
         assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
         assert module.plan.schedule == planned.schedule
-        assert str(list(shape)) in module.plan.outline.call
+        assert str(list(shape)) in module.plan.snapshot.call
     assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
 
 

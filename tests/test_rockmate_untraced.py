@@ -23,7 +23,7 @@ from rockmate import (
     UnsupportedModelError,
 )
 from rockmate._torch.allocator import timeline
-from rockmate.planning.candidate import evenly
+from rockmate.planning.candidate import linspace_int
 
 TOKENS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(1))
 IMAGE = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
@@ -146,7 +146,7 @@ def test_what_the_backward_of_a_recurrent_layer_copies_counts(
     torch.manual_seed(0)
     x = torch.randn(8, 64, 96)
     planner = Planner(Recurrent(kind), (x,))
-    for budget_bytes in evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 4):
+    for budget_bytes in linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 4):
         planned = planner.module(budget_bytes)
         planned(x).backward()
         peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
@@ -168,7 +168,7 @@ class Remembering(torch.autograd.Function):
         return gradient * torch.cos(ctx.x)
 
 
-class Part(nn.Module):
+class BlockNode(nn.Module):
     """Not traced in the test below: saves its input, a view of it, its output, and values of its own."""
 
     def __init__(self, *, remembers: bool) -> None:
@@ -186,7 +186,7 @@ class Parts(nn.Module):
 
     def __init__(self, *, remembers: bool) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part(remembers=remembers) for _ in range(3))
+        self.parts = nn.ModuleList(BlockNode(remembers=remembers) for _ in range(3))
         self.head = nn.Linear(64, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool
     torch.manual_seed(0)
     model, x = Parts(remembers=remembers), torch.randn(8, 32, 64)
     planner = Planner(model, x, untraced=[f"parts.{index}" for index in range(3)])
-    for budget_bytes in evenly(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 6):
+    for budget_bytes in linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 6):
         planned = planner.module(budget_bytes)
         expected, found = (_trained(model, partial(one, x), 1) for one in (model, planned))
         assert torch.equal(expected[0], found[0])
@@ -270,9 +270,9 @@ def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
     torch.manual_seed(0)
     model = Tagger(nn.GRU)
     planner = Planner(model, (TOKENS, TOKENS))
-    ops = planner.plan(1.0).outline.ops
+    ops = planner.plan(1.0).snapshot.ops
     forward = next(index for index, op in enumerate(ops) if op.short_call == "untraced_forward")
-    assert ops[forward].can_run_again
+    assert ops[forward].is_recomputable
     most, least = (
         planner.plan(budget).schedule.steps.count(forward)
         for budget in (1.0, planner.minimum_peak_bytes)
@@ -330,8 +330,8 @@ def test_a_named_submodule_follows_its_values(normalizes: bool) -> None:
     planned = planner.module(planner.minimum_peak_bytes)
     for sign in (1.0, -1.0):
         _agree(model, planned, sign * IMAGE)
-    calls = [op for op in planner.plan(1.0).outline.ops if op.short_call == "untraced_forward"]
-    assert [(op.can_run_again, op.is_random) for op in calls] == [(not normalizes, True)]
+    calls = [op for op in planner.plan(1.0).snapshot.ops if op.short_call == "untraced_forward"]
+    assert [(op.is_recomputable, op.is_random) for op in calls] == [(not normalizes, True)]
 
 
 def test_a_submodule_that_is_called_twice_adds_up_its_gradients() -> None:

@@ -24,10 +24,10 @@ def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int
 
     The function's result must be the only thing that it leaves allocated.
     """
-    return peak_beyond_rest(lambda: (function, ()), device)
+    return workspace_bytes(lambda: (function, ()), device)
 
 
-def peak_beyond_rest(
+def workspace_bytes(
     prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
 ) -> int:
     """Bytes by which the allocator's peak during a function exceeds what it leaves allocated, all counted beyond what there was before.
@@ -55,7 +55,7 @@ def peak_beyond_rest(
     return peak - live + _unused_bytes(result)
 
 
-def left_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Bytes that a function leaves allocated, its result included; and the result."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -45,16 +45,18 @@ def knapsack_of(
         if not outputs:
             continue
         is_late = op.phase is Phase.LATE
-        can_run_again = is_late or op.recompute_target is not None
-        if with_states and can_run_again and not is_late and state_bytes(op):
+        is_recomputable = is_late or op.recompute_target is not None
+        if with_states and is_recomputable and not is_late and state_bytes(op):
             inputs += (len(value_bytes),)
             numbered.append(
                 KnapsackOp(time_ms=0.0, inputs=(), outputs=inputs[-1:], recomputable=False)
             )
             value_bytes.append(state_bytes(op))
-        time_ms = 0.0 if is_late else costs.again[op.index].time_ms
+        time_ms = 0.0 if is_late else costs.recompute[op.index].time_ms
         numbered.append(
-            KnapsackOp(time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=can_run_again)
+            KnapsackOp(
+                time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=is_recomputable
+            )
         )
     problem = Knapsack(
         ops=tuple(numbered),

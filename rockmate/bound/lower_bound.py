@@ -27,10 +27,10 @@ import numpy as np
 
 from checkmate import Curve
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.multi_op_program import Instant, least_again_ms
+from rockmate.bound.multi_op_program import Instant, min_recompute_ms
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
-from rockmate.graph.in_place import dying_operand
+from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.schedule import no_recomputation
 from rockmate.schedule.simulate import simulate
@@ -64,7 +64,7 @@ class Moment:
     num_bytes: int
 
 
-class Certificate:
+class LowerBound:
     """Lower bounds on the time of one graph's schedules."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Certificate:
         deciding = self._deciding(budget_bytes)
         return self._least_ms if deciding is None else self._least_ms + deciding[1]
 
-    def closer_bound_ms(self, budget_bytes: int) -> float:
+    def tight_bound_ms(self, budget_bytes: int) -> float:
         """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
 
         It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts. At
@@ -202,7 +202,7 @@ class Certificate:
             for moment in moments
         ]
         with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
-            return least_again_ms(
+            return min_recompute_ms(
                 [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
                 self._costs,
                 instants,
@@ -400,7 +400,7 @@ class Certificate:
 
     def _own_bytes(self, op: Op) -> int:
         own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-        may_work_in_place = dying_operand(self._graph, op, list(op.reads)) is not None
+        may_work_in_place = reusable_operand(self._graph, op, list(op.reads)) is not None
         taken = op.writes[0].num_bytes if may_work_in_place else 0
         return (
             sum(storage.num_bytes for storage in own)

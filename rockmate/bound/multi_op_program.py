@@ -57,7 +57,7 @@ class Instant:
     after: Collection[Op]
 
 
-def least_again_ms(
+def min_recompute_ms(
     ops: Sequence[Op],
     costs: Costs,
     instants: Sequence[Instant],
@@ -96,11 +96,11 @@ class _Stretch:
             for s in op.writes
             if s not in self.in_use
         }
-        self.again = {op: self._choose("again", op.index) for op in program.repeatable}
+        self.recompute = {op: self._choose("again", op.index) for op in program.repeatable}
         self.state = (
             {op: self._choose("state", op.index) for op in program.kept}
             if number + 1 < len(instants)
-            else self.again
+            else self.recompute
         )
         early = {op for other in instants[: number + 1] for op in (*other.before, other.op)}
         self._early = dict.fromkeys(sorted(early, key=lambda op: op.index))
@@ -122,12 +122,12 @@ class _Stretch:
         """1 where a backward op runs after the moment."""
         return self.late.get(op, int(op in self._sure))
 
-    def has(self, storage: Storage, again: Mapping[Op, Term]) -> Term:
-        """At least 1 where the value is at hand: saved at the moment, or made by `again`."""
+    def has(self, storage: Storage, recompute: Mapping[Op, Term]) -> Term:
+        """At least 1 where the value is at hand: saved at the moment, or made by `recompute`."""
         if storage in self.in_use or storage not in self.saved:
             return 1
         assert storage.producer is not None
-        return self.saved[storage] + again.get(storage.producer, 0)
+        return self.saved[storage] + recompute.get(storage.producer, 0)
 
     def bytes_at_moment(self) -> pulp.LpAffineExpression:
         """Of what the program decides on."""
@@ -198,7 +198,7 @@ class _MomentProgram:
     @cached_property
     def _again_ms(self) -> dict[Op, float]:
         return {
-            op: self._costs.again[op.index].time_ms
+            op: self._costs.recompute[op.index].time_ms
             for op in self.repeatable
             if op.phase is Phase.FORWARD
         }
@@ -208,7 +208,7 @@ class _MomentProgram:
         return _TIME_TOTAL / max(self._most_ms, 1e-9)
 
     def solve(self, time_limit_s: float) -> tuple[float, bool]:
-        """As `least_again_ms`."""
+        """As `min_recompute_ms`."""
         outcome = run(self.program, time_limit_s, "highs" if has_highs() else "cbc")
         if outcome.status is Status.INFEASIBLE:
             return inf, True
@@ -218,7 +218,7 @@ class _MomentProgram:
 
     def _write(self) -> None:
         objective = [
-            stretch.again[op] * (ms * self._scale)
+            stretch.recompute[op] * (ms * self._scale)
             for stretch in self._stretches
             for op, ms in self._again_ms.items()
         ]
@@ -241,11 +241,11 @@ class _MomentProgram:
 
     def _want(self, begin: int, end: int) -> None:
         """What is read from one moment to another, or to the end, is saved at the first or made again in between."""
-        stretch, again = self._stretches[begin], self._again_in(begin, end)
-        for op in self.kept if stretch.state is not stretch.again else ():
-            self.program += stretch.state[op] >= again[op]
+        stretch, recompute = self._stretches[begin], self._again_in(begin, end)
+        for op in self.kept if stretch.state is not stretch.recompute else ():
+            self.program += stretch.state[op] >= recompute[op]
         rows: dict[tuple[Storage, Op | None], Term] = {
-            (storage, op): runs for op, runs in again.items() for storage in op.reads
+            (storage, op): runs for op, runs in recompute.items() for storage in op.reads
         }
         for op in self.backward:
             is_between = self._is_after(begin, op) - self._is_after(end, op)
@@ -254,10 +254,10 @@ class _MomentProgram:
             elif is_between:
                 rows.update({(storage, None): 1 for storage in op.reads})
         for (storage, _), runs in rows.items():
-            self._add(stretch.has(storage, again), runs)
+            self._add(stretch.has(storage, recompute), runs)
         if end < len(self._stretches):
             for storage, saved in self._stretches[end].saved.items():
-                self._add(stretch.has(storage, again), saved)
+                self._add(stretch.has(storage, recompute), saved)
 
     def _add(self, at_hand: Term, wanted: Term) -> None:
         """A row `at_hand` >= `wanted`, unless that holds in any case."""
@@ -267,13 +267,13 @@ class _MomentProgram:
     def _again_in(self, begin: int, end: int) -> dict[Op, pulp.LpVariable]:
         """Whether each op runs again from one moment to another, or to the end."""
         if end == begin + 1:
-            return self._stretches[begin].again
+            return self._stretches[begin].recompute
         found = {op: self.choose(f"again_{begin}_{end}_{op.index}") for op in self.repeatable}
         for op, runs in found.items():
-            again = [stretch.again[op] for stretch in self._stretches[begin:end]]
-            for one in again:
+            recompute = [stretch.recompute[op] for stretch in self._stretches[begin:end]]
+            for one in recompute:
                 self.program += runs >= one
-            self.program += runs <= pulp.lpSum(again)
+            self.program += runs <= pulp.lpSum(recompute)
         return found
 
 

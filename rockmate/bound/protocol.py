@@ -15,13 +15,13 @@ class Bounds(Protocol):
         """What is proved fast: in a few milliseconds for a budget, once the graphs are there."""
         ...
 
-    def closer_bound_ms(self, budget_bytes: int) -> float:
+    def tight_bound_ms(self, budget_bytes: int) -> float:
         """The same or above, which may take seconds."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class KnownBound:
+class StoredBound:
     """One bound for the one budget that is asked for.
 
     Attributes:
@@ -35,11 +35,11 @@ class KnownBound:
         del budget_bytes
         return self.ms
 
-    closer_bound_ms = bound_ms
+    tight_bound_ms = bound_ms
 
 
 @dataclass(frozen=True, slots=True)
-class LeastBound:
+class MinBound:
     """What bounds the schedules of several graphs, of which any may run: the least of their bounds.
 
     Attributes:
@@ -52,11 +52,11 @@ class LeastBound:
         """The least."""
         return min((bounds.bound_ms(budget_bytes) for bounds in self.each()), default=inf)
 
-    def closer_bound_ms(self, budget_bytes: int) -> float:
+    def tight_bound_ms(self, budget_bytes: int) -> float:
         """The least of the closer ones. Those are not worked out of graphs whose quick bound is no less than the least known."""
         least_ms = inf
         for bounds in sorted(self.each(), key=lambda bounds: bounds.bound_ms(budget_bytes)):
             if bounds.bound_ms(budget_bytes) >= least_ms:
                 break
-            least_ms = min(least_ms, bounds.closer_bound_ms(budget_bytes))
+            least_ms = min(least_ms, bounds.tight_bound_ms(budget_bytes))
         return least_ms

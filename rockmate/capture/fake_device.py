@@ -30,7 +30,7 @@ _MAX_FLASH_WIDTH = 256
 _ALIGNED_BYTES = 16  # the efficient kernel reads rows in steps of so many
 
 
-def needs_stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> bool:
+def needs_fake_device(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> bool:
     """Whether a tensor of the model or of the sample is on another kind of device."""
     return any(
         tensor.device.type != device.type
@@ -39,7 +39,7 @@ def needs_stand_ins(model: nn.Module, tensors: list[torch.Tensor], device: torch
 
 
 @contextlib.contextmanager
-def stand_ins(
+def fake_device_tensors(
     model: nn.Module, tensors: list[torch.Tensor], device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
     """Puts fake tensors into the model's places and gives those for `tensors`; traced attention is that of `device`.
@@ -62,9 +62,8 @@ def stand_ins(
     before = [dict(table) for table in places]
     try:
         for table in places:
-            table.update(
-                {name: made.of(tensor) for name, tensor in table.items() if tensor is not None}
-            )  # pyright: ignore[reportArgumentType, reportCallIssue]
+            fakes = {name: made.of(each) for name, each in table.items() if each is not None}
+            table.update(fakes)  # pyright: ignore[reportArgumentType, reportCallIssue]
         with _GpuAttention() if device.type == "cuda" else contextlib.nullcontext():
             yield [made.of(tensor) for tensor in tensors]
     finally:

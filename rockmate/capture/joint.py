@@ -25,7 +25,7 @@ from torch import fx, nn
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.opaque_module import install, record_calls, traced_as_ops
-from rockmate.capture.provenance import module_trail
+from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.trace_state import (
@@ -84,7 +84,7 @@ def capture_joint(
         stack.enter_context(attributes_kept(model))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(traced_as_ops(calls))
-        modules = stack.enter_context(module_trail(model))
+        modules = stack.enter_context(record_module_stack(model))
         try:
             joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
         except (InvalidSampleError, UnsupportedModelError):
@@ -114,7 +114,7 @@ class _TensorsIn(nn.Module):
         self._outputs = outputs
         self.output_structure: Structure | None = None
         self.differentiable_outputs: tuple[int, ...] = ()
-        self.cut_outputs: tuple[int, ...] = ()
+        self.non_differentiable_outputs: tuple[int, ...] = ()
         self.notice = ""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -130,10 +130,10 @@ class _TensorsIn(nn.Module):
                 raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         if self._differentiable == "loss" and loss is not None:
-            self.cut_outputs = tuple(
+            self.non_differentiable_outputs = tuple(
                 index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
             )
-            scalars = sum(flat[index].numel() == 1 for index in self.cut_outputs)
+            scalars = sum(flat[index].numel() == 1 for index in self.non_differentiable_outputs)
             self.notice = (
                 f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
                 if scalars
@@ -230,7 +230,12 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None
     return Capture(
-        joint, inputs, output_roles, constants, forward.output_structure, forward.cut_outputs
+        joint,
+        inputs,
+        output_roles,
+        constants,
+        forward.output_structure,
+        forward.non_differentiable_outputs,
     )
 
 

@@ -19,7 +19,7 @@ _Place = tuple[
 ]  # position of the input, shape, strides, elements from its first
 
 
-class Loan:
+class ReleasableInputs:
     """What one graph borrows."""
 
     def __init__(
@@ -98,7 +98,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
-def entering(value: Tensor) -> tuple[Tensor, Tensor]:
+def attach_input(value: Tensor) -> tuple[Tensor, Tensor]:
     """A leaf of the value's shape that takes the gradient, and the value itself as it goes into the graph."""
     leaf = _element(value.dtype, value.device).expand(value.shape).requires_grad_()
     with torch.enable_grad():

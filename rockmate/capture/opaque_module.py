@@ -31,19 +31,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rockmate._torch.allocator import left_allocated
+from rockmate._torch.allocator import net_allocated
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate.capture.opaque_inputs import Loan, entering
+from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.rng import keep_state
-from rockmate.ops.unused_gradient import marked_unused
+from rockmate.ops.unused_gradient import undefined_gradient
 
 _LEAST_BORROWED = (
     1024  # bytes for each tensor that is saved: to look at one takes some microseconds
 )
 _traced_calls: dict[
-    str, UntracedCall
+    str, OpaqueCall
 ] = {}  # of the capture that is going on, which a lock makes the only one
 
 
@@ -77,7 +77,7 @@ class Layout:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class UntracedCall:
+class OpaqueCall:
     """One call of a submodule in the model's forward, as it was on the sample.
 
     Attributes:
@@ -160,12 +160,12 @@ class UntracedCall:
 
     def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
         """What a run leaves allocated beside its outputs, and the byte of the handle itself."""
-        forward = UntracedForward(self)
+        forward = OpaqueForward(self)
 
         def run() -> list[Tensor]:
             return forward.with_buffers(self.copied_inputs(), buffers)
 
-        left_bytes, values = left_allocated(run, self.outputs[0].device)
+        left_bytes, values = net_allocated(run, self.outputs[0].device)
         return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
 
     @contextlib.contextmanager
@@ -206,14 +206,14 @@ class UntracedCall:
         """The outputs for `inputs`, with their autograd graph.
 
         Args:
-            inputs: in the order of `UntracedCall.inputs`.
+            inputs: in the order of `OpaqueCall.inputs`.
             buffers: in place of the submodule's own.
-            borrowed: positions of the inputs that the graph borrows, if not those of `UntracedCall.borrowed`.
+            borrowed: positions of the inputs that the graph borrows, if not those of `OpaqueCall.borrowed`.
             note: called with each tensor that the graph saves.
         """
-        loan = Loan(inputs, self.borrowed if borrowed is None else borrowed, note=note)
+        loan = ReleasableInputs(inputs, self.borrowed if borrowed is None else borrowed, note=note)
         pairs = [
-            entering(tensor) if needs else (tensor.detach(), tensor.detach())
+            attach_input(tensor) if needs else (tensor.detach(), tensor.detach())
             for tensor, needs in zip(
                 inputs[: self.num_arguments], self.differentiable[: self.num_arguments], strict=True
             )
@@ -294,10 +294,10 @@ class _Hookless(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-class UntracedForward:
+class OpaqueForward:
     """The forward of an untraced submodule as an op: `(tensors) -> [*outputs, handle]`."""
 
-    def __init__(self, call: UntracedCall) -> None:
+    def __init__(self, call: OpaqueCall) -> None:
         """Of this call."""
         self.call = call
         self.__name__ = self.__qualname__ = "untraced_forward"
@@ -333,7 +333,7 @@ class UntracedForward:
         return self.with_buffers, (self.call.copied_inputs(), self.call.copied_buffers())
 
 
-class UntracedBackward:
+class OpaqueBackward:
     """The backward of an untraced submodule: `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
 
     The values are the inputs that the handle's graph borrows, then the outputs that it holds.
@@ -341,7 +341,7 @@ class UntracedBackward:
     The gradient of an output that the loss does not depend on is None.
     """
 
-    def __init__(self, call: UntracedCall) -> None:
+    def __init__(self, call: OpaqueCall) -> None:
         """Of this call."""
         self.call = call
         self.__name__ = self.__qualname__ = "untraced_backward"
@@ -374,7 +374,7 @@ class UntracedBackward:
 
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is.
         """
-        forward, (inputs, buffers) = UntracedForward(self.call).on_sample(made_up)
+        forward, (inputs, buffers) = OpaqueForward(self.call).on_sample(made_up)
         *outputs, handle = forward(inputs, buffers)
         values = [
             *(inputs[index] for index in self.call.borrowed),
@@ -389,7 +389,7 @@ class _Run:
 
     leaves: list[Tensor]
     outputs: list[Tensor]
-    loan: Loan
+    loan: ReleasableInputs
 
     def values(self, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         """The outputs as the plan has them: outside the graph, each in memory of its own, laid out as on the sample."""
@@ -410,7 +410,7 @@ class _Graph:
     ends: list[
         GradientEdge | None
     ]  # of the outputs, whose memory would be held with the tensors themselves
-    loan: Loan
+    loan: ReleasableInputs
 
     @classmethod
     def of(cls, run: _Run) -> _Graph:
@@ -441,7 +441,7 @@ class _Graph:
         ):  # each is memory of its own: the plan counts it so
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
-            values.append(value if gradient is not None else marked_unused(value))
+            values.append(value if gradient is not None else undefined_gradient(value))
             seen.add(made.untyped_storage()._cdata)
         return values
 
@@ -492,7 +492,7 @@ def _keys(tensors: Iterable[Tensor]) -> list[int]:
 
 def record_calls(
     model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]
-) -> dict[str, UntracedCall]:
+) -> dict[str, OpaqueCall]:
     """The calls of the submodules `names`, and of recurrent layers, in one run of the model on its sample.
 
     The run saves nothing for a backward and leaves buffers and random state as they were.
@@ -501,7 +501,7 @@ def record_calls(
         InvalidSampleError: there is no submodule of such a name, or the forward does not call it.
         UnsupportedModelError: what goes in or comes out is no nesting of tensors and constants.
     """
-    modules = untraced_modules(model, names)
+    modules = opaque_modules(model, names)
     if not modules:
         return {}
     seen: list[tuple[str, nn.Module, Any, Any, dict[str, torch.dtype]]] = []
@@ -556,12 +556,12 @@ def record_calls(
     return calls
 
 
-def untraced_names(options: Mapping[str, str]) -> tuple[str, ...]:
+def opaque_names(options: Mapping[str, str]) -> tuple[str, ...]:
     """The names that were given, among the options of a captured step."""
     return tuple(name for name in options.get("untraced", "").split(",") if name)
 
 
-def untraced_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Paths and submodules that are not traced: those named and recurrent layers, less what is part of another of them.
 
     Raises:
@@ -634,7 +634,7 @@ def _nothing_saved() -> Iterator[None]:
 
 def _recorded(
     name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]
-) -> UntracedCall:
+) -> OpaqueCall:
     given, structure = flatten(arguments, what=f"the arguments of {name}")
     returned, result_structure = flatten(result, what=f"the result of {name}")
     parameters = dict(module.named_parameters())
@@ -642,7 +642,7 @@ def _recorded(
         *(tensor.detach() for tensor in given),
         *(parameter.detach() for parameter in parameters.values()),
     )
-    call = UntracedCall(
+    call = OpaqueCall(
         name=name,
         module=module,
         arguments=structure,
@@ -717,9 +717,9 @@ _forward.register_autograd(_differentiate, setup_context=_keep_handle)
 
 
 @contextlib.contextmanager
-def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
+def traced_as_ops(calls: Mapping[str, OpaqueCall]) -> Iterator[None]:
     """Makes each of the submodules one op of the trace; only one trace may go on at a time."""
-    by_module: dict[nn.Module, list[UntracedCall]] = {}
+    by_module: dict[nn.Module, list[OpaqueCall]] = {}
     for call in calls.values():
         by_module.setdefault(call.module, []).append(call)
     _traced_calls.update(calls)
@@ -739,7 +739,7 @@ def traced_as_ops(calls: Mapping[str, UntracedCall]) -> Iterator[None]:
             vars(module).update({"forward": before[module]} if module in before else {})
 
 
-def _call_op(module: nn.Module, order: Iterator[UntracedCall], *args: Any, **kwargs: Any) -> Any:
+def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
     call = next(order)
     tensors, structure = flatten((args, kwargs), what=f"the arguments of {call.name}")
     parameters = dict(module.named_parameters())
@@ -753,10 +753,10 @@ def _call_op(module: nn.Module, order: Iterator[UntracedCall], *args: Any, **kwa
     return call.result.rebuild(torch.ops.rockmate.untraced(given, call.name)[:-1])
 
 
-def install(graph: fx.Graph, calls: Mapping[str, UntracedCall]) -> None:
+def install(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> None:
     """Puts what runs the submodules in the place of the ops that stood for them in the trace."""
     for node in graph.nodes:
         if node.target is torch.ops.rockmate.untraced.default:
-            node.target, node.args = UntracedForward(calls[node.args[1]]), node.args[:1]
+            node.target, node.args = OpaqueForward(calls[node.args[1]]), node.args[:1]
         elif node.target is torch.ops.rockmate.untraced_backward.default:
-            node.target, node.args = UntracedBackward(calls[node.args[3]]), node.args[:3]
+            node.target, node.args = OpaqueBackward(calls[node.args[3]]), node.args[:3]

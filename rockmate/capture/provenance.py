@@ -26,7 +26,7 @@ from rockmate.capture import fake_device
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleTrail:
+class ModuleStack:
     """Where the forward has been.
 
     Attributes:
@@ -64,9 +64,9 @@ class ModuleTrail:
 
 
 @contextlib.contextmanager
-def module_trail(model: nn.Module) -> Iterator[ModuleTrail]:
+def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     """Records the trail of the model's forward, and names the nodes that are made on it."""
-    trail = ModuleTrail()
+    trail = ModuleStack()
 
     def enter(path: str) -> Callable[..., None]:
         return lambda module, inputs: trail.entered.append(
@@ -86,7 +86,7 @@ def module_trail(model: nn.Module) -> Iterator[ModuleTrail]:
         handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
-        with each_node(note_module):
+        with on_node_created(note_module):
             yield trail
     finally:
         for handle in handles:
@@ -101,7 +101,7 @@ _PASSED_OVER = (_TORCH, __file__, fake_device.__file__, "<")
 
 def source_lines() -> AbstractContextManager[None]:
     """Gives each node that is traced meanwhile the user's line that made it."""
-    return each_node(_note_line)
+    return on_node_created(_note_line)
 
 
 def _note_line(node: fx.Node) -> None:
@@ -133,7 +133,7 @@ _LOCK = (
 
 
 @contextlib.contextmanager
-def each_node(note: Callable[[fx.Node], None]) -> Iterator[None]:
+def on_node_created(note: Callable[[fx.Node], None]) -> Iterator[None]:
     """Calls `note` with each node that is traced meanwhile."""
     with _LOCK:
         create_node = TracerBase.create_node

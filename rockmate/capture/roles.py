@@ -50,7 +50,7 @@ class Capture:
         output_roles: the role of each value that the graph returns; None for the gradient of an input that needs none.
         constants: tensors that the model's code made from Python numbers, by name.
         output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
-        cut_outputs: indices of the outputs that have a gradient in eager and none here.
+        non_differentiable_outputs: indices of the outputs that have a gradient in eager and none here.
     """
 
     joint: fx.GraphModule
@@ -58,7 +58,7 @@ class Capture:
     output_roles: tuple[Role | None, ...]
     constants: Mapping[str, torch.Tensor]
     output_structure: Structure
-    cut_outputs: tuple[int, ...]
+    non_differentiable_outputs: tuple[int, ...]
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:

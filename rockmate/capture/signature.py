@@ -82,13 +82,13 @@ class CallSignature:
 
     def part_in(self, other: CallSignature) -> CallSignature:
         """The same call without the keywords that `other` has not."""
-        stand_ins = [torch.empty(0) for _ in self.tensors]
-        args, named = self.structure.rebuild(list(stand_ins))
+        fake_device_tensors = [torch.empty(0) for _ in self.tensors]
+        args, named = self.structure.rebuild(list(fake_device_tensors))
         kept = {name: value for name, value in named.items() if name in other.keywords}
         tensors, structure = flatten((args, kept), what="the call")
         signature_of = {
             id(stand_in): signature
-            for stand_in, signature in zip(stand_ins, self.tensors, strict=True)
+            for stand_in, signature in zip(fake_device_tensors, self.tensors, strict=True)
         }
         return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
 

@@ -27,7 +27,7 @@ from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate.errors import RockmateError
 from rockmate.extras import require
-from rockmate.progress import clears_bars
+from rockmate.progress import is_terminal
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -174,7 +174,7 @@ def _plan(
 ) -> tuple[Any, Planner, float]:
     start = time.perf_counter()
     planner = Planner(
-        model, batch, progress=progress and clears_bars(), allow_chunking=False
+        model, batch, progress=progress and is_terminal(), allow_chunking=False
     )  # the demo promises every bit
     try:
         module = planner.module(budget_bytes)

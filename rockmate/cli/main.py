@@ -334,7 +334,7 @@ def _sweep_text(found: Sweep, out: Path | None) -> str:
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate.budget import parse_budgets
     from rockmate.planner import Planner
-    from rockmate.progress import clears_bars
+    from rockmate.progress import is_terminal
     from rockmate.sweeps.result import SweepError, SweepOptions
     from rockmate.sweeps.run import check_options
 
@@ -354,7 +354,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     planner = Planner(
         source.model,
         source.sample_input,
-        progress=not arguments.quiet and clears_bars(),
+        progress=not arguments.quiet and is_terminal(),
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
         untraced=arguments.untraced,

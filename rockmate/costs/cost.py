@@ -30,7 +30,7 @@ class Costs:
     """The cost of each op of a graph, by `Op.index`: at its first run, and when recomputed (which may be another call)."""
 
     first: tuple[Cost, ...]
-    again: tuple[Cost, ...]
+    recompute: tuple[Cost, ...]
     num_distinct: int
 
     @cached_property
@@ -39,9 +39,9 @@ class Costs:
         return _table(self.first)
 
     @cached_property
-    def again_table(self) -> tuple[Floats, Ints]:
+    def recompute_table(self) -> tuple[Floats, Ints]:
         """Milliseconds and overhead bytes of each op when recomputed."""
-        return _table(self.again)
+        return _table(self.recompute)
 
 
 def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
@@ -51,7 +51,8 @@ def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
 
 def unit_times(costs: Costs) -> Costs:
     """The same overheads with one millisecond for every op: a table that no clock has had a hand in."""
-    first, again = (
-        tuple(replace(cost, time_ms=1.0) for cost in table) for table in (costs.first, costs.again)
+    first, recompute = (
+        tuple(replace(cost, time_ms=1.0) for cost in table)
+        for table in (costs.first, costs.recompute)
     )
-    return Costs(first=first, again=again, num_distinct=costs.num_distinct)
+    return Costs(first=first, recompute=recompute, num_distinct=costs.num_distinct)

@@ -92,8 +92,8 @@ def estimate_costs(graph: Graph, machine: Machine) -> Costs:
         return known[key]
 
     first = tuple(_with_deliveries(cost(op, op.node.target), op, machine) for op in graph.ops)
-    again = tuple(cost(op, op.recompute_target or op.node.target) for op in graph.ops)
-    return Costs(first=first, again=again, num_distinct=len(known))
+    recompute = tuple(cost(op, op.recompute_target or op.node.target) for op in graph.ops)
+    return Costs(first=first, recompute=recompute, num_distinct=len(known))
 
 
 def num_flops(node: fx.Node) -> float:
@@ -176,13 +176,13 @@ def _kind(node: fx.Node) -> str:
 
 def _with_deliveries(cost: Cost, op: Op, machine: Machine) -> Cost:
     """Adds what handing its gradients over takes at the op's first run."""
-    gradients = [node.meta["val"] for node, _ in op.delivers]
+    gradients = [node.meta["val"] for node, _ in op.final_gradients]
     times = [
         machine.launch_ms + machine.memory_ms(3 * _distinct_bytes(gradient))
         for gradient in gradients
     ]
     return Cost(
-        time_ms=cost.time_ms + sum(times) * (2 if op.handover else 1),
+        time_ms=cost.time_ms + sum(times) * (2 if op.gradient_sink_form else 1),
         overhead_bytes=cost.overhead_bytes,
     )
 
@@ -251,11 +251,10 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The value of an ATen call's argument, by its name in the schema."""
+    arguments = node.target._schema.arguments  # pyright: ignore
     place, default = next(
-        (place, a.default_value)
-        for place, a in enumerate(node.target._schema.arguments)
-        if a.name == name
-    )  # pyright: ignore
+        (place, each.default_value) for place, each in enumerate(arguments) if each.name == name
+    )
     return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 

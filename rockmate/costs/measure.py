@@ -19,12 +19,12 @@ import torch
 from torch import fx
 from tqdm import tqdm
 
-from rockmate._torch.allocator import peak_beyond_rest
+from rockmate._torch.allocator import workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
-from rockmate.graph.ir import Graph, Op, Product, call_key
+from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
 
 _ADD = torch.ops.aten.add_.Tensor
 _ROUNDS = 5
@@ -59,12 +59,12 @@ def measure_costs(
 
     parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
-    again = [distinct(_again_call(op)) for op in graph.ops]
+    recompute = [distinct(_again_call(op)) for op in graph.ops]
     additions = [
         [distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)]
         for op in graph.ops
     ]
-    keeping = [[distinct(_keeping_call(op))] if op.state_target else [] for op in graph.ops]
+    keeping = [[distinct(_keeping_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
@@ -76,9 +76,9 @@ def measure_costs(
             _with_additions(costs[call.key], [costs[a.key] for a in added])
             for call, added in zip(first, additions, strict=True)
         ),
-        again=tuple(
+        recompute=tuple(
             _with_additions(costs[call.key], [costs[k.key] for k in kept])
-            for call, kept in zip(again, keeping, strict=True)
+            for call, kept in zip(recompute, keeping, strict=True)
         ),
         num_distinct=len(calls),
     )
@@ -90,10 +90,14 @@ def _own_call(op: Op) -> _Call:
 
 def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
     """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
-    if isinstance(op.handover, Product) and op.handover.is_one_of_several:
-        target = _add_flipped_product if op.handover.is_flipped else torch.ops.aten.addmm_.default
+    if isinstance(op.gradient_sink_form, SlicedMatmul) and op.gradient_sink_form.is_one_of_several:
+        target = (
+            _add_flipped_product
+            if op.gradient_sink_form.is_flipped
+            else torch.ops.aten.addmm_.default
+        )
         return _Call(
-            op, target, (parameters[op.delivers[0][1].name], *op.node.args), op.node.kwargs
+            op, target, (parameters[op.final_gradients[0][1].name], *op.node.args), op.node.kwargs
         )
     return _own_call(op)
 
@@ -106,7 +110,7 @@ def _again_call(op: Op) -> _Call:
 
 
 def _keeping_call(op: Op) -> _Call:
-    return _Call(op, op.state_target, ([*op.results_to_keep], *op.node.args), {})
+    return _Call(op, op.save_state, ([*op.saved_results], *op.node.args), {})
 
 
 def _add_flipped_product(
@@ -117,10 +121,10 @@ def _add_flipped_product(
 
 def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node, fx.Node]]:
     """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
-    if isinstance(op.handover, Product) and op.handover.is_one_of_several:
+    if isinstance(op.gradient_sink_form, SlicedMatmul) and op.gradient_sink_form.is_one_of_several:
         return []
-    pairs = [(parameters[role.name], node) for node, role in op.delivers]
-    return pairs * 2 if op.handover else pairs
+    pairs = [(parameters[role.name], node) for node, role in op.final_gradients]
+    return pairs * 2 if op.gradient_sink_form else pairs
 
 
 def _with_additions(cost: Cost, additions: Sequence[Cost]) -> Cost:
@@ -180,17 +184,17 @@ class _Call:
         )  # the allocator must have seen them allocated
         made = None if releases else self._make_call()
         if self.device.type == "cpu":
-            self._touch_memory()
+            self._warm_heap()
 
         def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             begin = _seconds()
             result = target(*args, **kwargs)
             self.first_ms = (_seconds() - begin) * 1e3
-            return _known_of(result, fake)
+            return _tracked_results(result, fake)
 
         try:
             self.overhead_bytes = (
-                peak_beyond_rest(lambda: (run, made or self._make_call()), self.device) - releases
+                workspace_bytes(lambda: (run, made or self._make_call()), self.device) - releases
             )
         except Exception as error:
             msg = (
@@ -213,13 +217,13 @@ class _Call:
             end.synchronize()
             self.times_ms.append(start.elapsed_time(end))
             return
-        self._touch_memory()
+        self._warm_heap()
         begin = _seconds()
         result = target(*args, **kwargs)
         self.times_ms.append((_seconds() - begin) * 1e3)
         del result
 
-    def _touch_memory(self) -> None:
+    def _warm_heap(self) -> None:
         """Leaves as much memory in the heap as the call allocates."""
         torch.ones(self.op.written_bytes + self.overhead_bytes, dtype=torch.uint8)
 
@@ -228,7 +232,7 @@ class _Call:
 
         def make(node: fx.Node) -> torch.Tensor:
             if node not in made:
-                made[node] = _made_up(node.meta["val"])
+                made[node] = _synthetic_tensor(node.meta["val"])
             return made[node]
 
         if hasattr(
@@ -240,7 +244,7 @@ class _Call:
         return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
 
 
-def _known_of(result: Any, fake: Any) -> Any:
+def _tracked_results(result: Any, fake: Any) -> Any:
     """The results that the graph knows of. A kernel may make one that its mask leaves out, as a convolution's gradients on the CPU do.
 
     Such a result is released with the call, so it is part of what the call takes beside its results.
@@ -254,7 +258,7 @@ def _known_of(result: Any, fake: Any) -> Any:
     return result
 
 
-def _made_up(fake: torch.Tensor) -> torch.Tensor:
+def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
     value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
     needed = (
         1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))

@@ -251,13 +251,13 @@ def _read_from_afar(
     far = set()
     for op in graph.backward_ops:
         block = block_of[op]
-        entering = boundaries[block - 1] if block else None
+        attach_input = boundaries[block - 1] if block else None
         for storage in op.reads:
             producer = storage.producer
             if (
                 producer is None
                 or producer.phase is not Phase.FORWARD
-                or storage is entering
+                or storage is attach_input
                 or storage in carried
             ):
                 continue
@@ -272,7 +272,7 @@ def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
         op.call_key,
         op.phase,
         op.recompute_target is None,
-        len(op.delivers),
+        len(op.final_gradients),
         tuple(storage.is_static for storage in op.reads),
         tuple((s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
     )

@@ -249,7 +249,7 @@ class _Builder:
                     normalize_again,
                     (*op.node.args[:3], *statistics),
                 )
-                op.state_target, op.state_bytes = (
+                op.save_state, op.state_bytes = (
                     statistics_to_keep,
                     sum(node.meta["val"].nbytes for node in statistics),
                 )
@@ -258,7 +258,7 @@ class _Builder:
                     pool_again,
                     (op.node.args[0], indices, *op.node.args[1:]),
                 )
-                op.state_target, op.state_bytes = offsets_to_keep, indices.meta["val"].nbytes // 4
+                op.save_state, op.state_bytes = offsets_to_keep, indices.meta["val"].nbytes // 4
             elif op.node.target is _FUNCTIONAL_BATCH_NORM:
                 op.recompute_target = batch_norm_again
                 op.recompute_args = (
@@ -295,7 +295,7 @@ class _Builder:
                 if producer is None:
                     initial.append((node, role))
                 else:
-                    producer.delivers.append((node, role))
+                    producer.final_gradients.append((node, role))
         return tuple(initial)
 
 

@@ -23,7 +23,9 @@ def hooked_names(options: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in options.get("hooked", "").split(",") if name)
 
 
-def with_sums(capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]) -> Capture:
+def sum_partial_gradients(
+    capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]
+) -> Capture:
     """A capture with one gradient for each of the parameters `hooked`, the sum of what its uses contribute.
 
     Args:
@@ -71,7 +73,7 @@ def _added(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
     return total
 
 
-def made_last(
+def move_last_use_after_readers(
     graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]
 ) -> tuple[Graph, set[Op]]:
     """The graph with the gradients of the parameters `hooked` behind all that reads these, and the ops that make them."""

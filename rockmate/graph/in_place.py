@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rockmate._arrays import Ints
-from rockmate.capture.opaque_module import UntracedForward
+from rockmate.capture.opaque_module import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
@@ -117,7 +117,7 @@ _OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = (
 )  # asked for by every schedule of a graph
 
 
-def dying_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
+def reusable_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
     """The argument whose memory the op's result can take, or None.
 
     Args:
@@ -175,7 +175,7 @@ def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
     """Whether autograd may hold it inside a submodule that is not traced, which takes it or returns it."""
     storage = graph.storage_of[operand]
     ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
-    return any(isinstance(op.node.target, UntracedForward) for op in ops)
+    return any(isinstance(op.node.target, OpaqueForward) for op in ops)
 
 
 def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:
@@ -200,7 +200,7 @@ def in_place_call(
     """Target, arguments and keywords that run `op` on the memory of `operand`.
 
     Args:
-        op: an op for which `dying_operand` found `operand`.
+        op: an op for which `reusable_operand` found `operand`.
         operand: that argument in the joint graph.
         args: the op's arguments as they are now.
         kwargs: its keywords as they are now.

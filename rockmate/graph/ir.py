@@ -75,7 +75,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class SlicedMatmul:
     """How to add a matrix product to a gradient slice by slice.
 
     Attributes:
@@ -93,7 +93,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRows:
+class SparseEmbeddingGradient:
     """How to add an embedding's gradient to `.grad` without the rows that no token touches.
 
     Attributes:
@@ -115,11 +115,11 @@ class Op:
         phase: when it must run.
         recompute_target: called instead of the node's target when the op runs again; None if it cannot run again.
         recompute_args: its arguments then; None if they are the node's. A result of the op itself among them stands for what is kept of it.
-        state_target: makes what is kept of the first run for further ones, a tensor of `state_bytes` with an item for each such result;
+        save_state: makes what is kept of the first run for further ones, a tensor of `state_bytes` with an item for each such result;
             called with a list of them and the node's arguments. None if there is nothing.
         state_bytes: what that takes.
-        delivers: gradients that are final once the op has run, and whose they are.
-        handover: set where the op's result is added to `.grad` piece by piece instead of being made as a whole.
+        final_gradients: gradients that are final once the op has run, and whose they are.
+        gradient_sink_form: set where the op's result is added to `.grad` piece by piece instead of being made as a whole.
         module: path of the submodule that ran it ("" for the root and for backward ops of unknown origin).
         is_random: whether it draws from the generator.
         in_place_operands: arguments whose memory the result may take if they die; None until asked for.
@@ -132,10 +132,10 @@ class Op:
     phase: Phase
     recompute_target: Any = None
     recompute_args: tuple[Any, ...] | None = None
-    state_target: Any = None
+    save_state: Any = None
     state_bytes: int = 0
-    delivers: list[tuple[fx.Node, Role]] = field(default_factory=list)
-    handover: Product | EmbeddingRows | None = None
+    final_gradients: list[tuple[fx.Node, Role]] = field(default_factory=list)
+    gradient_sink_form: SlicedMatmul | SparseEmbeddingGradient | None = None
     module: str = ""
     is_random: bool = False
     in_place_operands: tuple[fx.Node, ...] | None = None
@@ -146,7 +146,7 @@ class Op:
         return call_key(self.node.target, self.node.args, self.node.kwargs)
 
     @cached_property
-    def results_to_keep(self) -> tuple[fx.Node, ...]:
+    def saved_results(self) -> tuple[fx.Node, ...]:
         """Results of its first run that it needs in order to run again."""
         return tuple(
             a
@@ -160,7 +160,7 @@ class Op:
         return self.node.name
 
     @property
-    def can_run_again(self) -> bool:
+    def is_recomputable(self) -> bool:
         """Whether it may run a second time."""
         return self.phase is not Phase.BACKWARD and self.recompute_target is not None
 
@@ -195,7 +195,7 @@ class Graph:
         storage_of: the storage of each tensor-valued node.
         view_base: for each view node, the node it is taken from.
         constants: tensors that belong to the graph itself, by name.
-        initial_deliveries: gradients that are final before any backward op runs.
+        initial_gradients: gradients that are final before any backward op runs.
     """
 
     ops: tuple[Op, ...]
@@ -205,7 +205,7 @@ class Graph:
     storage_of: Mapping[fx.Node, Storage]
     view_base: Mapping[fx.Node, fx.Node]
     constants: Mapping[str, torch.Tensor]
-    initial_deliveries: tuple[tuple[fx.Node, Role], ...] = ()
+    initial_gradients: tuple[tuple[fx.Node, Role], ...] = ()
 
     @cached_property
     def held(self) -> frozenset[Storage]:

@@ -63,7 +63,7 @@ class StorageKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineStorage:
+class SnapshotStorage:
     """Memory that one or more tensors share.
 
     Attributes:
@@ -80,7 +80,7 @@ class OutlineStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineOp:
+class SnapshotOp:
     """One op.
 
     Attributes:
@@ -91,10 +91,10 @@ class OutlineOp:
         writes: indices of the storages that it makes.
         module: path of the submodule that ran it, empty if unknown.
         source: the user's line that called it, empty if unknown.
-        can_run_again: whether it may be recomputed.
+        is_recomputable: whether it may be recomputed.
         is_random: whether it draws from the generator.
         state_bytes: what it needs of its first run to run again: the generator's state, or what it has found.
-        delivers: names of the parameters whose gradients are final with it.
+        final_gradients: names of the parameters whose gradients are final with it.
     """
 
     name: str
@@ -104,10 +104,10 @@ class OutlineOp:
     writes: tuple[int, ...]
     module: str = ""
     source: str = ""
-    can_run_again: bool = False
+    is_recomputable: bool = False
     is_random: bool = False
     state_bytes: int = 0
-    delivers: tuple[str, ...] = ()
+    final_gradients: tuple[str, ...] = ()
 
     @property
     def short_call(self) -> str:
@@ -122,7 +122,7 @@ class OutlineOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineBlock:
+class SnapshotBlock:
     """One block of the chain.
 
     Attributes:
@@ -139,15 +139,15 @@ class OutlineBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineChain:
+class SnapshotChain:
     """The blocks in forward order, and the storages that stay across them (indices)."""
 
-    blocks: tuple[OutlineBlock, ...]
+    blocks: tuple[SnapshotBlock, ...]
     carried: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
+class StepSnapshot:
     """A captured step as plain values.
 
     Attributes:
@@ -165,8 +165,8 @@ class Outline:
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, int], ...]
     updates: tuple[int, ...]
-    storages: tuple[OutlineStorage, ...]
-    ops: tuple[OutlineOp, ...]
+    storages: tuple[SnapshotStorage, ...]
+    ops: tuple[SnapshotOp, ...]
 
     @property
     def names(self) -> list[str]:
@@ -190,7 +190,7 @@ class Outline:
         """Equal for equal calls: SHA-256 of the signature."""
         return digest(self.call)
 
-    def difference(self, other: Outline) -> str:
+    def difference(self, other: StepSnapshot) -> str:
         """How `other` differs from this one, in words; empty if a plan for one serves the other."""
         if self.call != other.call:
             return f"the plan is for calls like\n  {self.call}\nand the sample is\n  {other.call}"
@@ -205,7 +205,7 @@ class Outline:
             found += f" (the plan was made with PyTorch {self.torch_version}, and this is {other.torch_version})"
         return found
 
-    def serves_smaller(self, other: Outline) -> bool:
+    def serves_smaller(self, other: StepSnapshot) -> bool:
         """Whether `other` is wired like this one, on tensors that nowhere take more bytes.
 
         A schedule for this step then is one for `other`.
@@ -215,7 +215,7 @@ class Outline:
             mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs
         )
 
-    def is_wired_like(self, other: Outline) -> bool:
+    def is_wired_like(self, other: StepSnapshot) -> bool:
         """Whether `other` has the same ops in the same wiring, on tensors of any size."""
         if (
             len(self.ops) != len(other.ops)
@@ -232,14 +232,14 @@ class Outline:
             for mine, theirs in zip(self.storages, other.storages, strict=True)
         )
 
-    def _different_inputs(self, other: Outline) -> str:
+    def _different_inputs(self, other: StepSnapshot) -> str:
         mine, theirs = dict(self.inputs), dict(other.inputs)
         for what in {**mine, **theirs}:
             if mine.get(what) != theirs.get(what):
                 return f"{what} is {mine.get(what, 'absent')} in the plan and {theirs.get(what, 'absent')} in this model"
         return ""
 
-    def _different_ops(self, other: Outline) -> str:
+    def _different_ops(self, other: StepSnapshot) -> str:
         for index, (mine, theirs) in enumerate(zip(self.ops, other.ops, strict=False)):
             if _compared(mine) != _compared(theirs):
                 where = f"op {index} ({theirs.name} in {theirs.module or 'no single submodule'})"
@@ -263,19 +263,27 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compared(value: OutlineStorage | OutlineOp) -> dict[str, Any]:
+def _compared(value: SnapshotStorage | SnapshotOp) -> dict[str, Any]:
     return {name: item for name, item in asdict(value).items() if name not in _NOT_COMPARED}
 
 
-def _wiring(op: OutlineOp) -> tuple[Any, ...]:
+def _wiring(op: SnapshotOp) -> tuple[Any, ...]:
     """An op without the sizes of its tensors."""
-    return op.short_call, op.phase, op.reads, op.writes, op.can_run_again, op.is_random, op.delivers
+    return (
+        op.short_call,
+        op.phase,
+        op.reads,
+        op.writes,
+        op.is_recomputable,
+        op.is_random,
+        op.final_gradients,
+    )
 
 
 # --- from a captured graph -----------------------------------------------------------------------------
 
 
-def outline_of(graph: Graph, call: CallSignature) -> Outline:
+def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
     """The outline of a captured step.
 
     Args:
@@ -291,7 +299,7 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
         keyword = keywords.get(role.index) if role.kind is RoleKind.INPUT else None
         aliases[graph.storage_of[node]][role.name or keyword or _role_text(role)] = None
     storages = (
-        OutlineStorage(
+        SnapshotStorage(
             name=storage.name,
             kind=_kind(storage, roles.get(storage)),
             num_bytes=storage.num_bytes,
@@ -301,7 +309,7 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
     )
     traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
     source_of = {trace: _source(trace) for trace in traces}  # equal layers share their lines
-    return Outline(
+    return StepSnapshot(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
         inputs=tuple(
@@ -316,10 +324,10 @@ def outline_of(graph: Graph, call: CallSignature) -> Outline:
     )
 
 
-def outline_chain(chain: BlockChain) -> OutlineChain:
+def snapshot_chain(chain: BlockChain) -> SnapshotChain:
     """The blocks of a chain as plain values."""
     blocks = (
-        OutlineBlock(
+        SnapshotBlock(
             name=block.name,
             ops=tuple(op.index for op in (*block.forward, *block.backward)),
             input=block.input.index if block.input else None,
@@ -327,7 +335,7 @@ def outline_chain(chain: BlockChain) -> OutlineChain:
         )
         for block in chain.blocks
     )
-    return OutlineChain(
+    return SnapshotChain(
         blocks=tuple(blocks), carried=tuple(sorted(storage.index for storage in chain.carried))
     )
 
@@ -343,8 +351,8 @@ def _keywords(call: CallSignature) -> dict[int, str]:
     }
 
 
-def _outline_op(op: Op, source_of: Mapping[str, str]) -> OutlineOp:
-    return OutlineOp(
+def _outline_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
+    return SnapshotOp(
         name=op.name,
         call=_call_text(op.node),
         phase=op.phase.value,
@@ -352,10 +360,10 @@ def _outline_op(op: Op, source_of: Mapping[str, str]) -> OutlineOp:
         source=source_of[op.node.meta.get("stack_trace") or ""],
         reads=tuple(storage.index for storage in op.reads),
         writes=tuple(storage.index for storage in op.writes),
-        can_run_again=op.recompute_target is not None,
+        is_recomputable=op.recompute_target is not None,
         is_random=op.is_random,
         state_bytes=state_bytes(op),
-        delivers=tuple(role.name for _, role in op.delivers),
+        final_gradients=tuple(role.name for _, role in op.final_gradients),
     )
 
 

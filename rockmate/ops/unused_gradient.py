@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 
-def marked_unused(gradient: torch.Tensor) -> torch.Tensor:
+def undefined_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Zeros that stand for no gradient at all: the step has not used what they are of."""
     gradient.unused_at = gradient._version  # pyright: ignore[reportAttributeAccessIssue]
     return gradient
 
 
-def is_unused(gradient: torch.Tensor) -> bool:
+def is_undefined(gradient: torch.Tensor) -> bool:
     """Whether these are such zeros, to which nothing has been added since."""
     return getattr(gradient, "unused_at", None) == gradient._version

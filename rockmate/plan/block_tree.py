@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rockmate.graph.snapshot import Outline, OutlineBlock, OutlineChain
+    from rockmate.graph.snapshot import SnapshotBlock, SnapshotChain, StepSnapshot
 
 LARGEST_BLOCK = 40  # forward ops
 _WHOLE = "the whole model"
@@ -24,7 +24,7 @@ _LEAST_OPS = 4  # forward ops in a piece, on average, for submodules to be what 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class BlockNode:
     """A run of ops that belong together: several blocks, one block, or a piece of one.
 
     Attributes:
@@ -41,25 +41,25 @@ class Part:
     last_block: int
     forward: tuple[int, ...]
     ops: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[BlockNode, ...] = ()
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, Part]]:
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, BlockNode]]:
         """Itself and all below it, each with its depth, in forward order."""
         yield depth, self
         for part in self.parts:
             yield from part.walk(depth + 1)
 
-    def leaves(self) -> list[Part]:
+    def leaves(self) -> list[BlockNode]:
         """The parts that are not divided further."""
         return [part for _, part in self.walk() if not part.parts]
 
-    def block(self, number: int) -> Part:
+    def block(self, number: int) -> BlockNode:
         """The part that is a whole block."""
         return next(
             part for _, part in self.walk() if part.first_block == part.last_block == number
         )
 
-    def path_to(self, op: int) -> list[Part]:
+    def path_to(self, op: int) -> list[BlockNode]:
         """The parts that hold an op, the whole first; empty where none does."""
         if op not in self.ops:
             return []
@@ -67,7 +67,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class PassThrough:
     """A storage that the forward reads in a later block, past blocks that have no use for it: a skip, a mask, an encoder's output.
 
     Attributes:
@@ -81,23 +81,23 @@ class Passage:
     read_in: int
 
 
-def hierarchy(outline: Outline, chain: OutlineChain) -> Part:
+def block_tree(snapshot: StepSnapshot, chain: SnapshotChain) -> BlockNode:
     """The tree of a plan's blocks."""
-    blocks = [_whole_block(outline, block, index) for index, block in enumerate(chain.blocks)]
-    parts = _by_path(outline, blocks, length=0)
+    blocks = [_whole_block(snapshot, block, index) for index, block in enumerate(chain.blocks)]
+    parts = _by_path(snapshot, blocks, length=0)
     return _joined(_WHOLE, parts[0].parts if len(parts) == 1 and parts[0].parts else parts)
 
 
-def _whole_block(outline: Outline, block: OutlineBlock, index: int) -> Part:
-    forward = tuple(op for op in block.ops if outline.ops[op].phase == "forward")
-    piece = Part(
+def _whole_block(snapshot: StepSnapshot, block: SnapshotBlock, index: int) -> BlockNode:
+    forward = tuple(op for op in block.ops if snapshot.ops[op].phase == "forward")
+    piece = BlockNode(
         name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops
     )
-    return _divided(outline, piece)
+    return _divided(snapshot, piece)
 
 
-def _joined(name: str, parts: Sequence[Part]) -> Part:
-    return Part(
+def _joined(name: str, parts: Sequence[BlockNode]) -> BlockNode:
+    return BlockNode(
         name=name,
         first_block=parts[0].first_block,
         last_block=parts[-1].last_block,
@@ -107,9 +107,9 @@ def _joined(name: str, parts: Sequence[Part]) -> Part:
     )
 
 
-def _path(outline: Outline, ops: Sequence[int]) -> tuple[str, ...]:
+def _path(snapshot: StepSnapshot, ops: Sequence[int]) -> tuple[str, ...]:
     """The names that the module paths of all ops begin with."""
-    paths = [outline.ops[op].module.split(".") for op in ops if outline.ops[op].module]
+    paths = [snapshot.ops[op].module.split(".") for op in ops if snapshot.ops[op].module]
     shared = []
     for level in zip(*paths, strict=False):
         if len(set(level)) > 1:
@@ -118,25 +118,27 @@ def _path(outline: Outline, ops: Sequence[int]) -> tuple[str, ...]:
     return tuple(shared)
 
 
-def _by_path(outline: Outline, blocks: Sequence[Part], *, length: int) -> list[Part]:
+def _by_path(
+    snapshot: StepSnapshot, blocks: Sequence[BlockNode], *, length: int
+) -> list[BlockNode]:
     """Runs of blocks whose paths go on with the same name after the first `length` ones."""
-    paths = {block: _path(outline, block.forward) for block in blocks}
+    paths = {block: _path(snapshot, block.forward) for block in blocks}
     found = []
     for name, run in groupby(blocks, key=lambda block: paths[block][: length + 1]):
         own = list(run)
         if len(name) <= length:
-            found += [_named_by_ends(outline, block) for block in own]
+            found += [_named_by_ends(snapshot, block) for block in own]
         elif len(own) == 1:
             found += own
         else:
-            shared = _path(outline, [op for block in own for op in block.forward])
-            found.append(_joined(".".join(shared), _by_path(outline, own, length=len(shared))))
+            shared = _path(snapshot, [op for block in own for op in block.forward])
+            found.append(_joined(".".join(shared), _by_path(snapshot, own, length=len(shared))))
     return found
 
 
-def _named_by_ends(outline: Outline, block: Part) -> Part:
+def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
     """A block that is within no submodule below its part's, named by where it begins and where it ends."""
-    modules = [outline.ops[op].module for op in block.forward if outline.ops[op].module]
+    modules = [snapshot.ops[op].module for op in block.forward if snapshot.ops[op].module]
     return (
         replace(block, name=f"{modules[0]} to {modules[-1]}")
         if modules and modules[0] != modules[-1]
@@ -147,40 +149,40 @@ def _named_by_ends(outline: Outline, block: Part) -> Part:
 # --- blocks within a block -----------------------------------------------------------------------------
 
 
-def _divided(outline: Outline, piece: Part) -> Part:
+def _divided(snapshot: StepSnapshot, piece: BlockNode) -> BlockNode:
     """The part with pieces of at most `LARGEST_BLOCK` forward ops."""
     if len(piece.forward) <= LARGEST_BLOCK:
         return piece
-    runs = _runs_by_module(outline, piece.forward)
+    runs = _runs_by_module(snapshot, piece.forward)
     if len(runs) < 2 or len(piece.forward) < _LEAST_OPS * len(runs):
-        cut = _best_cut(outline, piece.forward)
+        cut = _best_cut(snapshot, piece.forward)
         runs = [piece.forward[:cut], piece.forward[cut:]]
     number = {op: index for index, run in enumerate(runs) for op in run}
-    modules = [{outline.ops[op].module for op in run} for run in runs]
-    maker = {storage: op for op in piece.ops for storage in outline.ops[op].writes}
+    modules = [{snapshot.ops[op].module for op in run} for run in runs]
+    maker = {storage: op for op in piece.ops for storage in snapshot.ops[op].writes}
     for op in piece.ops[len(piece.forward) :]:
-        own = [index for index, names in enumerate(modules) if outline.ops[op].module in names]
+        own = [index for index, names in enumerate(modules) if snapshot.ops[op].module in names]
         if (
             len(own) == 1
         ):  # autograd gives a backward op the module of the op that it differentiates
             number[op] = own[0]
             continue
-        makers = [maker[storage] for storage in outline.ops[op].reads if storage in maker]
-        ahead = [number[other] for other in makers if outline.ops[other].phase == "forward"]
+        makers = [maker[storage] for storage in snapshot.ops[op].reads if storage in maker]
+        ahead = [number[other] for other in makers if snapshot.ops[other].phase == "forward"]
         gradients = [number[other] for other in makers if other in number]
         number[op] = (
             max(ahead) if ahead else min(gradients, default=len(runs) - 1)
         )  # by the latest value that it reads, else the gradient
     pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
-    return _joined(piece.name, [_divided(outline, _piece(outline, piece, ops)) for ops in pieces])
+    return _joined(piece.name, [_divided(snapshot, _piece(snapshot, piece, ops)) for ops in pieces])
 
 
-def _runs_by_module(outline: Outline, forward: Sequence[int]) -> list[Sequence[int]]:
+def _runs_by_module(snapshot: StepSnapshot, forward: Sequence[int]) -> list[Sequence[int]]:
     """Runs of ops from one submodule, of those directly below the innermost that all come from; others go with what is ahead of them."""
-    length = len(_path(outline, forward)) + 1
+    length = len(_path(snapshot, forward)) + 1
     runs: list[tuple[tuple[str, ...], list[int]]] = []
     for op in forward:
-        name = tuple(outline.ops[op].module.split("."))[:length] if outline.ops[op].module else ()
+        name = tuple(snapshot.ops[op].module.split("."))[:length] if snapshot.ops[op].module else ()
         if runs and (len(name) < length or name == runs[-1][0] or not runs[-1][0]):
             runs[-1][1].append(op)
             runs[-1] = (runs[-1][0] or (name if len(name) == length else ()), runs[-1][1])
@@ -189,10 +191,10 @@ def _runs_by_module(outline: Outline, forward: Sequence[int]) -> list[Sequence[i
     return [ops for _, ops in runs]
 
 
-def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:
-    forward = tuple(op for op in ops if outline.ops[op].phase == "forward")
-    name = ".".join(_path(outline, forward)) or whole.name
-    return Part(
+def _piece(snapshot: StepSnapshot, whole: BlockNode, ops: Sequence[int]) -> BlockNode:
+    forward = tuple(op for op in ops if snapshot.ops[op].phase == "forward")
+    name = ".".join(_path(snapshot, forward)) or whole.name
+    return BlockNode(
         name=name,
         first_block=whole.first_block,
         last_block=whole.last_block,
@@ -201,16 +203,16 @@ def _piece(outline: Outline, whole: Part, ops: Sequence[int]) -> Part:
     )
 
 
-def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
+def _best_cut(snapshot: StepSnapshot, forward: Sequence[int]) -> int:
     """How many ops the first half has: in the middle half of them, where the fewest bytes cross, the most even one of equals."""
     last_read: dict[int, int] = {}
     for position, op in enumerate(forward):
-        last_read.update(dict.fromkeys(outline.ops[op].reads, position))
+        last_read.update(dict.fromkeys(snapshot.ops[op].reads, position))
     crossing = [0] * (len(forward) + 1)
     for position, op in enumerate(forward):
-        for storage in outline.ops[op].writes:
+        for storage in snapshot.ops[op].writes:
             for cut in range(position + 1, last_read.get(storage, position) + 1):
-                crossing[cut] += outline.storages[storage].num_bytes
+                crossing[cut] += snapshot.storages[storage].num_bytes
     quarter, middle = len(forward) // 4, len(forward) / 2
     return min(
         range(quarter, len(forward) - quarter + 1),
@@ -221,31 +223,31 @@ def _best_cut(outline: Outline, forward: Sequence[int]) -> int:
 # --- what passes by ------------------------------------------------------------------------------------
 
 
-def passages(outline: Outline, chain: OutlineChain) -> list[Passage]:
+def pass_through_values(snapshot: StepSnapshot, chain: SnapshotChain) -> list[PassThrough]:
     """Storages that cross a whole block or more unread, or beside a boundary; largest first."""
     block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
     boundaries = {block.output for block in chain.blocks}
     made_in = {
         storage: block_of[index]
-        for index, op in enumerate(outline.ops)
+        for index, op in enumerate(snapshot.ops)
         if op.phase == "forward"
         for storage in op.writes
     }
     read_in: dict[int, int] = {}
-    for index, op in enumerate(outline.ops):
+    for index, op in enumerate(snapshot.ops):
         if op.phase == "forward":
             for storage in op.reads:
                 if storage in made_in:
                     read_in[storage] = max(read_in.get(storage, 0), block_of[index])
     found = [
-        Passage(storage=storage, made_in=made_in[storage], read_in=last)
+        PassThrough(storage=storage, made_in=made_in[storage], read_in=last)
         for storage, last in read_in.items()
         if last > made_in[storage] + (storage in boundaries)
     ]
     return sorted(
         found,
         key=lambda passage: (
-            -outline.storages[passage.storage].num_bytes,
+            -snapshot.storages[passage.storage].num_bytes,
             passage.made_in,
             passage.storage,
         ),

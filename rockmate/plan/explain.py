@@ -1,6 +1,6 @@
 """What a plan does, in words: with one value, block by block, and at its peak.
 
-Every statement is read off the schedule (`stays`), so it holds for whatever solver made it. The dataclasses are for programs, their
+Every statement is read off the schedule (`residency`), so it holds for whatever solver made it. The dataclasses are for programs, their
 `str` for people.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
-from rockmate.graph.snapshot import OutlineBlock, OutlineStorage, StorageKind
-from rockmate.plan.block_tree import Part
-from rockmate.plan.residency import Occupant, Stay
+from rockmate.graph.snapshot import SnapshotBlock, SnapshotStorage, StorageKind
+from rockmate.plan.block_tree import BlockNode
+from rockmate.plan.residency import LiveInterval, LiveItem
 
 if TYPE_CHECKING:
     from rockmate.plan.plan import Plan
@@ -42,7 +42,7 @@ class StorageExplanation:
         rule: why it is kept or recomputed, or neither.
         option: of the block that makes it in the forward: what the plan keeps of that block.
         backward_readers: names of the ops that read it in the backward, in running order.
-        stays: when it is in memory, a line for each time, with what releases it.
+        residency: when it is in memory, a line for each time, with what releases it.
     """
 
     name: str
@@ -58,19 +58,23 @@ class StorageExplanation:
     rule: str
     option: str
     backward_readers: tuple[str, ...]
-    stays: tuple[str, ...]
+    residency: tuple[str, ...]
 
     @property
     def fate(self) -> str:
         """Kept, recomputed, both, or neither."""
-        again = f"recomputed {_times(self.num_recomputations)}, {self.recompute_ms:.3f} ms in all"
+        recompute = (
+            f"recomputed {_times(self.num_recomputations)}, {self.recompute_ms:.3f} ms in all"
+        )
         if self.kind.is_static:
             return "static: there before the step and after it, not counted"
         if self.is_kept:
             return "kept from the forward to the backward" + (
-                f", and {again}" if self.num_recomputations else ""
+                f", and {recompute}" if self.num_recomputations else ""
             )
-        return f"not kept, {again}" if self.num_recomputations else "neither kept nor recomputed"
+        return (
+            f"not kept, {recompute}" if self.num_recomputations else "neither kept nor recomputed"
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -89,7 +93,7 @@ class StorageExplanation:
                 ", ".join(self.backward_readers) or ("" if self.kind.is_static else "nobody"),
             )
         )
-        rows += [("in memory", stay) for stay in self.stays]
+        rows += [("in memory", stay) for stay in self.residency]
         return "\n".join([*lines, *(f"  {title:<20} {text}" for title, text in rows if text)])
 
 
@@ -114,11 +118,11 @@ class Explanation:
         lines = [str(storage) for storage in self.storages]
         if len(self.storages) > 1:
             made = sum(storage.num_bytes for storage in self.storages)
-            again = sum(storage.num_recomputations > 0 for storage in self.storages)
+            recompute = sum(storage.num_recomputations > 0 for storage in self.storages)
             lines.insert(
                 0,
                 f"{self.name}: makes {len(self.storages)} storages of {size_text(made)} in the forward; {size_text(kept)} is kept for the "
-                f"backward, {again} storages are recomputed",
+                f"backward, {recompute} storages are recomputed",
             )
         lines += [f"loss block: {self.loss_block}"] if self.loss_block else []
         return "\n".join([*lines, *(f"block that widens {text}" for text in self.feed_forward)])
@@ -180,23 +184,23 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
             "model plan.tree() and plan.block_table() tell."
         )
         raise UnknownNameError(msg)
-    for index, storage in enumerate(plan.outline.storages):
+    for index, storage in enumerate(plan.snapshot.storages):
         if name == storage.name or name in storage.aliases:
             return (_explain_storage(plan, index),)
     within = f"{name}."
     made = [
         storage
-        for op in plan.outline.ops
+        for op in plan.snapshot.ops
         if op.name == name or (op.phase != "backward" and f"{op.module}.".startswith(within))
         for storage in op.writes
     ]
     if not made:
-        parts = [part for _, part in plan.hierarchy.walk() if part.name == name]
+        parts = [part for _, part in plan.block_tree.walk() if part.name == name]
         made = [
             storage
             for part in parts
             for op in part.forward
-            for storage in plan.outline.ops[op].writes
+            for storage in plan.snapshot.ops[op].writes
         ]
     if not made:
         raise UnknownNameError(_unknown(plan, name))
@@ -204,11 +208,11 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
 
 
 def _unknown(plan: Plan, name: str) -> str:
-    known = {path for op in plan.outline.ops if op.module for path in _prefixes(op.module)}
-    known.update(op.name for op in plan.outline.ops)
+    known = {path for op in plan.snapshot.ops if op.module for path in _prefixes(op.module)}
+    known.update(op.name for op in plan.snapshot.ops)
     known.update(
         known_name
-        for storage in plan.outline.storages
+        for storage in plan.snapshot.storages
         for known_name in (storage.name, *storage.aliases)
     )
     spelled: dict[
@@ -236,15 +240,17 @@ def _prefixes(path: str) -> Iterable[str]:
 
 
 def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
-    storage = plan.outline.storages[index]
-    producer = next((i for i, op in enumerate(plan.outline.ops) if index in op.writes), None)
-    op = plan.outline.ops[producer] if producer is not None else None
-    num_again = max(0, plan.schedule.steps.count(producer) - 1) if producer is not None else 0
+    storage = plan.snapshot.storages[index]
+    producer = next((i for i, op in enumerate(plan.snapshot.ops) if index in op.writes), None)
+    op = plan.snapshot.ops[producer] if producer is not None else None
+    recompute_counts = (
+        max(0, plan.schedule.steps.count(producer) - 1) if producer is not None else 0
+    )
     num_forward = len(plan.schedule.forward)
     readers = [
-        plan.outline.ops[run].name
+        plan.snapshot.ops[run].name
         for run in plan.schedule.backward
-        if index in plan.outline.ops[run].reads
+        if index in plan.snapshot.ops[run].reads
     ]
     return StorageExplanation(
         name=storage.name,
@@ -254,22 +260,24 @@ def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
         made_by=op.call if op else "",
         module=op.module if op else "",
         source=op.source if op else "",
-        is_kept=plan.stays.kept(index),
-        num_recomputations=num_again,
-        recompute_ms=num_again * plan.costs.again[producer].time_ms
+        is_kept=plan.residency.kept(index),
+        num_recomputations=recompute_counts,
+        recompute_ms=recompute_counts * plan.costs.recompute[producer].time_ms
         if producer is not None
         else 0.0,
-        rule=_rule(plan, index, producer, num_again),
+        rule=_rule(plan, index, producer, recompute_counts),
         option=_option(plan, producer)
         if producer is not None and op and op.phase == "forward"
         else "",
         backward_readers=tuple(dict.fromkeys(readers)),
-        stays=tuple(_stay_text(plan, stay, num_forward) for stay in plan.stays.of.get(index, ())),
+        residency=tuple(
+            _stay_text(plan, stay, num_forward) for stay in plan.residency.of.get(index, ())
+        ),
     )
 
 
-def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
-    kind = plan.outline.storages[index].kind
+def _rule(plan: Plan, index: int, producer: int | None, recompute_counts: int) -> str:
+    kind = plan.snapshot.storages[index].kind
     if producer is None:
         return (
             "autograd makes it and holds it until the backward has ended"
@@ -282,11 +290,11 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
         return "the backward returns it when it ends"
     if kind is StorageKind.GRADIENT:
         return "the backward makes it and uses it up"
-    op = plan.outline.ops[producer]
+    op = plan.snapshot.ops[producer]
     if op.phase == "late":
         return "only the backward needs it, so it is made there"
-    if plan.stays.kept(index):
-        if not op.can_run_again:
+    if plan.residency.kept(index):
+        if not op.is_recomputable:
             return "its op must not run twice (it depends on what the forward overwrites)"
         passage = _passage(plan, index)
         if passage:
@@ -302,7 +310,7 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
             else ""
         )
         return f"{edge}this plan keeps it"
-    if num_again:
+    if recompute_counts:
         passage = _passage(plan, index)
         if passage:
             return f"{passage}, and is made again for the backward: at this budget that costs less than its room"
@@ -312,11 +320,13 @@ def _rule(plan: Plan, index: int, producer: int | None, num_again: int) -> str:
 
 def _passage(plan: Plan, index: int) -> str:
     """From where to where a storage passes blocks by; empty if it does not."""
-    found = next((passage for passage in plan.passages if passage.storage == index), None)
+    found = next(
+        (passage for passage in plan.pass_through_values if passage.storage == index), None
+    )
     if found is None:
         return ""
     ends = [
-        f"block {number} ({plan.hierarchy.block(number).name})"
+        f"block {number} ({plan.block_tree.block(number).name})"
         for number in (found.made_in, found.read_in)
     ]
     return f"it is carried from {ends[0]} to {ends[1]}"
@@ -326,14 +336,14 @@ def _option(plan: Plan, producer: int) -> str:
     number, block = next(
         (i, block) for i, block in enumerate(plan.chain.blocks) if producer in block.ops
     )
-    path = plan.hierarchy.path_to(producer)[1:]
-    own = plan.hierarchy.block(number).name
+    path = plan.block_tree.path_to(producer)[1:]
+    own = plan.block_tree.block(number).name
     around = [part.name for part in reversed(path) if part.first_block != part.last_block]
     inside = [
         part.name for part in path if part.first_block == part.last_block and part.name != own
     ]
     made = _made_by_forward(plan, block)
-    kept = [storage for storage in made if plan.stays.kept(storage)]
+    kept = [storage for storage in made if plan.residency.kept(storage)]
     return (
         f"strategy {plan.strategy!r}, block {number} ({own}){''.join(f' in {name}' for name in around)}: keeps {len(kept)} of {len(made)} "
         f"storages, {size_text(_bytes(plan, kept))} of {size_text(_bytes(plan, made))}"
@@ -341,9 +351,9 @@ def _option(plan: Plan, producer: int) -> str:
     )
 
 
-def _stay_text(plan: Plan, stay: Stay, num_forward: int) -> str:
-    outline, steps = plan.outline, plan.schedule.steps
-    storage = outline.storages[stay.storage]
+def _stay_text(plan: Plan, stay: LiveInterval, num_forward: int) -> str:
+    snapshot, steps = plan.snapshot, plan.schedule.steps
+    storage = snapshot.storages[stay.storage]
     begin = (
         "given"
         if storage.kind is StorageKind.TANGENT
@@ -354,7 +364,7 @@ def _stay_text(plan: Plan, stay: Stay, num_forward: int) -> str:
     text = f"{begin} at {_place(stay.first, num_forward)}"
     if storage.kind.is_result or storage.kind is StorageKind.TANGENT:
         return f"{text}, held by others until the step ends"
-    last = outline.ops[steps[stay.last]].name
+    last = snapshot.ops[steps[stay.last]].name
     if stay.last == stay.first:
         return f"{text}, released there"
     if stay.last not in stay.reads:
@@ -383,17 +393,17 @@ def row_of(plan: Plan, name: str, ops: Sequence[int]) -> BlockRow:
     made = [
         storage
         for index in ops
-        if plan.outline.ops[index].phase == "forward"
-        for storage in plan.outline.ops[index].writes
+        if plan.snapshot.ops[index].phase == "forward"
+        for storage in plan.snapshot.ops[index].writes
     ]
-    again, highest = plan.num_again, plan.highest_bytes
+    recompute, highest = plan.recompute_counts, plan.highest_bytes
     return BlockRow(
         name=name,
         num_ops=len(ops),
         made_bytes=_bytes(plan, made),
-        kept_bytes=_bytes(plan, [storage for storage in made if plan.stays.kept(storage)]),
-        num_recomputed=sum(again[index] for index in ops),
-        recompute_ms=sum(again[index] * plan.costs.again[index].time_ms for index in ops),
+        kept_bytes=_bytes(plan, [storage for storage in made if plan.residency.kept(storage)]),
+        num_recomputed=sum(recompute[index] for index in ops),
+        recompute_ms=sum(recompute[index] * plan.costs.recompute[index].time_ms for index in ops),
         peak_bytes=max((highest.get(index, 0) for index in ops), default=0),
         is_peak=plan.schedule.steps[plan.simulation.peak_position] in ops,
     )
@@ -404,7 +414,7 @@ def block_table(plan: Plan) -> str:
     rows = block_rows(plan)
     width = max(len("block"), *(len(row.name) for row in rows))
     lines = [
-        f"{'':>4} {'block':<{width}} {'ops':>5} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"
+        f"{'':>4} {'block':<{width}} {'ops':>5} {'made':>10} {'kept':>10} {'recompute':>6} {'ms recompute':>9} {'peak':>10}"
     ]
     for number, row in enumerate(rows):
         lines.append(
@@ -421,13 +431,13 @@ def block_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _made_by_forward(plan: Plan, block: OutlineBlock) -> list[int]:
-    ops = (plan.outline.ops[index] for index in block.ops)
+def _made_by_forward(plan: Plan, block: SnapshotBlock) -> list[int]:
+    ops = (plan.snapshot.ops[index] for index in block.ops)
     return [storage for op in ops if op.phase == "forward" for storage in op.writes]
 
 
 def _bytes(plan: Plan, storages: Sequence[int]) -> int:
-    return sum(plan.outline.storages[storage].num_bytes for storage in storages)
+    return sum(plan.snapshot.storages[storage].num_bytes for storage in storages)
 
 
 # --- memory over time ----------------------------------------------------------------------------------
@@ -437,23 +447,23 @@ def live_at(plan: Plan, position: int) -> list[LiveBytes]:
     """What takes memory while the run at `position` goes on, largest first; the sum is `live_bytes[position]`."""
     found = [
         LiveBytes(_occupant_text(plan, occupant), occupant.num_bytes)
-        for occupant in plan.stays.at(position, plan.costs)
+        for occupant in plan.residency.at(position, plan.costs)
     ]
     return sorted(found, key=lambda live: -live.num_bytes)
 
 
-def _occupant_text(plan: Plan, occupant: Occupant) -> str:
+def _occupant_text(plan: Plan, occupant: LiveItem) -> str:
     if occupant.storage is None:
         assert occupant.op is not None
         if occupant.num_bytes < 0:
-            return f"released on its way by {plan.outline.ops[occupant.op].name}"
-        return f"{occupant.what} of {plan.outline.ops[occupant.op].name}"
-    storage = plan.outline.storages[occupant.storage]
+            return f"released on its way by {plan.snapshot.ops[occupant.op].name}"
+        return f"{occupant.what} of {plan.snapshot.ops[occupant.op].name}"
+    storage = plan.snapshot.storages[occupant.storage]
     return f"{storage.name} ({_origin(plan, occupant.storage, storage)})"
 
 
-def _origin(plan: Plan, index: int, storage: OutlineStorage) -> str:
-    module = next((op.module for op in plan.outline.ops if index in op.writes), "")
+def _origin(plan: Plan, index: int, storage: SnapshotStorage) -> str:
+    module = next((op.module for op in plan.snapshot.ops if index in op.writes), "")
     return f"{storage.kind.value} of {module}" if module else storage.kind.value
 
 
@@ -467,13 +477,13 @@ def tree_text(plan: Plan) -> str:
     """The tree with what each part makes, keeps and recomputes, and what passes blocks by; see `Plan.tree`."""
     pass
 
-    whole = plan.hierarchy
+    whole = plan.block_tree
     rows = [
         (label, part, row_of(plan, part.name, part.ops))
         for label, part in [(whole.name, whole), *_labelled(whole)]
     ]
     width = max(len(label) for label, _, _ in rows)
-    heads = f"{'blocks':>9} {'forward ops':>11} {'made':>10} {'kept':>10} {'again':>6} {'ms again':>9} {'peak':>10}"
+    heads = f"{'blocks':>9} {'forward ops':>11} {'made':>10} {'kept':>10} {'recompute':>6} {'ms recompute':>9} {'peak':>10}"
     lines = [
         f"{'':<{width}} {heads}",
         *(_line(label, part, row, width) for label, part, row in rows),
@@ -481,7 +491,7 @@ def tree_text(plan: Plan) -> str:
     return "\n".join([*lines, *_passing_lines(plan)])
 
 
-def _labelled(part: Part, prefix: str = "") -> Iterator[tuple[str, Part]]:
+def _labelled(part: BlockNode, prefix: str = "") -> Iterator[tuple[str, BlockNode]]:
     """What is below a part, each with the lines of the tree in front of its name."""
     for inner in part.parts:
         is_last = inner is part.parts[-1]
@@ -489,7 +499,7 @@ def _labelled(part: Part, prefix: str = "") -> Iterator[tuple[str, Part]]:
         yield from _labelled(inner, prefix + ("   " if is_last else "│  "))
 
 
-def _line(label: str, part: Part, row: BlockRow, width: int) -> str:
+def _line(label: str, part: BlockNode, row: BlockRow, width: int) -> str:
     numbers = (
         str(part.first_block)
         if part.first_block == part.last_block
@@ -503,20 +513,20 @@ def _line(label: str, part: Part, row: BlockRow, width: int) -> str:
 
 
 def _passing_lines(plan: Plan) -> list[str]:
-    found = plan.passages
+    found = plan.pass_through_values
     if not found:
         return ["nothing passes a block by"]
-    storages, whole = plan.outline.storages, plan.hierarchy
+    storages, whole = plan.snapshot.storages, plan.block_tree
     lines = [
         f"{len(found)} storages pass blocks by, {size_text(sum(storages[p.storage].num_bytes for p in found))}:"
     ]
     for passage in found[:_NUM_PASSING]:
-        storage, is_kept = storages[passage.storage], plan.stays.kept(passage.storage)
+        storage, is_kept = storages[passage.storage], plan.residency.kept(passage.storage)
         fate = (
             "kept for the backward"
             if is_kept
             else "made again in the backward"
-            if plan.runs_again(passage.storage)
+            if plan.is_recomputed(passage.storage)
             else "not kept"
         )
         lines.append(
@@ -526,7 +536,9 @@ def _passing_lines(plan: Plan) -> list[str]:
     rest = found[_NUM_PASSING:]
     if rest:
         all_bytes = sum(storages[p.storage].num_bytes for p in rest)
-        kept_bytes = sum(storages[p.storage].num_bytes for p in rest if plan.stays.kept(p.storage))
+        kept_bytes = sum(
+            storages[p.storage].num_bytes for p in rest if plan.residency.kept(p.storage)
+        )
         lines.append(
             f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept"
         )

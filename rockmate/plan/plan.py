@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from rockmate.bound.protocol import Bounds, KnownBound
+from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.budget import size_text
 from rockmate.costs.cost import Costs
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import Outline, OutlineChain, OutlineOp, StorageKind
+from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, StorageKind
 from rockmate.plan import explain as explanation
-from rockmate.plan.block_tree import Part, Passage, hierarchy, passages
+from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
 from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
 from rockmate.plan.explain import BlockRow, Explanation, LiveBytes, tree_text
-from rockmate.plan.residency import Stays
+from rockmate.plan.residency import Residency
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 
@@ -42,7 +42,7 @@ class Plan:
         schedule: the order in which ops run.
         simulation: live bytes at every run.
         costs: time and overhead of every op.
-        outline: what the schedule's indices mean: the captured step as plain values.
+        snapshot: what the schedule's indices mean: the captured step as plain values.
         chain: its blocks.
         options: how the step was captured: "differentiable", "outputs", "gradients", and "loss_chunks" where the loss block is in chunks.
         strategy: what made the plan.
@@ -62,11 +62,11 @@ class Plan:
     schedule: Schedule
     simulation: Simulation
     costs: Costs
-    outline: Outline
-    chain: OutlineChain
+    snapshot: StepSnapshot
+    chain: SnapshotChain
     options: Mapping[str, str]
     strategy: str = "rockmate"
-    bounds: Bounds = field(default_factory=KnownBound)
+    bounds: Bounds = field(default_factory=StoredBound)
     num_unproved_blocks: int = 0
     machine: str | None = None
     chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
@@ -85,22 +85,22 @@ class Plan:
         return self.captured
 
     @cached_property
-    def stays(self) -> Stays:
+    def residency(self) -> Residency:
         """When each storage is in memory."""
-        return Stays(self.outline, self.schedule)
+        return Residency(self.snapshot, self.schedule)
 
     @cached_property
-    def hierarchy(self) -> Part:
+    def block_tree(self) -> BlockNode:
         """Its blocks as a tree by module path."""
-        return hierarchy(self.outline, self.chain)
+        return block_tree(self.snapshot, self.chain)
 
     @cached_property
-    def passages(self) -> list[Passage]:
+    def pass_through_values(self) -> list[PassThrough]:
         """The storages that pass blocks by, largest first."""
-        return passages(self.outline, self.chain)
+        return pass_through_values(self.snapshot, self.chain)
 
     @cached_property
-    def num_again(self) -> Counter[int]:
+    def recompute_counts(self) -> Counter[int]:
         """How often each op runs again, by index."""
         return Counter(self.schedule.steps[position] for position in self.schedule.repeated())
 
@@ -112,11 +112,11 @@ class Plan:
             highest[index] = max(highest.get(index, 0), self.simulation.live_bytes[position])
         return highest
 
-    def runs_again(self, storage: int) -> bool:
+    def is_recomputed(self, storage: int) -> bool:
         """Whether the op that makes a storage runs more than once."""
         return any(
-            self.num_again[index]
-            for index, op in enumerate(self.outline.ops)
+            self.recompute_counts[index]
+            for index, op in enumerate(self.snapshot.ops)
             if storage in op.writes
         )
 
@@ -142,7 +142,7 @@ class Plan:
         Meant are the schedules of the step as captured and, where the planner may choose chunks for this budget, of the step in any of the
         numbers and forms of chunks that planning knows: `Planner.lower_bound_ms`. A plan that was loaded has what was stored.
         """
-        return self.bounds.closer_bound_ms(self.budget_bytes)
+        return self.bounds.tight_bound_ms(self.budget_bytes)
 
     @property
     def quick_lower_bound_ms(self) -> float:
@@ -162,24 +162,24 @@ class Plan:
         )
 
     @property
-    def peak_op(self) -> OutlineOp:
+    def peak_op(self) -> SnapshotOp:
         """The op that runs when the peak is reached."""
-        return self.outline.ops[self.schedule.steps[self.simulation.peak_position]]
+        return self.snapshot.ops[self.schedule.steps[self.simulation.peak_position]]
 
     @property
     def held_at_peak_bytes(self) -> int:
         """Bytes of outputs beside the loss that are held at the peak, if they are a tenth of it or more; else 0."""
         outputs = [
             index
-            for index, storage in enumerate(self.outline.storages)
+            for index, storage in enumerate(self.snapshot.storages)
             if storage.kind is StorageKind.OUTPUT
         ]
         made = {
             index
             for run in self.schedule.steps[: self.simulation.peak_position + 1]
-            for index in self.outline.ops[run].writes
+            for index in self.snapshot.ops[run].writes
         }
-        held = sum(self.outline.storages[index].num_bytes for index in outputs if index in made)
+        held = sum(self.snapshot.storages[index].num_bytes for index in outputs if index in made)
         return (
             held
             if len(outputs) > 1
@@ -194,8 +194,8 @@ class Plan:
         half = (
             "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
         )
-        again = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
-        return f"{again}{op.name} ({op.module or 'no single submodule'}) in the {half}"
+        recompute = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
+        return f"{recompute}{op.name} ({op.module or 'no single submodule'}) in the {half}"
 
     def __repr__(self) -> str:
         """One line; `summary` says more, and `to_text` all."""
@@ -216,13 +216,13 @@ class Plan:
             "nothing recomputed",
             *([f"  estimated for     {self.machine}"] if self.machine else []),
             f"kept for backward   {size_text(self.simulation.saved_bytes)}",
-            f"recomputed          {self.schedule.num_recomputations()} of {len(self.outline.ops)} ops"
+            f"recomputed          {self.schedule.num_recomputations()} of {len(self.snapshot.ops)} ops"
             + (f", most often {recomputed}" if recomputed else ""),
         ]
-        leaves = self.hierarchy.leaves()
+        leaves = self.block_tree.leaves()
         lines.append(
             f"blocks              {len(self.chain.blocks)}, the largest part of {max(len(part.forward) for part in leaves)} forward ops; "
-            f"{len(self.passages)} storages pass blocks by, {self._kept_in_passing()}"
+            f"{len(self.pass_through_values)} storages pass blocks by, {self._kept_in_passing()}"
         )
         if "loss_chunks" in self.options:
             lines.append(
@@ -245,8 +245,11 @@ class Plan:
 
     def _kept_in_passing(self) -> str:
         sizes = [
-            (self.outline.storages[passage.storage].num_bytes, self.stays.kept(passage.storage))
-            for passage in self.passages
+            (
+                self.snapshot.storages[passage.storage].num_bytes,
+                self.residency.kept(passage.storage),
+            )
+            for passage in self.pass_through_values
         ]
         return f"{size_text(sum(size for size, kept in sizes if kept))} of {size_text(sum(size for size, _ in sizes))} kept"
 
@@ -324,7 +327,7 @@ class Plan:
 def _most_recomputed(plan: Plan) -> str:
     counts: dict[str, int] = {}
     for position in plan.schedule.repeated():
-        name = plan.outline.ops[plan.schedule.steps[position]].short_call
+        name = plan.snapshot.ops[plan.schedule.steps[position]].short_call
         counts[name] = counts.get(name, 0) + 1
     top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:4]
     return ", ".join(f"{name} x{count}" for name, count in top)

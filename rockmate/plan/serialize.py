@@ -19,21 +19,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from rockmate.bound.protocol import KnownBound
+from rockmate.bound.protocol import StoredBound
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import PlanFileError
 from rockmate.graph.snapshot import (
-    Outline,
-    OutlineBlock,
-    OutlineChain,
-    OutlineOp,
-    OutlineStorage,
+    SnapshotBlock,
+    SnapshotChain,
+    SnapshotOp,
+    SnapshotStorage,
+    StepSnapshot,
     StorageKind,
     digest,
 )
 from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.plan.plan import Plan
-from rockmate.plan.residency import Stays
+from rockmate.plan.residency import Residency
 from rockmate.schedule.schedule import Schedule
 
 _FORMAT = "rockmate plan"
@@ -48,30 +48,30 @@ _PROMISES = (
 
 def plan_text(plan: Plan) -> str:
     """The plan as text; `read_plan` reads it back."""
-    outline = plan.outline
+    snapshot = plan.snapshot
     content: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
-        "torch": outline.torch_version,
-        "call": outline.call,
-        "fingerprint": {"graph": outline.fingerprint, "call": outline.call_fingerprint},
+        "torch": snapshot.torch_version,
+        "call": snapshot.call,
+        "fingerprint": {"graph": snapshot.fingerprint, "call": snapshot.call_fingerprint},
         "options": dict(plan.options),
         **{name: getattr(plan, name) for name in _PROMISES},
         "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
-        "schedule": plan.schedule.rows(outline.names),
+        "schedule": plan.schedule.rows(snapshot.names),
         "live_bytes": plan.simulation.live_bytes,
-        "inputs": outline.inputs,
-        "outputs": outline.outputs,
-        "updates": outline.updates,
+        "inputs": snapshot.inputs,
+        "outputs": snapshot.outputs,
+        "updates": snapshot.updates,
         "blocks": [_row(block) for block in plan.chain.blocks],
         "carried": plan.chain.carried,
-        "storages": [_row(storage) for storage in outline.storages],
-        "ops": [_row(op) for op in outline.ops],
+        "storages": [_row(storage) for storage in snapshot.storages],
+        "ops": [_row(op) for op in snapshot.ops],
         "costs": [
-            [first.time_ms, first.overhead_bytes, again.time_ms, again.overhead_bytes]
-            for first, again in zip(plan.costs.first, plan.costs.again, strict=True)
+            [first.time_ms, first.overhead_bytes, recompute.time_ms, recompute.overhead_bytes]
+            for first, recompute in zip(plan.costs.first, plan.costs.recompute, strict=True)
         ],
         "num_distinct_calls": plan.costs.num_distinct,
     }
@@ -115,7 +115,7 @@ def _value_text(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _row(value: OutlineStorage | OutlineOp | OutlineBlock) -> dict[str, Any]:
+def _row(value: SnapshotStorage | SnapshotOp | SnapshotBlock) -> dict[str, Any]:
     """A JSON object without the fields that have their default value."""
     named = ((field, getattr(value, field.name)) for field in fields(value))
     return {field.name: item for field, item in named if item != field.default}
@@ -151,16 +151,16 @@ def _content(text: str, origin: str) -> dict[str, Any]:
 
 
 def _plan(content: Mapping[str, Any]) -> Plan:
-    outline = Outline(
+    snapshot = StepSnapshot(
         torch_version=content["torch"],
         call=content["call"],
         inputs=tuple((what, tensor) for what, tensor in content["inputs"]),
         outputs=tuple((what, storage) for what, storage in content["outputs"]),
         updates=tuple(content["updates"]),
         storages=tuple(
-            _built(OutlineStorage, row, kind=StorageKind) for row in content["storages"]
+            _built(SnapshotStorage, row, kind=StorageKind) for row in content["storages"]
         ),
-        ops=tuple(_built(OutlineOp, row) for row in content["ops"]),
+        ops=tuple(_built(SnapshotOp, row) for row in content["ops"]),
     )
     schedule = _schedule(content["schedule"])
     rows = [
@@ -169,25 +169,25 @@ def _plan(content: Mapping[str, Any]) -> Plan:
     ]
     costs = Costs(
         first=tuple(row[0] for row in rows),
-        again=tuple(row[1] for row in rows),
+        recompute=tuple(row[1] for row in rows),
         num_distinct=content["num_distinct_calls"],
     )
-    if len(rows) != len(outline.ops):
-        msg = f"{len(rows)} costs for {len(outline.ops)} ops"
+    if len(rows) != len(snapshot.ops):
+        msg = f"{len(rows)} costs for {len(snapshot.ops)} ops"
         raise ValueError(msg)
     module, text = content.get("loss_block", ("", ""))
-    fault = _fault(outline, schedule)
+    fault = _fault(snapshot, schedule)
     if fault:
         raise ValueError(fault)
     return Plan(
         **{name: content[name] for name in _PROMISES},
-        bounds=KnownBound(content["lower_bound_ms"]),
+        bounds=StoredBound(content["lower_bound_ms"]),
         schedule=schedule,
-        simulation=Stays(outline, schedule).simulation(costs),
+        simulation=Residency(snapshot, schedule).simulation(costs),
         costs=costs,
-        outline=outline,
-        chain=OutlineChain(
-            blocks=tuple(_built(OutlineBlock, row) for row in content["blocks"]),
+        snapshot=snapshot,
+        chain=SnapshotChain(
+            blocks=tuple(_built(SnapshotBlock, row) for row in content["blocks"]),
             carried=tuple(content["carried"]),
         ),
         options=content["options"],
@@ -230,30 +230,30 @@ def _schedule(rows: list[Any]) -> Schedule:
     return Schedule.from_text("\n".join(rows))
 
 
-def _fault(outline: Outline, schedule: Schedule) -> str:
+def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
     """What is wrong with a schedule, apart from reads of what is not there; empty if nothing is."""
     seen: set[int] = set()
-    num_ops = len(outline.ops)
+    num_ops = len(snapshot.ops)
     for position, index in enumerate(schedule.steps):
         if index >= num_ops:
             return (
                 f"step {position} of the schedule runs op {index}, and the last is op {num_ops - 1}"
             )
-        op = outline.ops[index]
+        op = snapshot.ops[index]
         if position < len(schedule.forward) and op.phase != "forward":
             return f"step {position} of the schedule runs {op.name} in the forward, which is an op of the backward"
-        if index in seen and not op.can_run_again:
+        if index in seen and not op.is_recomputable:
             return f"step {position} of the schedule runs {op.name} again, which can run only once"
         seen.add(index)
-    for index, op in enumerate(outline.ops):
-        is_needed = op.delivers or any(
-            outline.storages[storage].kind.is_result for storage in op.writes
+    for index, op in enumerate(snapshot.ops):
+        is_needed = op.final_gradients or any(
+            snapshot.storages[storage].kind.is_result for storage in op.writes
         )
         if is_needed and index not in seen:
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"
-    drawn = [index for index in dict.fromkeys(schedule.steps) if outline.ops[index].is_random]
+    drawn = [index for index in dict.fromkeys(schedule.steps) if snapshot.ops[index].is_random]
     if drawn != sorted(drawn) or any(
-        op.is_random and index not in seen for index, op in enumerate(outline.ops)
+        op.is_random and index not in seen for index, op in enumerate(snapshot.ops)
     ):
         return "the schedule draws random numbers in another order than the model"
     return ""
@@ -261,7 +261,7 @@ def _fault(outline: Outline, schedule: Schedule) -> str:
 
 def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
     for number, (row, expected) in enumerate(
-        zip(rows, plan.schedule.rows(plan.outline.names), strict=True)
+        zip(rows, plan.schedule.rows(plan.snapshot.names), strict=True)
     ):
         if row.split() != expected.split():
             msg = f"step {number} of the schedule in {origin} reads {row!r} and would have to read {expected!r}."

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import Candidate, by_peak, evaluate, falling, fitting
+from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, nondominated
 from rockmate.planning.family import Family, ScheduleMaker
 from rockmate.schedule.schedule import no_recomputation
 
@@ -67,14 +67,16 @@ class Search:
         """The fastest member whose simulated peak is at most `budget_bytes`; None if that is below the minimum."""
         if budget_bytes < self.minimum().peak_bytes:
             return None
-        around = [
-            candidate for family in self._families for candidate in family.around(budget_bytes)
+        near_budget = [
+            candidate for family in self._families for candidate in family.near_budget(budget_bytes)
         ]
-        return fitting([*self._grid, *around], budget_bytes)[0]
+        return feasible([*self._grid, *near_budget], budget_bytes)[0]
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
-        return falling(sorted({candidate.peak_bytes for candidate in self._grid}), self.best_within)
+        return nondominated(
+            sorted({candidate.peak_bytes for candidate in self._grid}), self.best_within
+        )
 
     def minimum(self) -> Candidate:
         """The schedule of the smallest peak."""

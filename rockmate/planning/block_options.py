@@ -87,8 +87,8 @@ class OptionSolver:
         self._solved = SolvedBlocks() if solved is None else solved
         self._used: set[Hashable] = set()
         self._kinds = [
-            self._solved.number_of((kind_of(op, chain.carried), first, again))
-            for op, first, again in zip(graph.ops, costs.first, costs.again, strict=True)
+            self._solved.number_of((kind_of(op, chain.carried), first, recompute))
+            for op, first, recompute in zip(graph.ops, costs.first, costs.recompute, strict=True)
         ]
         self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
 
@@ -186,11 +186,11 @@ class OptionSolver:
             after=kept,
             uncounted=self._uncounted,
         )
-        entering = {block.input} if block.input else set()
-        steps = backward_steps(block, {*saved, *boundary, *entering, *self._uncounted})
+        attach_input = {block.input} if block.input else set()
+        steps = backward_steps(block, {*saved, *boundary, *attach_input, *self._uncounted})
         given, left = gradients
         backward = simulate_part(
-            self.graph, steps, self.costs, before=kept | given, after=left, again=True
+            self.graph, steps, self.costs, before=kept | given, after=left, recompute=True
         )
         states = sum(
             state_bytes(self.graph.ops[index])

@@ -5,7 +5,7 @@ its output and the gradient of its input are in memory together. A gradient of a
 saved input may go with it: made first, the three never meet. No moment of the step then holds more than before.
 
 Where branches meet, autograd's order says nothing of memory: it takes the branches in the reverse of the order in which they ran. The
-search may take them in another (`roomier_backward`), which schedules hold and the graph does not.
+search may take them in another (`memory_minimizing_order`), which schedules hold and the graph does not.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from itertools import pairwise
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.schedule import no_recomputation, with_nothing_again
+from rockmate.schedule.schedule import no_recomputation, schedule_with_backward
 from rockmate.schedule.simulate import simulate
 
 _LOWER = 0.99  # of a peak, at most which another counts as lower
 
 
-def roomier_backward(graph: Graph, costs: Costs) -> tuple[Op, ...] | None:
+def memory_minimizing_order(graph: Graph, costs: Costs) -> tuple[Op, ...] | None:
     """Late and backward ops in an order with which the peak of the step with nothing recomputed is lower; None if the graph's is as good.
 
     Where the peak stays, the order hardly matters to plans, for better or worse.
     """
-    order = _least_in_memory_first(graph)
+    order = _greedy_min_live(graph)
     known, found = (
         simulate(graph, schedule, costs)
-        for schedule in (no_recomputation(graph), with_nothing_again(graph, order))
+        for schedule in (no_recomputation(graph), schedule_with_backward(graph, order))
     )
     return order if found.peak_bytes <= _LOWER * known.peak_bytes else None
 
 
-def _least_in_memory_first(graph: Graph) -> tuple[Op, ...]:
+def _greedy_min_live(graph: Graph) -> tuple[Op, ...]:
     """Late and backward ops: of those that can run, the one that leaves least in memory comes next, late ops right before they are read.
 
     All that the forward makes is taken to be in memory until its last read.
@@ -126,7 +126,7 @@ def _kept_in_order(graph: Graph) -> list[tuple[Op, Op]]:
         if op.phase is Phase.BACKWARD:
             touched = {
                 *op.reads,
-                *(parameters[role.name] for _, role in op.delivers),
+                *(parameters[role.name] for _, role in op.final_gradients),
                 *([None] if op.is_random else []),
             }
             for one in touched & of_one.keys():

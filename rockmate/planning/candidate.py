@@ -43,12 +43,12 @@ def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 
-def is_worth_improving(start: Candidate, budget_bytes: int, known_ms: float) -> bool:
+def is_worth_refining(start: Candidate, budget_bytes: int, known_ms: float) -> bool:
     """Whether a schedule fits, or is faster than what is known: making room takes time."""
     return start.peak_bytes <= budget_bytes or start.time_ms < known_ms
 
 
-def better(one: Candidate, other: Candidate | None) -> Candidate:
+def fastest(one: Candidate, other: Candidate | None) -> Candidate:
     """The faster of the two, of equal ones that of the smaller peak."""
     return one if other is None else min(one, other, key=by_time)
 
@@ -63,12 +63,12 @@ def by_peak(candidate: Candidate) -> tuple[int, float]:
     return candidate.peak_bytes, candidate.time_ms
 
 
-def fitting(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+def feasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
     """Those within the budget, the fastest first."""
     return sorted((c for c in candidates if c.peak_bytes <= budget_bytes), key=by_time)
 
 
-def above(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+def infeasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
     """Those that exceed the budget, by half of it at most, in order."""
     return sorted(
         (c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes),
@@ -76,7 +76,7 @@ def above(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]
     )
 
 
-def falling(
+def nondominated(
     budgets: Sequence[int], best_within: Callable[[int], Candidate | None]
 ) -> list[tuple[int, Candidate]]:
     """Growing budgets and the best within them, less those whose time is no shorter than that of a smaller one."""
@@ -88,12 +88,12 @@ def falling(
     return points
 
 
-def evenly(low: int, high: int, num_points: int) -> list[int]:
+def linspace_int(low: int, high: int, num_points: int) -> list[int]:
     """Budgets from `low` to `high`, both included."""
     return [low + (high - low) * step // (num_points - 1) for step in range(num_points)]
 
 
-def spread(length: int, num_points: int) -> list[int]:
+def subsample(length: int, num_points: int) -> list[int]:
     """Indices below `length`, both ends among them, evenly spread."""
     if length <= num_points:
         return list(range(length))

@@ -13,7 +13,7 @@ from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_sta
 from rockmate.costs.cost import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.candidate import Candidate, evenly, falling
+from rockmate.planning.candidate import Candidate, linspace_int, nondominated
 from rockmate.schedule.schedule import finish, no_recomputation
 from rockmate.schedule.simulate import simulate
 
@@ -23,7 +23,7 @@ _FRONTIER_POINTS = 9
 _RESOLUTION = 0.01  # of the peak with nothing recomputed, to which the smallest peak is found
 
 
-class WholeGraphSearch:
+class CheckmateSearch:
     """One solve for each budget."""
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
@@ -104,7 +104,7 @@ class WholeGraphSearch:
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
         low, high = self.minimum().simulation.peak_bytes, self._baseline.simulation.peak_bytes
-        return falling(evenly(low, high, _FRONTIER_POINTS), self.best_within)
+        return nondominated(linspace_int(low, high, _FRONTIER_POINTS), self.best_within)
 
     def minimum(self) -> Candidate:
         """A schedule of nearly the smallest peak, by bisection.
@@ -155,7 +155,9 @@ class WholeGraphSearch:
                     overhead_bytes=max(
                         0, self._costs.first[op.index].overhead_bytes
                     ),  # counting nothing as released is safe
-                    needed=bool(op.delivers) or op.is_random or not ends.isdisjoint(op.writes),
+                    needed=bool(op.final_gradients)
+                    or op.is_random
+                    or not ends.isdisjoint(op.writes),
                 )
                 for op in self._ops
             ),

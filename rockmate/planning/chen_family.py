@@ -13,7 +13,7 @@ from rotor import Backward, ForwardKeep, ForwardOnly, Step
 from rotor import Sequence as RotorSequence
 
 
-def square_root(graph: Graph, chain: BlockChain) -> ScheduleMaker:
+def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
     """The schedule that keeps the boundary of every segment of sqrt(n) of the n blocks and runs each segment's forward again."""
     num_blocks = len(chain.blocks)
     length = isqrt(num_blocks - 1) + 1

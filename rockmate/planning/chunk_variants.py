@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, inf
 
-from rockmate.bound.lower_bound import Certificate
-from rockmate.bound.protocol import Bounds, LeastBound
+from rockmate.bound.lower_bound import LowerBound
+from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.chunking.unroll import Chunks, SeparableBlocks
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import Outline, OutlineChain, outline_chain, outline_of
+from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, snapshot_chain, snapshot_of
 from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.candidate import Candidate, by_time, evenly, falling
-from rockmate.planning.local_search import ImprovingSearch
-from rockmate.planning.strategies import improving_search, make_search
+from rockmate.planning.candidate import Candidate, by_time, linspace_int, nondominated
+from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.strategies import local_search, make_search
 from rockmate.schedule.schedule import no_recomputation
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
@@ -72,26 +72,26 @@ class Variant:
         return simulate(self.graph, no_recomputation(self.graph), self.costs)
 
     @cached_property
-    def certificate(self) -> Certificate:
+    def certificate(self) -> LowerBound:
         """What bounds the time of its schedules."""
-        return Certificate(
+        return LowerBound(
             self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
         )
 
     @cached_property
-    def outline(self) -> Outline:
+    def snapshot(self) -> StepSnapshot:
         """The step as plain values."""
-        return outline_of(self.graph, self.step.call)
+        return snapshot_of(self.graph, self.step.call)
 
     @cached_property
-    def chain(self) -> OutlineChain:
+    def chain(self) -> SnapshotChain:
         """Its blocks as plain values."""
-        return outline_chain(self.blocks)
+        return snapshot_chain(self.blocks)
 
     @cached_property
-    def improving(self) -> ImprovingSearch:
+    def improving(self) -> LocalSearch:
         """What finds schedules by the default strategy."""
-        return improving_search(
+        return local_search(
             self.graph,
             self.blocks,
             self.costs,
@@ -268,7 +268,7 @@ class Variants:
     ) -> Iterator[tuple[Variant, Candidate]]:
         """Those of one walk, which ends where smaller chunks promise nothing."""
         last_ms = inf
-        ruled_out: Certificate | None = None
+        ruled_out: LowerBound | None = None
         for way in walk:
             if self._chunk_bytes(way) > budget_bytes or (variant := self._variant(way)) is None:
                 continue
@@ -294,9 +294,9 @@ class Variants:
         """What no plan for this budget beats, of any strategy: that of the step as captured and of all chunks that it may run in."""
         if not self._may_be_in_chunks(budget_bytes):
             return self.plain.certificate
-        return LeastBound(partial(self._certificates, budget_bytes))
+        return MinBound(partial(self._certificates, budget_bytes))
 
-    def _certificates(self, budget_bytes: int) -> Iterator[Certificate]:
+    def _certificates(self, budget_bytes: int) -> Iterator[LowerBound]:
         """Of the step as captured, and of each way to run in chunks that has not been ruled out by the size of a chunk."""
         yield self.plain.certificate
         for way in (way for walk in self._walks for way in walk):
@@ -337,7 +337,7 @@ class Variants:
         """Budgets and the best within them: growing budgets, falling times."""
         if not self._allow_chunking or strategy != _CHUNKING or not self._walks:
             return self.plain.search(strategy).frontier()
-        budgets = evenly(
+        budgets = linspace_int(
             self.least(strategy).simulation.peak_bytes,
             self.plain.baseline.peak_bytes,
             FRONTIER_POINTS,
@@ -347,7 +347,7 @@ class Variants:
             best = self.best_within(budget_bytes, strategy)
             return None if best is None else best[1]
 
-        return falling(budgets, candidate_within)
+        return nondominated(budgets, candidate_within)
 
     def notes(self, variant: Variant) -> ChunkingNotes:
         """How blocks that might run in chunks run in a variant."""
@@ -418,7 +418,7 @@ class _NotesOnVariant:
         return ChunkingNote(module=block.name, text=f"not in chunks: {could}")
 
 
-def _promises_more(smaller: Certificate, larger: Certificate, budget_bytes: int) -> bool:
+def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
     """Whether smaller chunks lower the bound or the least peak; where they do not, still smaller ones seldom do."""
     return (
         smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rockmate.planning.candidate import Candidate, spread
+from rockmate.planning.candidate import Candidate, subsample
 from rockmate.schedule.schedule import Schedule
 
 _GRID_POINTS = 12
@@ -32,7 +32,7 @@ class Family:
         self._evaluate = evaluate
         self._made: dict[int, Candidate] = {}
         self._grid = sorted(
-            {*spread(len(makers), _GRID_POINTS), *range(min(_TIGHTEST_POINTS, len(makers)))}
+            {*subsample(len(makers), _GRID_POINTS), *range(min(_TIGHTEST_POINTS, len(makers)))}
         )
 
     def __getitem__(self, index: int) -> Candidate:
@@ -44,7 +44,7 @@ class Family:
         """The members that every budget may choose among."""
         return [self[index] for index in self._grid]
 
-    def around(self, budget_bytes: int) -> list[Candidate]:
+    def near_budget(self, budget_bytes: int) -> list[Candidate]:
         """Members between the last of the grid that fits and the next: simulated peaks nearly grow with the solver's budget."""
         fits = [
             place

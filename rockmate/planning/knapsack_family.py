@@ -18,7 +18,7 @@ from rockmate.planning.lowering import lower_saved
 from rockmate.schedule.schedule import Schedule
 
 
-class OneLevel:
+class KnapsackFamily:
     """The schedules of one level of a graph, by the bytes that they may save."""
 
     def __init__(

@@ -19,25 +19,27 @@ from rockmate._arrays import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, state_bytes
 from rockmate.schedule.liveness import (
+    DEFINED,
     KIND_BITS,
     KINDS,
-    MADE,
     READ,
-    Accesses,
-    op_accesses,
+    DefUse,
+    op_def_use,
     split_keys,
 )
 from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation
 
-Extra = tuple[int, int, int]  # first and last position at which more bytes are in use, and how many
+Insertion = tuple[
+    int, int, int
+]  # first and last position at which more bytes are in use, and how many
 
 _MADE_BEFORE = 0  # kind of an event: made by a run that is inserted before the position; the other kinds are those of accesses
 _MAX_RUNS = 60  # made again together for one evicted value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaps:
+class SpillCandidates:
     """Stays of values in memory from one event to the next read, without one between.
 
     Attributes:
@@ -54,7 +56,7 @@ class Gaps:
 
 
 @dataclass(eq=False)
-class Remake:
+class Recomputation:
     """What has to run to have a value again.
 
     Attributes:
@@ -70,7 +72,7 @@ class Remake:
     @cached_property
     def time_ms(self) -> float:
         """Of all runs together."""
-        return sum(self.costs.again[op.index].time_ms for op in self.runs)
+        return sum(self.costs.recompute[op.index].time_ms for op in self.runs)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -80,7 +82,7 @@ class Remake:
         live = peak = 0
         for op in self.runs:
             live += op.written_bytes
-            peak = max(peak, live + self.costs.again[op.index].overhead_bytes)
+            peak = max(peak, live + self.costs.recompute[op.index].overhead_bytes)
             for made in {*op.reads, *op.writes}:
                 if (
                     made.index != self.storage
@@ -95,7 +97,7 @@ class LiveRanges:
     """The live ranges of a schedule and the bytes in use at each of its positions.
 
     A live range is one stay of a value in memory: from a run of its op to the last read before the next. They are kept as events,
-    numbers as in `Accesses.keys` in ascending order, so that a value is live wherever its next event is a read. Results are left
+    numbers as in `DefUse.keys` in ascending order, so that a value is live wherever its next event is a read. Results are left
     out, which stay.
     """
 
@@ -111,11 +113,9 @@ class LiveRanges:
         self._dropped: set[int] = set()
         self._inserted: dict[int, set[int]] = {}
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
-        self._accesses = schedule.accesses or Accesses.of(
-            graph, schedule.forward, schedule.backward
-        )
+        self._accesses = schedule.def_use or DefUse.of(graph, schedule.forward, schedule.backward)
         self._num_bits = self._accesses.num_bits
-        counted = self._accesses.keys[~op_accesses(graph).is_result[self._accesses.storage]]
+        counted = self._accesses.keys[~op_def_use(graph).is_result[self._accesses.storage]]
         self._events = array("q", counted.tobytes())
         self._events.append(
             len(graph.storages) << self._num_bits
@@ -125,15 +125,15 @@ class LiveRanges:
             Op, list[int]
         ] = {}  # positions at which ops run that need a state to run again
         for position in np.flatnonzero(
-            op_accesses(graph).state_bytes[self._accesses.steps]
+            op_def_use(graph).state_bytes[self._accesses.steps]
         ).tolist():
             self._with_state.setdefault(self.op_at(position), []).append(position)
-        self._remakes: dict[int, dict[int, Remake | None]] = {}  # by position, then storage
+        self._remakes: dict[int, dict[int, Recomputation | None]] = {}  # by position, then storage
         self._relying: dict[
             int, list[tuple[int, int]]
         ] = {}  # position and storage of those that need another storage to be live
 
-    def runs_again(self) -> list[int]:
+    def is_recomputed(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
         return self._schedule.repeated()
 
@@ -147,7 +147,7 @@ class LiveRanges:
 
     def again_ms(self, positions: Ints) -> Floats:
         """Times of running once more what runs there."""
-        return self.costs.again_table[0][self._accesses.steps[positions]]
+        return self.costs.recompute_table[0][self._accesses.steps[positions]]
 
     def bytes_before(self, position: int) -> int:
         """Bytes in use right before the run at `position`."""
@@ -185,9 +185,9 @@ class LiveRanges:
             return None
         return self._position(self._events[place - 1]), following
 
-    def gaps_around(self, position: int) -> Gaps:
+    def gaps_around(self, position: int) -> SpillCandidates:
         """Those around `position` of values that can be evicted."""
-        ops = op_accesses(self.graph)
+        ops = op_def_use(self.graph)
         events = np.frombuffer(self._events, dtype=np.int64)[:-1]
         storage, at = split_keys(events, self._num_bits)
         is_read = events & READ == READ
@@ -199,20 +199,22 @@ class LiveRanges:
         order = at[made] * len(ops.num_bytes) + storage[made]
         for number in np.flatnonzero(events[made] & KINDS == _MADE_BEFORE).tolist():
             order[number] = self._order_of[int(events[made[number]])]
-        return Gaps(storage=storage[place], last=at[place], following=at[place + 1], order=order)
+        return SpillCandidates(
+            storage=storage[place], last=at[place], following=at[place + 1], order=order
+        )
 
     # --- making again --------------------------------------------------------------------------------------------------------
 
-    def remake(self, storage: int, position: int) -> Remake | None:
+    def remake(self, storage: int, position: int) -> Recomputation | None:
         """What has to run before `position` to have a value there, None if that is impossible or too much."""
         known = self._remakes.setdefault(position, {})
         if storage not in known:
             known[storage] = self._new_remake(storage, position)
         return known[storage]
 
-    def _new_remake(self, storage: int, position: int) -> Remake | None:
-        inputs, events, num_bits = op_accesses(self.graph).inputs, self._events, self._num_bits
-        producer = int(op_accesses(self.graph).producer[storage])
+    def _new_remake(self, storage: int, position: int) -> Recomputation | None:
+        inputs, events, num_bits = op_def_use(self.graph).inputs, self._events, self._num_bits
+        producer = int(op_def_use(self.graph).producer[storage])
         runs, pending, live = {producer}, [producer], []
         while pending:
             read = inputs[pending.pop()]
@@ -232,9 +234,11 @@ class LiveRanges:
                     pending.append(maker)
         for needed in live:
             self._relying.setdefault(needed, []).append((position, storage))
-        return Remake(storage, tuple(self.graph.ops[index] for index in sorted(runs)), self.costs)
+        return Recomputation(
+            storage, tuple(self.graph.ops[index] for index in sorted(runs)), self.costs
+        )
 
-    def evict(self, remake: Remake, gap: tuple[int, int]) -> None:
+    def evict(self, remake: Recomputation, gap: tuple[int, int]) -> None:
         """Releases a value after the first position of the gap and has it made again before the second."""
         last, following = gap
         storage = remake.storage
@@ -246,7 +250,7 @@ class LiveRanges:
         for op in remake.runs:
             self._inserted.setdefault(following, set()).add(op.index)
             self._keep_state(op, following)
-            for needed, _ in op_accesses(self.graph).inputs[op.index] or ():
+            for needed, _ in op_def_use(self.graph).inputs[op.index] or ():
                 self._add_read(needed, following)
 
     def _forget_remakes(self, storage: int, gap: tuple[int, int]) -> None:
@@ -273,33 +277,30 @@ class LiveRanges:
 
     # --- dropping ------------------------------------------------------------------------------------------------------------
 
-    def stays_for_drops(self) -> tuple[Ints, Ints, Ints, Ints]:
+    def drop_candidates(self) -> tuple[Ints, Ints, Ints, Ints]:
         """What dropping each repeated run adds: for each value that it makes and that is read, positions of the run, first, last, bytes.
 
         As the schedule came, before any change; without operands that can no longer be taken over in place.
         """
-        accesses = self._accesses
-        is_result = op_accesses(self.graph).is_result[accesses.storage]
+        def_use = self._accesses
+        is_result = op_def_use(self.graph).is_result[def_use.storage]
         made = np.flatnonzero(
-            accesses.is_made
-            & ~accesses.is_last
-            & ~accesses.is_first[accesses.position]
-            & ~is_result
+            def_use.is_made & ~def_use.is_last & ~def_use.is_first[def_use.position] & ~is_result
         )
-        made = made[np.argsort(accesses.position[made], kind="stable")]
-        position = accesses.position[made]
+        made = made[np.argsort(def_use.position[made], kind="stable")]
+        position = def_use.position[made]
         return (
             position,
-            accesses.position[made - 1] + 1,
+            def_use.position[made - 1] + 1,
             position - 1,
-            op_accesses(self.graph).num_bytes[accesses.storage[made]],
+            op_def_use(self.graph).num_bytes[def_use.storage[made]],
         )
 
-    def extra_for_drop(self, position: int) -> list[Extra]:
+    def extra_for_drop(self, position: int) -> list[Insertion]:
         """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
-        extra: list[Extra] = []
+        extra: list[Insertion] = []
         for storage in self.op_at(position).writes:
-            place = self._place(self._event(storage.index, position, MADE))
+            place = self._place(self._event(storage.index, position, DEFINED))
             if not self._is_of(place - 1, storage.index) or not self._is_read(
                 place + 1, storage.index
             ):
@@ -310,7 +311,7 @@ class LiveRanges:
                 extra.append((end, end, self.op_at(end).writes[0].num_bytes))
         return extra
 
-    def drop(self, position: int, extra: Sequence[Extra]) -> None:
+    def drop(self, position: int, extra: Sequence[Insertion]) -> None:
         """Drops the run at `position`, which adds `extra`, and every run that then serves nobody."""
         for first, last, num_bytes in extra:
             self.bytes_in_use[first : last + 1] += num_bytes
@@ -321,7 +322,7 @@ class LiveRanges:
         op = self.op_at(position)
         self._dropped.add(position)
         for storage in op.writes:
-            self._take_out(self._event(storage.index, position, MADE))
+            self._take_out(self._event(storage.index, position, DEFINED))
         for storage in op.reads:
             place = self._take_out(self._event(storage.index, position, READ))
             if place is None or self._is_read(place, storage.index):
@@ -329,7 +330,7 @@ class LiveRanges:
             end = self._position(self._events[place - 1])
             self.bytes_in_use[end + 1 : position + 1] -= storage.num_bytes
             is_unread = not self._is_read(place - 1, storage.index)
-            if is_unread and self._is_of(place - 2, storage.index) and self._serves_nobody(end):
+            if is_unread and self._is_of(place - 2, storage.index) and self._is_dead(end):
                 self.bytes_in_use[end] -= storage.num_bytes
                 self._forget(end)
 
@@ -341,9 +342,9 @@ class LiveRanges:
         del self._events[place]
         return place
 
-    def _serves_nobody(self, position: int) -> bool:
+    def _is_dead(self, position: int) -> bool:
         made = [
-            (storage.index, self._event(storage.index, position, MADE))
+            (storage.index, self._event(storage.index, position, DEFINED))
             for storage in self.op_at(position).writes
         ]
         places = [(storage, self._place(event)) for storage, event in made]

@@ -23,20 +23,20 @@ from rockmate.planning.baseline_search import FRONTIER_POINTS
 from rockmate.planning.candidate import (
     MAX_EXCESS,
     Candidate,
-    above,
-    better,
     by_peak,
     by_time,
-    evenly,
-    falling,
-    fitting,
-    is_worth_improving,
-    spread,
+    fastest,
+    feasible,
+    infeasible,
+    is_worth_refining,
+    linspace_int,
+    nondominated,
+    subsample,
 )
 from rockmate.planning.family import Family, ScheduleMaker
-from rockmate.planning.refine import Improver
-from rockmate.planning.tightening import Attempts, Ladder
-from rockmate.schedule.schedule import Schedule, with_nothing_again
+from rockmate.planning.refine import ScheduleRefiner
+from rockmate.planning.tightening import TighteningPath, TriedStarts
+from rockmate.schedule.schedule import Schedule, schedule_with_backward
 
 # How near to the bound, of the time of no recomputation, a schedule ends ...
 _NEAR = 5e-5  # ... the search
@@ -72,7 +72,7 @@ _LARGEST_SHRINKAGE, _SMALLEST_SHRINKAGE = (
 )  # of the peak, in one step towards the smallest
 
 
-class Proposals(Protocol):
+class WarmStarts(Protocol):
     """What solvers propose for a graph, each solved when it is first asked for."""
 
     @property
@@ -80,7 +80,7 @@ class Proposals(Protocol):
         """How many solves so far have stopped at their time limit."""
         ...
 
-    def at_bound(self, budget_bytes: int) -> Schedule | None:
+    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
         ...
 
@@ -101,14 +101,14 @@ class Proposals(Protocol):
         ...
 
 
-class ImprovingSearch:
+class LocalSearch:
     """The search of the default strategy."""
 
     def __init__(
         self,
         graph: Graph,
         costs: Costs,
-        proposals: Proposals,
+        proposals: WarmStarts,
         *,
         backward: Sequence[Op] | None = None,
     ) -> None:
@@ -122,11 +122,11 @@ class ImprovingSearch:
         """
         self._costs = costs
         self._proposals = proposals
-        self._improver = Improver(graph, costs)
+        self._improver = ScheduleRefiner(graph, costs)
         self._known: dict[int, Candidate] = {}
         self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
         self._baseline = self._improver.evaluated(
-            with_nothing_again(graph, graph.backward_ops if backward is None else backward)
+            schedule_with_backward(graph, graph.backward_ops if backward is None else backward)
         )
 
     @property
@@ -158,7 +158,7 @@ class ImprovingSearch:
         best = self._found_within(budget_bytes)
         if self._is_near_bound(best, budget_bytes, _FAR) or self._improver.is_long:
             return best
-        return better(
+        return fastest(
             best,
             self._improver.improved(
                 self._found_within(self._rung_below(budget_bytes)), budget_bytes
@@ -174,12 +174,12 @@ class ImprovingSearch:
 
     def _found_within(self, budget_bytes: int) -> Candidate:
         if budget_bytes not in self._known:
-            proposed, put_off = self._first_within(budget_bytes)
-            is_near = self._is_near_bound(put_off, budget_bytes, _CLOSE)
+            proposed, defer = self._first_within(budget_bytes)
+            is_near = self._is_near_bound(defer, budget_bytes, _CLOSE)
             self._known[budget_bytes] = (
-                put_off
+                defer
                 if is_near
-                else better(self._thoroughly_improved(proposed, budget_bytes), put_off)
+                else fastest(self._thoroughly_improved(proposed, budget_bytes), defer)
             )
         return self._known[budget_bytes]
 
@@ -187,28 +187,28 @@ class ImprovingSearch:
         """The fastest found before anything is improved thoroughly, which takes most of the time; None as for `best_within`."""
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
-        return better(*self._first_within(budget_bytes))
+        return fastest(*self._first_within(budget_bytes))
 
     def _first_within(self, budget_bytes: int) -> tuple[Candidate, Candidate]:
         """The fastest that comes of proposals, and the fastest of these and of schedules with runs put off on the way down."""
         if budget_bytes not in self._known_first:
             best = self._improved_starts(
-                fitting(self._smallest, budget_bytes)[0],
+                feasible(self._smallest, budget_bytes)[0],
                 self._of_one_level(budget_bytes),
                 budget_bytes,
             )
-            put_off = self._put_off_on_the_way_down(best, budget_bytes)
-            if not self._is_near_bound(put_off, budget_bytes, _CLOSE):
+            defer = self._put_off_on_the_way_down(best, budget_bytes)
+            if not self._is_near_bound(defer, budget_bytes, _CLOSE):
                 best = self._improved_starts(
                     best, self._of_several_levels(budget_bytes), budget_bytes
                 )
-            self._known_first[budget_bytes] = best, put_off
+            self._known_first[budget_bytes] = best, defer
         return self._known_first[budget_bytes]
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """Budgets and the best within them: growing budgets, falling times."""
-        return falling(
-            evenly(self.minimum().peak_bytes, self._baseline.peak_bytes, FRONTIER_POINTS),
+        return nondominated(
+            linspace_int(self.minimum().peak_bytes, self._baseline.peak_bytes, FRONTIER_POINTS),
             self.best_within,
         )
 
@@ -246,7 +246,7 @@ class ImprovingSearch:
         """What the schedule becomes for as long as evictions lower its peak; those, too, count ops instead of timing them."""
         found, share = list[Candidate](), _LARGEST_SHRINKAGE
         while share >= _SMALLEST_SHRINKAGE:
-            smaller = self._improver.made_to_fit(
+            smaller = self._improver.repair(
                 candidate, int(candidate.peak_bytes * (1 - share)), self._counted
             )
             if smaller is None:
@@ -260,13 +260,13 @@ class ImprovingSearch:
         return Family(self._proposals.several_levels(), self._improver.evaluated)
 
     @cached_property
-    def _ladder_put_off(self) -> Ladder:
-        return Ladder(self._baseline, _STEP_DOWN, self._improved_put_off)
+    def _ladder_put_off(self) -> TighteningPath:
+        return TighteningPath(self._baseline, _STEP_DOWN, self._improved_put_off)
 
     @cached_property
-    def _ladders(self) -> list[Ladder]:
+    def _ladders(self) -> list[TighteningPath]:
         steps = _STEPS_DOWN_OF_LONG if self._improver.is_long else _STEPS_DOWN
-        return [Ladder(self._baseline, step, self._improver.improved) for step in steps]
+        return [TighteningPath(self._baseline, step, self._improver.improved) for step in steps]
 
     # --- many budgets together -----------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ImprovingSearch:
             if (best := self.best_within(budget)) is not None
         }
         found: list[Candidate] = []
-        attempts = Attempts(self._improver)
+        attempts = TriedStarts(self._improver)
         for budget_bytes in tqdm(
             in_order, desc="planning", unit="budget", disable=not (progress and in_order)
         ):
@@ -305,23 +305,23 @@ class ImprovingSearch:
         if self._is_near_bound(candidate, budget_bytes, _FAR):
             return candidate
         return self._once_up_and_down(
-            self._improver.with_runs_put_off(candidate, budget_bytes), budget_bytes
+            self._improver.defer_weight_gradients(candidate, budget_bytes), budget_bytes
         )
 
     def _below_larger(
-        self, larger: Sequence[Candidate], budget_bytes: int, attempts: Attempts
+        self, larger: Sequence[Candidate], budget_bytes: int, attempts: TriedStarts
     ) -> Candidate:
         """The fastest of what comes of the bound's own solution, of the schedule for the next larger budget and, far off, of others."""
-        best = fitting(self._smallest, budget_bytes)[0]
+        best = feasible(self._smallest, budget_bytes)[0]
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
-        schedule = self._proposals.at_bound(budget_bytes)
+        schedule = self._proposals.from_relaxation(budget_bytes)
         starts = [] if schedule is None else [self._improver.evaluated(schedule)]
         for start in (*starts, *larger[-1:]):
             if not self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
-                best = better(best, attempts.improved(start, budget_bytes, best.time_ms))
+                best = fastest(best, attempts.improved(start, budget_bytes, best.time_ms))
         if not self._is_near_bound(best, budget_bytes, _SOMEWHAT_NEAR):
-            best = self._improver.with_runs_put_off(best, budget_bytes)
+            best = self._improver.defer_weight_gradients(best, budget_bytes)
         far_above = [self._baseline] if len(larger) < _BACK else [self._baseline, larger[-_BACK]]
         for start in far_above if not self._is_near_bound(best, budget_bytes, _FAR) else ():
             lowered = attempts.improved(start, budget_bytes, best.time_ms)
@@ -329,11 +329,11 @@ class ImprovingSearch:
                 lowered is not None
                 and lowered.time_ms < best.time_ms + _NOT_FAR * self._baseline.time_ms
             ):
-                best = better(best, self._improver.with_runs_put_off(lowered, budget_bytes))
+                best = fastest(best, self._improver.defer_weight_gradients(lowered, budget_bytes))
         return best
 
     def _improve_from_smaller(
-        self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts
+        self, found: list[Candidate], budgets: Sequence[int], attempts: TriedStarts
     ) -> None:
         """From the smallest budget up, has each schedule be no slower than the one before, and tries that with the room there is."""
         for place in range(len(found) - 2, -1, -1):
@@ -341,17 +341,17 @@ class ImprovingSearch:
             if smaller.time_ms < found[place].time_ms or not self._is_near_bound(
                 found[place], budgets[place], _RATHER_NEAR
             ):
-                found[place] = better(
+                found[place] = fastest(
                     found[place], attempts.improved(smaller, budgets[place], found[place].time_ms)
                 )
 
     def _improve_from_larger(
-        self, found: list[Candidate], budgets: Sequence[int], attempts: Attempts
+        self, found: list[Candidate], budgets: Sequence[int], attempts: TriedStarts
     ) -> None:
         """From the largest budget down, tries what came of the one before where that may be faster."""
         for place in range(1, len(found)):
             if not self._is_near_bound(found[place], budgets[place], _RATHER_NEAR):
-                found[place] = better(
+                found[place] = fastest(
                     found[place],
                     attempts.improved(found[place - 1], budgets[place], found[place].time_ms),
                 )
@@ -368,12 +368,12 @@ class ImprovingSearch:
         for near, group in starts:
             if self._is_near_bound(best, budget_bytes, near):
                 return best
-            best = better(best, self._first_improved(group, budget_bytes, best.time_ms))
+            best = fastest(best, self._first_improved(group, budget_bytes, best.time_ms))
         return best
 
     def _of_one_level(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
         """What the bound is the time of; and the fastest of one level that fits, as a few limits tell, with the next that does not."""
-        schedule = self._proposals.at_bound(budget_bytes)
+        schedule = self._proposals.from_relaxation(budget_bytes)
         if schedule is None:
             return
         found = self._improver.evaluated(schedule)
@@ -398,23 +398,23 @@ class ImprovingSearch:
             low, high = (
                 (limit_bytes, high) if found.peak_bytes <= budget_bytes else (low, limit_bytes)
             )
-        yield _NEAR, fitting(tried, budget_bytes)[:1]
-        yield _NEAR, above(tried, budget_bytes)[:1]
+        yield _NEAR, feasible(tried, budget_bytes)[:1]
+        yield _NEAR, infeasible(tried, budget_bytes)[:1]
 
     def _of_several_levels(self, budget_bytes: int) -> Iterator[tuple[float, list[Candidate]]]:
         """Schedules near the budget, those of the grid first: making others takes as long as improving these, and seldom gains as much."""
         grid = self._several_levels.grid()
-        yield _NEAR, above(grid, budget_bytes)[:1]
-        yield _NEAR, fitting([*self._smallest, *grid], budget_bytes)[:1]
+        yield _NEAR, infeasible(grid, budget_bytes)[:1]
+        yield _NEAR, feasible([*self._smallest, *grid], budget_bytes)[:1]
         yield _RATHER_NEAR, []
-        around = self._several_levels.around(budget_bytes)
-        yield _RATHER_NEAR, fitting(around, budget_bytes)[:1]
-        exceeding = above([*grid, *around], budget_bytes)
+        near_budget = self._several_levels.near_budget(budget_bytes)
+        yield _RATHER_NEAR, feasible(near_budget, budget_bytes)[:1]
+        exceeding = infeasible([*grid, *near_budget], budget_bytes)
         yield _RATHER_NEAR, exceeding[:_MAX_STARTS]
         if budget_bytes < _TIGHT * self.minimum().peak_bytes:
             yield from (
                 (_RATHER_NEAR, [exceeding[index]])
-                for index in spread(len(exceeding), _TIGHT_STARTS)[1:]
+                for index in subsample(len(exceeding), _TIGHT_STARTS)[1:]
             )
         yield from (
             (_FAR, [smallest])
@@ -424,7 +424,7 @@ class ImprovingSearch:
 
     def _brought_down(self, best: Candidate, budget_bytes: int) -> list[Candidate]:
         """What schedules far above the budget become as values are evicted by and by: of branches side by side, proposals know little."""
-        starts = [ladder.above(budget_bytes) for ladder in self._ladders]
+        starts = [ladder.smallest_above(budget_bytes) for ladder in self._ladders]
         if not (self._improver.is_long or self._is_near_bound(best, budget_bytes, _FAR)):
             starts += [
                 candidate
@@ -440,12 +440,12 @@ class ImprovingSearch:
         """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
         if self._improver.is_long:
             return best
-        for rung_beside in (self._ladder_put_off.above, self._ladder_put_off.below):
+        for rung_beside in (self._ladder_put_off.smallest_above, self._ladder_put_off.largest_below):
             if self._is_near_bound(best, budget_bytes, _CLOSE):
                 return best
             rung = rung_beside(budget_bytes)
             best = (
-                best if rung is None else better(best, self._improved_put_off(rung, budget_bytes))
+                best if rung is None else fastest(best, self._improved_put_off(rung, budget_bytes))
             )
         return best
 
@@ -458,23 +458,23 @@ class ImprovingSearch:
         """
         if self._is_near_bound(best, budget_bytes, _RATHER_NEAR):
             return best
-        found = self._improver.with_runs_put_off(best, budget_bytes)
+        found = self._improver.defer_weight_gradients(best, budget_bytes)
         if self._is_near_bound(found, budget_bytes, _NOT_FAR):
             return found
         brought_down = min(self._brought_down(best, budget_bytes), key=by_time, default=best)
         faster, slower = sorted([best, brought_down], key=by_time)
-        found = better(found, self._up_and_down(faster, budget_bytes))
+        found = fastest(found, self._up_and_down(faster, budget_bytes))
         if (
             self._improver.is_long
             or self._is_near_bound(found, budget_bytes, _FAR)
             or slower.schedule == faster.schedule
         ):
             return found
-        return better(found, self._up_and_down(slower, budget_bytes))
+        return fastest(found, self._up_and_down(slower, budget_bytes))
 
     def _up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
         """What comes of `best` when it is given more room and then less again, by and by, until that gains nothing; of a long step once."""
-        best = self._improver.with_runs_put_off(best, budget_bytes)
+        best = self._improver.defer_weight_gradients(best, budget_bytes)
         while not self._is_near_bound(best, budget_bytes, _NOT_FAR):
             found = self._once_up_and_down(best, budget_bytes)
             if found is best or self._improver.is_long:
@@ -483,22 +483,22 @@ class ImprovingSearch:
         return best
 
     def _once_up_and_down(self, best: Candidate, budget_bytes: int) -> Candidate:
-        return better(best, min(self._from_tops(best, budget_bytes), key=by_time, default=None))
+        return fastest(best, min(self._from_tops(best, budget_bytes), key=by_time, default=None))
 
     def _from_tops(self, best: Candidate, budget_bytes: int) -> Iterator[Candidate]:
         """What comes of `best` when it is raised to each of the tops and lowered again."""
         tops, budgets = _TOPS_OF_LONG if self._improver.is_long else _TOPS, [budget_bytes]
         for num_steps in range(1, tops[-1] + 1):
             budgets.append(int(budgets[-1] * _STEP_UP))
-            best = self._improver.with_room_spent(best, budgets[-1])
+            best = self._improver.refine(best, budgets[-1])
             for top in self._tops(best, budgets[-1]) if num_steps in tops else ():
                 lowered = self._lowered(top, budgets[-2::-1])
                 if lowered is not None:
-                    yield self._improver.with_runs_put_off(lowered, budget_bytes)
+                    yield self._improver.defer_weight_gradients(lowered, budget_bytes)
 
     def _tops(self, candidate: Candidate, budget_bytes: int) -> list[Candidate]:
         """The schedule as it is and, where that is faster, with runs put off."""
-        found = self._improver.with_runs_put_off(candidate, budget_bytes)
+        found = self._improver.defer_weight_gradients(candidate, budget_bytes)
         return [candidate] if found is candidate else [candidate, found]
 
     def _lowered(self, candidate: Candidate, budgets: Sequence[int]) -> Candidate | None:
@@ -516,18 +516,18 @@ class ImprovingSearch:
         Making room takes time, so a start that does not fit and takes no less than `known_ms` is left out.
         """
         for start in starts:
-            if is_worth_improving(start, budget_bytes, known_ms):
+            if is_worth_refining(start, budget_bytes, known_ms):
                 improved = self._improver.improved(start, budget_bytes)
                 if improved is not None:
                     return improved
         return None
 
     def _improved_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """As `Improver.improved`, with runs put off where that leaves it far from the bound."""
+        """As `ScheduleRefiner.improved`, with runs put off where that leaves it far from the bound."""
         found = self._improver.improved(candidate, budget_bytes)
         if found is None or self._is_near_bound(found, budget_bytes, _RATHER_NEAR):
             return found
-        return self._improver.with_runs_put_off(found, budget_bytes)
+        return self._improver.defer_weight_gradients(found, budget_bytes)
 
     def _is_near_bound(self, candidate: Candidate, budget_bytes: int, near: float) -> bool:
         least_ms = self._baseline.time_ms

@@ -1,7 +1,7 @@
 """Changes one schedule run by run, against the bytes that are really in use, to win back what solving by blocks or by totals loses.
 
-* `spend_room` drops recomputations where there is room for the value to stay;
-* `make_room` evicts values over the moments that exceed the budget and recomputes them before their next read.
+* `remove_recomputations` drops recomputations where there is room for the value to stay;
+* `spill_until_feasible` evicts values over the moments that exceed the budget and recomputes them before their next read.
 
 Both are greedy: the best time for the bytes first. The caller simulates what comes back, so an estimate that was off costs nothing
 but the attempt.
@@ -20,8 +20,8 @@ from rockmate._arrays import Ints
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase
-from rockmate.planning.live_ranges import Extra, LiveRanges, Remake
-from rockmate.schedule.liveness import op_accesses
+from rockmate.planning.live_ranges import Insertion, LiveRanges, Recomputation
+from rockmate.schedule.liveness import op_def_use
 from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation
 
@@ -31,7 +31,7 @@ _ROUND = (
 )
 
 
-def spend_room(
+def remove_recomputations(
     graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int
 ) -> Schedule:
     """The schedule without those recomputations whose values fit in the budget all the while."""
@@ -47,12 +47,12 @@ def spend_room(
     return ranges.schedule()
 
 
-def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, list[Extra]]]:
+def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, list[Insertion]]]:
     """Runs that could be dropped on their own, by the bytes and positions for which values stay longer over the time.
 
     Each is a position and what dropping it adds at least, after whatever else is dropped: (first, last, bytes).
     """
-    position, first, last, num_bytes = ranges.stays_for_drops()
+    position, first, last, num_bytes = ranges.drop_candidates()
     if not len(position):
         return []
     is_too_much = _largest_between(ranges.bytes_in_use, first, last) + num_bytes > budget_bytes
@@ -84,7 +84,7 @@ def _largest_between(values: Ints, first: Ints, last: Ints) -> Ints:
         width *= 2
 
 
-def _fits(ranges: LiveRanges, extra: Sequence[Extra], budget_bytes: int) -> bool:
+def _fits(ranges: LiveRanges, extra: Sequence[Insertion], budget_bytes: int) -> bool:
     in_use = ranges.bytes_in_use
     if len(extra) == 1:
         first, last, num_bytes = extra[0]
@@ -98,7 +98,7 @@ def _fits(ranges: LiveRanges, extra: Sequence[Extra], budget_bytes: int) -> bool
     )
 
 
-def make_room(
+def spill_until_feasible(
     graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation, budget_bytes: int
 ) -> Schedule | None:
     """The schedule with values evicted wherever it exceeds the budget; None if nothing is left to evict.
@@ -137,7 +137,7 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
 
     Few of many are asked for, so each stands at the price of its own op alone until it comes first.
     """
-    ops = op_accesses(ranges.graph)
+    ops = op_def_use(ranges.graph)
     excess = int(ranges.bytes_in_use[worst]) - budget_bytes
     num_exceeding = np.concatenate(
         [[0], np.cumsum(ranges.bytes_in_use > budget_bytes)]
@@ -146,7 +146,7 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
     useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (
         num_exceeding[gaps.following] - num_exceeding[gaps.last + 1]
     )
-    prices = ranges.costs.again_table[0][ops.producer[gaps.storage]] / useful
+    prices = ranges.costs.recompute_table[0][ops.producer[gaps.storage]] / useful
     columns = (prices, gaps.order, gaps.storage, useful)
     waiting = list(
         zip(*(column.tolist() for column in columns), repeat(False))
@@ -163,13 +163,20 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
             heappush(waiting, (remake.time_ms / useful_bytes, order, storage, useful_bytes, True))
 
 
-def _fits_before(ranges: LiveRanges, remake: Remake, position: int, budget_bytes: int) -> bool:
+def _fits_before(
+    ranges: LiveRanges, remake: Recomputation, position: int, budget_bytes: int
+) -> bool:
     """Whether the runs fit right before `position`."""
-    own_bytes = ranges.graph.storages[remake.storage].num_bytes  # in use there in any case
-    return remake.peak_bytes <= budget_bytes - ranges.bytes_before(position) + own_bytes
+    result_and_workspace_bytes = ranges.graph.storages[
+        remake.storage
+    ].num_bytes  # in use there in any case
+    return (
+        remake.peak_bytes
+        <= budget_bytes - ranges.bytes_before(position) + result_and_workspace_bytes
+    )
 
 
-def can_wait(graph: Graph) -> frozenset[Op]:
+def deferrable_ops(graph: Graph) -> frozenset[Op]:
     """Backward ops whose results nothing reads, and which make all of each gradient that they hand over.
 
     One of several contributions to a gradient stays where it is: in another order their sum is rounded differently. So does what reads a
@@ -181,25 +188,28 @@ def can_wait(graph: Graph) -> frozenset[Op]:
         for node, role in graph.inputs
         if role.kind is RoleKind.PARAMETER
     }
-    contributions = Counter(parameters[role.name] for _, role in graph.initial_deliveries)
-    contributions.update(parameters[role.name] for op in graph.ops for _, role in op.delivers)
+    contributions = Counter(parameters[role.name] for _, role in graph.initial_gradients)
+    contributions.update(
+        parameters[role.name] for op in graph.ops for _, role in op.final_gradients
+    )
     return frozenset(
         op
         for op in graph.ops
         if op.phase is Phase.BACKWARD
         and not op.is_random
         and not any(graph.readers.get(storage) for storage in op.writes)
-        and all(contributions[parameters[role.name]] == 1 for _, role in op.delivers)
-        and (contributions.keys() & op.reads) <= {parameters[role.name] for _, role in op.delivers}
+        and all(contributions[parameters[role.name]] == 1 for _, role in op.final_gradients)
+        and (contributions.keys() & op.reads)
+        <= {parameters[role.name] for _, role in op.final_gradients}
     )
 
 
-def own_bytes(graph: Graph, costs: Costs) -> Ints:
+def result_and_workspace_bytes(graph: Graph, costs: Costs) -> Ints:
     """What the first run of each op takes beside what it reads."""
-    return op_accesses(graph).written_bytes + costs.first_table[1]
+    return op_def_use(graph).written_bytes + costs.first_table[1]
 
 
-def places_with_room(
+def insertion_points(
     graph: Graph,
     costs: Costs,
     schedule: Schedule,
@@ -216,7 +226,7 @@ def places_with_room(
     in_use = (live_bytes + _staying_bytes(graph, schedule, position))[position + 1 :]
     if not len(in_use) or max(live_bytes[position - 1], in_use[0]) >= live_bytes[position]:
         return []
-    own = own_bytes(graph, costs)
+    own = result_and_workspace_bytes(graph, costs)
     steps = np.array(schedule.steps, dtype=np.int64)
     before = in_use - own[steps[position + 1 :]]
     for place in schedule.in_place:
@@ -235,21 +245,21 @@ def places_with_room(
 
 def _staying_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
     """Bytes at each run of what the run at `position` reads and would otherwise have been released by then."""
-    accesses, ops = schedule.accesses, op_accesses(graph)
-    assert accesses is not None
+    def_use, ops = schedule.def_use, op_def_use(graph)
+    assert def_use is not None
     reads = np.flatnonzero(
-        (accesses.position == position) & ~accesses.is_made & ~ops.is_held[accesses.storage]
+        (def_use.position == position) & ~def_use.is_made & ~ops.is_held[def_use.storage]
     )
-    lasts = np.flatnonzero(accesses.is_last)
-    ends = accesses.position[lasts[np.searchsorted(lasts, reads)]]
+    lasts = np.flatnonzero(def_use.is_last)
+    ends = def_use.position[lasts[np.searchsorted(lasts, reads)]]
     staying = np.zeros(len(schedule.steps), dtype=np.int64)
-    for end, storage in zip(ends.tolist(), accesses.storage[reads].tolist(), strict=True):
+    for end, storage in zip(ends.tolist(), def_use.storage[reads].tolist(), strict=True):
         is_taken_over = end in schedule.in_place and end > position
         staying[end if is_taken_over else end + 1 :] += ops.num_bytes[storage]
     return staying
 
 
-def put_off(graph: Graph, schedule: Schedule, position: int, place: int) -> Schedule:
+def defer(graph: Graph, schedule: Schedule, position: int, place: int) -> Schedule:
     """The schedule with the run at `position`, of the backward, right before `place`, which is behind it."""
     steps, num_forward = schedule.steps, len(schedule.forward)
     return finish(

@@ -6,14 +6,14 @@ from functools import cached_property
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
-from rockmate.planning.candidate import Candidate, better, evaluate
+from rockmate.planning.candidate import Candidate, evaluate, fastest
 from rockmate.planning.moves import (
-    can_wait,
-    make_room,
-    own_bytes,
-    places_with_room,
-    put_off,
-    spend_room,
+    defer,
+    deferrable_ops,
+    insertion_points,
+    remove_recomputations,
+    result_and_workspace_bytes,
+    spill_until_feasible,
 )
 from rockmate.schedule.schedule import Schedule
 
@@ -24,7 +24,7 @@ _LONG_STEP = 2_000  # ops
 _ATTEMPTS = 2  # at making room: the estimate of bytes in use can be off
 
 
-class Improver:
+class ScheduleRefiner:
     """Changes schedules of one graph, each time a little, and has the simulator say what became of them."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
@@ -38,20 +38,20 @@ class Improver:
 
     def improved(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """What comes of a schedule when it is made to fit and then to use all the room; None if it cannot be made to fit."""
-        fits = self.made_to_fit(candidate, budget_bytes)
+        fits = self.repair(candidate, budget_bytes)
         if fits is None:
             return None
-        full = self.with_room_spent(fits, budget_bytes)
-        return better(fits, full if full.peak_bytes <= budget_bytes else None)
+        full = self.refine(fits, budget_bytes)
+        return fastest(fits, full if full.peak_bytes <= budget_bytes else None)
 
-    def made_to_fit(
+    def repair(
         self, candidate: Candidate, budget_bytes: int, costs: Costs | None = None
     ) -> Candidate | None:
         """The schedule with values evicted until it fits, by other costs if there are any; None if that cannot be."""
         for _ in range(_ATTEMPTS):
             if candidate.peak_bytes <= budget_bytes:
                 return candidate
-            schedule = make_room(
+            schedule = spill_until_feasible(
                 self._graph,
                 costs or self._costs,
                 candidate.schedule,
@@ -63,14 +63,14 @@ class Improver:
             candidate = self.evaluated(schedule)
         return candidate if candidate.peak_bytes <= budget_bytes else None
 
-    def with_room_spent(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+    def refine(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The schedule with values kept where there is room for them; it may exceed the budget, since the room is estimated."""
-        schedule = spend_room(
+        schedule = remove_recomputations(
             self._graph, self._costs, candidate.schedule, candidate.simulation, budget_bytes
         )
         return candidate if schedule is candidate.schedule else self.evaluated(schedule)
 
-    def with_runs_put_off(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+    def defer_weight_gradients(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The schedule with gradients of parameters made later, one by one, where the room that leaves makes it faster.
 
         As it is where the step is long, of which that takes too long.
@@ -94,11 +94,11 @@ class Improver:
 
     @cached_property
     def _can_wait(self) -> frozenset[Op]:
-        return frozenset() if self.is_long else can_wait(self._graph)
+        return frozenset() if self.is_long else deferrable_ops(self._graph)
 
     @cached_property
     def _own_bytes(self) -> list[int]:
-        return own_bytes(self._graph, self._costs).tolist()
+        return result_and_workspace_bytes(self._graph, self._costs).tolist()
 
     def _fullest_that_can_wait(
         self, candidate: Candidate, budget_bytes: int, tried: set[Op]
@@ -120,12 +120,12 @@ class Improver:
     def _put_off(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
         """What is faster with the run at `position` made where there is room for it, None if nothing is."""
         schedule, simulation = candidate.schedule, candidate.simulation
-        for place in places_with_room(
+        for place in insertion_points(
             self._graph, self._costs, schedule, simulation, position, budget_bytes
         ):
-            found = self.evaluated(put_off(self._graph, schedule, position, place))
+            found = self.evaluated(defer(self._graph, schedule, position, place))
             if found.peak_bytes <= budget_bytes:
-                found = self.with_room_spent(found, budget_bytes)
+                found = self.refine(found, budget_bytes)
                 if found.peak_bytes <= budget_bytes and found.time_ms < candidate.time_ms:
                     return found
         return None

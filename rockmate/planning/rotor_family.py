@@ -26,7 +26,7 @@ _MAX_SLOWDOWN = (
 _TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
 
 
-class SeveralLevels:
+class RotorFamily:
     """Rotor's table over the blocks and their options."""
 
     def __init__(

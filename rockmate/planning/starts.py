@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs, unit_times
 from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.family import ScheduleMaker
-from rockmate.planning.knapsack_family import OneLevel
-from rockmate.planning.rotor_family import SeveralLevels
+from rockmate.planning.knapsack_family import KnapsackFamily
+from rockmate.planning.rotor_family import RotorFamily
 from rockmate.schedule.schedule import Schedule
 
 _SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
@@ -28,7 +28,7 @@ _ONE_SLOT = (
 )
 
 
-class SolverProposals:
+class SolverWarmStarts:
     """Schedules of one level and of several, by the times of ops and by their number."""
 
     def __init__(
@@ -36,7 +36,7 @@ class SolverProposals:
         graph: Graph,
         chain: BlockChain,
         costs: Costs,
-        certificate: Certificate,
+        certificate: LowerBound,
         *,
         max_bytes: int,
         solver_time: SolverTime,
@@ -56,7 +56,7 @@ class SolverProposals:
         self._graph, self._chain, self._costs, self._certificate = graph, chain, costs, certificate
         self._max_bytes, self._solver_time = max_bytes, solver_time
         self._solved = SolvedBlocks() if solved is None else solved
-        self._tables: list[SeveralLevels] = []
+        self._tables: list[RotorFamily] = []
 
     @property
     def num_unproved(self) -> int:
@@ -72,7 +72,7 @@ class SolverProposals:
         """A time that no schedule of so many bytes beats."""
         return self._certificate.bound_ms(budget_bytes)
 
-    def at_bound(self, budget_bytes: int) -> Schedule | None:
+    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
         kept = self._certificate.kept_within(budget_bytes)
         return None if kept is None else self._one_level.keeping(kept)
@@ -97,11 +97,11 @@ class SolverProposals:
         ]
 
     @cached_property
-    def _one_level(self) -> OneLevel:
-        return OneLevel(self._graph, self._chain, self._costs, solver_time=self._solver_time)
+    def _one_level(self) -> KnapsackFamily:
+        return KnapsackFamily(self._graph, self._chain, self._costs, solver_time=self._solver_time)
 
-    def _table(self, costs: Costs, **options: Any) -> SeveralLevels:
-        table = SeveralLevels(
+    def _table(self, costs: Costs, **options: Any) -> RotorFamily:
+        table = RotorFamily(
             self._graph,
             self._chain,
             costs,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from rockmate.bound.lower_bound import Certificate
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import Search, Searcher
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.branch_order import roomier_backward
-from rockmate.planning.checkmate_strategy import WholeGraphSearch
-from rockmate.planning.chen_family import square_root
-from rockmate.planning.local_search import ImprovingSearch
-from rockmate.planning.rotor_family import SeveralLevels
-from rockmate.planning.starts import SolverProposals
+from rockmate.planning.branch_order import memory_minimizing_order
+from rockmate.planning.checkmate_strategy import CheckmateSearch
+from rockmate.planning.chen_family import chen_family
+from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.starts import SolverWarmStarts
 from rockmate.schedule.schedule import no_recomputation
 from rockmate.schedule.simulate import simulate
 
@@ -27,7 +27,7 @@ def make_search(
     chain: BlockChain,
     costs: Costs,
     *,
-    certificate: Certificate,
+    certificate: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
 ) -> Searcher:
@@ -54,12 +54,12 @@ def make_search(
     if strategy == "none":
         return Search(graph, costs, [])
     if strategy == "chen":
-        return Search(graph, costs, [[square_root(graph, chain)]])
+        return Search(graph, costs, [[chen_family(graph, chain)]])
     if strategy == "checkmate":
-        return WholeGraphSearch(graph, costs, time_limit_s=solver_time.limit_s)
+        return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":
         max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
-        rotor = SeveralLevels(
+        rotor = RotorFamily(
             graph,
             chain,
             costs,
@@ -69,26 +69,26 @@ def make_search(
             is_all_or_nothing=True,
         )
         return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
-    return improving_search(
+    return local_search(
         graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved
     )
 
 
-def improving_search(
+def local_search(
     graph: Graph,
     chain: BlockChain,
     costs: Costs,
     *,
-    certificate: Certificate,
+    certificate: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
-) -> ImprovingSearch:
+) -> LocalSearch:
     """The search of "rockmate"; arguments as for `make_search`."""
     max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
-    backward = roomier_backward(graph, costs)
+    backward = memory_minimizing_order(graph, costs)
     if backward is not None:
         chain = chain.with_backward_as_in(backward)
-    proposals = SolverProposals(
+    proposals = SolverWarmStarts(
         graph,
         chain,
         costs,
@@ -97,4 +97,4 @@ def improving_search(
         solver_time=solver_time,
         solved=solved,
     )
-    return ImprovingSearch(graph, costs, proposals, backward=backward)
+    return LocalSearch(graph, costs, proposals, backward=backward)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rockmate.planning.candidate import Candidate, is_worth_improving
-from rockmate.planning.refine import Improver
+from rockmate.planning.candidate import Candidate, is_worth_refining
+from rockmate.planning.refine import ScheduleRefiner
 from rockmate.schedule.schedule import Schedule
 
 
-class Attempts:
+class TriedStarts:
     """Improvements that are each tried once: among many budgets the same start comes up again, with the same outcome."""
 
-    def __init__(self, improver: Improver) -> None:
+    def __init__(self, improver: ScheduleRefiner) -> None:
         """Nothing has been tried."""
         self._improver = improver
         self._tried: set[tuple[Schedule, int]] = set()
@@ -20,7 +20,7 @@ class Attempts:
     def improved(self, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
         """What comes of `start`; None if that was tried before, or if it does not fit and cannot be made to or takes `known_ms`."""
         if (
-            not is_worth_improving(start, budget_bytes, known_ms)
+            not is_worth_refining(start, budget_bytes, known_ms)
             or (start.schedule, budget_bytes) in self._tried
         ):
             return None
@@ -28,7 +28,7 @@ class Attempts:
         return self._improver.improved(start, budget_bytes)
 
 
-class Ladder:
+class TighteningPath:
     """Rungs at budgets that fall by one factor, from the peak of a schedule on. Which they are does not depend on what is asked for."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Ladder:
         self._budgets = [top.peak_bytes]
         self._rungs: list[Candidate | None] = [top]
 
-    def above(self, budget_bytes: int) -> Candidate | None:
+    def smallest_above(self, budget_bytes: int) -> Candidate | None:
         """The last rung that is not below the budget, None if the schedule could not be brought down so far.
 
         Raises:
@@ -54,8 +54,8 @@ class Ladder:
         """
         return self._rungs[self._place_above(budget_bytes)]
 
-    def below(self, budget_bytes: int) -> Candidate | None:
-        """The first rung below the budget, or None; errors as for `above`."""
+    def largest_below(self, budget_bytes: int) -> Candidate | None:
+        """The first rung below the budget, or None; errors as for `smallest_above`."""
         place = self._place_above(budget_bytes) + 1
         self._build(place)
         return self._rungs[place] if place < len(self._rungs) else None

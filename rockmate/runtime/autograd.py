@@ -29,7 +29,7 @@ from rockmate._torch.autocast import autocast_off
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
-from rockmate.ops.unused_gradient import is_unused
+from rockmate.ops.unused_gradient import is_undefined
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.emit import Argument, ArgumentKind, Program
 from rockmate.runtime.gradient_sink import GradientSink
@@ -243,9 +243,9 @@ class PlannedStep(torch.autograd.Function):
             sink.close()
         inputs = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
-            inputs[index] = None if is_unused(values[place]) else values[place]
+            inputs[index] = None if is_undefined(values[place]) else values[place]
         parameters = [
-            None if is_unused(values[place]) else values[place]
+            None if is_undefined(values[place]) else values[place]
             for place in runner.parameter_gradients
         ]
         if isinstance(sink, LastHooksSink):

@@ -21,11 +21,16 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from rockmate.capture.roles import Role, RoleKind
-from rockmate.graph.in_place import dying_operand, in_place_call
-from rockmate.graph.ir import EmbeddingRows, Graph, Op, Product, Storage
+from rockmate.graph.in_place import in_place_call, reusable_operand
+from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
 from rockmate.ops.rng import exchange_state, keep_state
 from rockmate.runtime.direct_call import call_directly
-from rockmate.runtime.gradient_sink import deliver, deliver_embedding, deliver_product, fire_hooks
+from rockmate.runtime.gradient_sink import (
+    emit_embedding_gradient,
+    emit_gradient,
+    emit_sliced_matmul,
+    fire_hooks,
+)
 from rockmate.schedule.schedule import Schedule, last_reads
 
 _NAMESPACES = {"aten", "prims"}
@@ -98,13 +103,13 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     """
     runs = Counter(schedule.steps)
     ends = last_reads(graph, schedule.forward, schedule.backward)
-    again = {index for index, number in runs.items() if number > 1}
-    forward = _Writer(graph, schedule, ends, again)
+    recompute = {index for index, number in runs.items() if number > 1}
+    forward = _Writer(graph, schedule, ends, recompute)
     for position, index in enumerate(schedule.forward):
         forward.run(graph.ops[index], position)
     backward_reads = _kept_storages(graph, schedule)
     kept = [Argument(ArgumentKind.KEPT, storage) for storage in backward_reads]
-    states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in again]
+    states = [Argument(ArgumentKind.STATE, op) for op in forward.states if op.index in recompute]
     results = [
         (node, role)
         for node, role in graph.outputs
@@ -120,13 +125,13 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         graph,
         schedule,
         ends,
-        again,
+        recompute,
         ran=forward.ran,
-        handovers=_Handovers(graph, schedule, owner_of),
+        gradient_sink_forms=_Handovers(graph, schedule, owner_of),
     )
     for argument in (*kept, *states):
         backward.take(argument)
-    for node, role in graph.initial_deliveries:
+    for node, role in graph.initial_gradients:
         backward.hand_over(node, role)
     for offset, index in enumerate(schedule.backward):
         backward.run(graph.ops[index], len(schedule.forward) + offset)
@@ -178,7 +183,7 @@ def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
 
 def _are_returned(graph: Graph) -> bool:
     """Whether parameter gradients are returned: then no op delivers any."""
-    return not graph.initial_deliveries and not any(op.delivers for op in graph.ops)
+    return not graph.initial_gradients and not any(op.final_gradients for op in graph.ops)
 
 
 def _kept_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
@@ -211,9 +216,9 @@ def _compile(graph: fx.Graph) -> fx.GraphModule:
 
 def _delivery_order(graph: Graph, schedule: Schedule) -> list[str]:
     """Names of parameters, once for each gradient that is handed over, in order."""
-    order = [role.name for _, role in graph.initial_deliveries]
+    order = [role.name for _, role in graph.initial_gradients]
     return order + [
-        role.name for index in schedule.backward for _, role in graph.ops[index].delivers
+        role.name for index in schedule.backward for _, role in graph.ops[index].final_gradients
     ]
 
 
@@ -226,7 +231,7 @@ class _Handovers:
     def __init__(self, graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> None:
         self._owner_of = owner_of
         self._left = Counter(owner_of[name] for name in _delivery_order(graph, schedule))
-        last_handover = dict.fromkeys(self._left, -1)
+        last_sink_form = dict.fromkeys(self._left, -1)
         last_read = dict.fromkeys(self._left, -1)
         owner_at = {
             graph.storage_of[node]: owner_of[role.name]
@@ -235,12 +240,12 @@ class _Handovers:
         }
         for position, index in enumerate(schedule.backward):
             op = graph.ops[index]
-            last_handover.update({owner_of[role.name]: position for _, role in op.delivers})
+            last_sink_form.update({owner_of[role.name]: position for _, role in op.final_gradients})
             last_read.update(
                 {owner_at[storage]: position for storage in op.reads if storage in owner_at}
             )
         self._read_later = {
-            owner for owner, position in last_handover.items() if last_read[owner] > position
+            owner for owner, position in last_sink_form.items() if last_read[owner] > position
         }
         self._firing: dict[int, list[str]] = {}
         for owner in sorted(self._read_later):
@@ -265,17 +270,17 @@ class _Writer:
         graph: Graph,
         schedule: Schedule,
         ends: list[list[Storage]],
-        again: Iterable[int],
+        recompute: Iterable[int],
         *,
         ran: Iterable[int] = (),
-        handovers: _Handovers | None = None,
+        gradient_sink_forms: _Handovers | None = None,
     ) -> None:
         self.source = graph
         self.schedule = schedule
         self.ends = ends
-        self.again = set(again)
+        self.recompute = set(recompute)
         self.ran = set(ran)
-        self.handovers = handovers
+        self.gradient_sink_forms = gradient_sink_forms
         self.roles = dict(graph.inputs)
         self.graph = fx.Graph()
         self.arguments: list[Argument] = []
@@ -333,40 +338,42 @@ class _Writer:
 
     def run(self, op: Op, position: int) -> None:
         """One run of `op`: its call, its outputs, and the gradients that are final now."""
-        is_again = op.index in self.ran
+        is_recompute = op.index in self.ran
         self.ran.add(op.index)
-        target: Any = op.recompute_target if is_again else op.node.target
-        source = op.recompute_args if is_again and op.recompute_args is not None else op.node.args
+        target: Any = op.recompute_target if is_recompute else op.node.target
+        source = (
+            op.recompute_args if is_recompute and op.recompute_args is not None else op.node.args
+        )
         kept = (
             {
                 node: self._item(self.states[op], place)
-                for place, node in enumerate(op.results_to_keep)
+                for place, node in enumerate(op.saved_results)
             }
-            if is_again
+            if is_recompute
             else {}
         )
         args, kwargs = fx.map_arg(
             (source, op.node.kwargs), lambda node: kept[node] if node in kept else self.value(node)
         )
         if position in self.schedule.in_place:
-            operand = dying_operand(self.source, op, self.ends[position])
+            operand = reusable_operand(self.source, op, self.ends[position])
             assert operand is not None
             target, args, kwargs = in_place_call(op, operand, args, kwargs, self.value(operand))
-        if op.handover is not None:
+        if op.gradient_sink_form is not None:
             self._hand_over_pieces(op, args)
             return
         present = None
-        if op.is_random and is_again:
+        if op.is_random and is_recompute:
             present = self.graph.call_function(exchange_state, (op.device, self.states[op]))
-        elif op.is_random and op.index in self.again:
+        elif op.is_random and op.index in self.recompute:
             self.states[op] = self.graph.call_function(keep_state, (op.device,))
         self._publish(op, self.graph.call_function(target, args, kwargs))
         if present is not None:
             self.graph.call_function(exchange_state, (op.device, present))
-        if op.results_to_keep and not is_again and op.index in self.again:
-            results = [self.value(node) for node in op.results_to_keep]
-            self.states[op] = self.graph.call_function(op.state_target, (results, *args))
-        for node, role in op.delivers:
+        if op.saved_results and not is_recompute and op.index in self.recompute:
+            results = [self.value(node) for node in op.saved_results]
+            self.states[op] = self.graph.call_function(op.save_state, (results, *args))
+        for node, role in op.final_gradients:
             self.hand_over(node, role)
 
     def _item(self, several: fx.Node, place: int) -> fx.Node:
@@ -388,7 +395,7 @@ class _Writer:
         """Gives a parameter gradient to the sink."""
         value = self._sum_of_rows(node) or self.value(self._before_views_that_cancel(node))
         self.graph.call_function(
-            deliver, (self._sink(), value, role.name, self._is_final(role.name))
+            emit_gradient, (self._sink(), value, role.name, self._is_final(role.name))
         )
 
     def _sum_of_rows(self, node: fx.Node) -> fx.Node | None:
@@ -430,19 +437,19 @@ class _Writer:
 
     def _hand_over_pieces(self, op: Op, args: tuple[Any, ...]) -> None:
         """Gives a gradient to the sink that is never made as a whole."""
-        name = op.delivers[0][1].name
+        name = op.final_gradients[0][1].name
         whose = (name, self._is_final(name))
-        match op.handover:
-            case Product() as product:
+        match op.gradient_sink_form:
+            case SlicedMatmul() as product:
                 how = (
                     product.is_flipped,
                     product.dim,
                     product.slice_size,
                     product.is_one_of_several,
                 )
-                self.graph.call_function(deliver_product, (self._sink(), *args, *whose, *how))
-            case EmbeddingRows():
-                self.graph.call_function(deliver_embedding, (self._sink(), *args[:4], *whose))
+                self.graph.call_function(emit_sliced_matmul, (self._sink(), *args, *whose, *how))
+            case SparseEmbeddingGradient():
+                self.graph.call_function(emit_embedding_gradient, (self._sink(), *args[:4], *whose))
 
     def _sink(self) -> fx.Node:
         if self.sink is None:
@@ -450,11 +457,11 @@ class _Writer:
         return self.sink
 
     def _is_final(self, name: str) -> bool:
-        assert self.handovers is not None
-        return self.handovers.is_final(name)
+        assert self.gradient_sink_forms is not None
+        return self.gradient_sink_forms.is_final(name)
 
     def fire_hooks_after(self, position: int) -> None:
         """Fires what hooks had to wait for the run at `position` of the backward."""
-        assert self.handovers is not None
-        for name in self.handovers.firing_after(position):
+        assert self.gradient_sink_forms is not None
+        for name in self.gradient_sink_forms.firing_after(position):
             self.graph.call_function(fire_hooks, (self._sink(), name))

@@ -19,8 +19,8 @@ from functools import lru_cache
 
 import torch
 
-from rockmate.graph.ir import Product
-from rockmate.ops.unused_gradient import is_unused
+from rockmate.graph.ir import SlicedMatmul
+from rockmate.ops.unused_gradient import is_undefined
 
 _VISITED_AT_ONCE = 8  # parameters
 _VISITED_WITHIN_BYTES = (
@@ -28,12 +28,12 @@ _VISITED_WITHIN_BYTES = (
 )  # of them: far less than a bucket that data-parallel training reduces at once
 
 
-def deliver(sink: GradientSink, gradient: torch.Tensor, name: str, is_final: bool) -> None:
+def emit_gradient(sink: GradientSink, gradient: torch.Tensor, name: str, is_final: bool) -> None:
     """Hands one parameter gradient over; called from the emitted backward."""
     sink.accept(name, gradient, is_final=is_final)
 
 
-def deliver_product(
+def emit_sliced_matmul(
     sink: GradientSink,
     left: torch.Tensor,
     right: torch.Tensor,
@@ -45,13 +45,13 @@ def deliver_product(
     is_one_of_several: bool,
 ) -> None:
     """Hands over the product of two matrices, slice by slice; called from the emitted backward."""
-    product = Product(
+    product = SlicedMatmul(
         is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several
     )
     sink.accept_product(name, left, right, product, is_final=is_final)
 
 
-def deliver_embedding(
+def emit_embedding_gradient(
     sink: GradientSink,
     gradient: torch.Tensor,
     indices: torch.Tensor,
@@ -97,7 +97,7 @@ class GradientSink:
         parameter = self._parameters[name]
         if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
             return
-        if is_unused(gradient):
+        if is_undefined(gradient):
             self._unused.add(id(parameter))
             if is_final:
                 self.finish(name)
@@ -178,7 +178,7 @@ class GradientSink:
         name: str,
         left: torch.Tensor,
         right: torch.Tensor,
-        product: Product,
+        product: SlicedMatmul,
         *,
         is_final: bool,
     ) -> None:
@@ -244,7 +244,7 @@ class GradientSink:
 
 
 def _add_by_slices(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: Product
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: SlicedMatmul
 ) -> None:
     for start in range(0, total.shape[product.dim], product.slice_size):
         length = min(product.slice_size, total.shape[product.dim] - start)

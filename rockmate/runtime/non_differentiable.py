@@ -17,7 +17,7 @@ _LEAF = torch.empty(
 )  # makes the result require grad; nothing is ever added to its own
 
 
-class CutOutput(torch.autograd.Function):
+class NonDifferentiableOutput(torch.autograd.Function):
     """A tensor that requires grad, as in eager, and refuses a gradient that is not zero."""
 
     @staticmethod
@@ -36,6 +36,6 @@ class CutOutput(torch.autograd.Function):
         return None, None
 
 
-def refusing_gradients(output: torch.Tensor) -> torch.Tensor:
+def forbid_gradient(output: torch.Tensor) -> torch.Tensor:
     """The output's values in the same memory, as a tensor through which no gradient passes unnoticed."""
-    return CutOutput.apply(_LEAF, output)
+    return NonDifferentiableOutput.apply(_LEAF, output)

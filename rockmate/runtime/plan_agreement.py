@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from rockmate.bound.protocol import KnownBound
+from rockmate.bound.protocol import StoredBound
 from rockmate.plan.plan import Plan
 
 
-def agreed_plan(plan: Plan, *, asked_for: Any) -> Plan:
+def broadcast_plan(plan: Plan, *, asked_for: Any) -> Plan:
     """The plan that the first rank offered for the same step, `plan` itself without a process group.
 
     Args:
@@ -32,10 +32,10 @@ def agreed_plan(plan: Plan, *, asked_for: Any) -> Plan:
     ):
         return plan
     store = torch.distributed.distributed_c10d._get_default_store()
-    asked = f"{plan.outline.fingerprint} {plan.outline.call_fingerprint} {asked_for} {sorted(plan.options.items())}"
+    asked = f"{plan.snapshot.fingerprint} {plan.snapshot.call_fingerprint} {asked_for} {sorted(plan.options.items())}"
     key = f"rockmate/{hashlib.sha256(asked.encode()).hexdigest()}"
     own = replace(
-        plan, bounds=KnownBound(plan.quick_lower_bound_ms)
+        plan, bounds=StoredBound(plan.quick_lower_bound_ms)
     ).to_text()  # the closer bound may take seconds, on every rank
     first = store.compare_set(key, "", own)
     text = first if isinstance(first, str) else first.decode()

@@ -25,7 +25,7 @@ class PlannedCall:
         call: signature of the calls that it serves.
         state: of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
-        cut_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
+        non_differentiable_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
     """
 
     plan_of: Callable[[], Plan]
@@ -33,7 +33,7 @@ class PlannedCall:
     call: CallSignature
     state: ModelSignature
     output_structure: Structure
-    cut_outputs: tuple[int, ...]
+    non_differentiable_outputs: tuple[int, ...]
 
     @cached_property
     def plan(self) -> Plan:

@@ -13,7 +13,7 @@ from rockmate.graph.ir import Op, Storage
 from rockmate.runtime.emit import Argument, Program
 
 
-def at_sizes(program: Program, numbers: SizedNumbers) -> Program:
+def specialize(program: Program, numbers: SizedNumbers) -> Program:
     """A program that was emitted from a generic capture, at the sizes of one call; its code is shared, names of sizes included."""
     return replace(
         program,

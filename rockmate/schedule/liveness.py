@@ -17,12 +17,12 @@ from rockmate._arrays import Bools, Ints
 from rockmate.graph.ir import Graph, Op, state_bytes
 
 # In the order in which one run does them; COPIED stands at the end of the forward.
-READ, MADE, COPIED = 1, 2, 3
+READ, DEFINED, COPIED = 1, 2, 3
 KIND_BITS, KINDS = 2, 3  # that tell them apart, and their mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpAccesses:
+class OpDefUse:
     """What each op reads and makes, one op after the other, and what there is to know of storages and ops by index.
 
     Attributes:
@@ -36,7 +36,7 @@ class OpAccesses:
         tangent_bytes: of all tangents together.
         returned: indices of the storages that the step returns, ascending.
         written_bytes: of each op.
-        is_delivering: whether an op hands gradients over.
+        has_final_gradient: whether an op hands gradients over.
         is_random: whether it draws from the generator.
         state_bytes: what an op needs of its first run to run again; see `state_bytes`.
         producer: index of the op that makes each storage; -1 where there is none.
@@ -55,7 +55,7 @@ class OpAccesses:
     tangent_bytes: int
     returned: Ints
     written_bytes: Ints
-    is_delivering: Bools
+    has_final_gradient: Bools
     is_random: Bools
     state_bytes: Ints
     producer: Ints
@@ -63,21 +63,21 @@ class OpAccesses:
     inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
 
     @staticmethod
-    def of(graph: Graph) -> OpAccesses:
+    def of(graph: Graph) -> OpDefUse:
         """Those of a graph."""
-        accesses = [
+        def_use = [
             [
                 *((s.index, False) for s in op.reads if s.producer),
                 *((s.index, True) for s in op.writes),
             ]
             for op in graph.ops
         ]
-        flat = np.array([access for own in accesses for access in own], dtype=np.int64).reshape(
+        flat = np.array([access for own in def_use for access in own], dtype=np.int64).reshape(
             -1, 2
         )
         storages, updates = graph.storages, set(graph.updates)
-        return OpAccesses(
-            begin=np.cumsum([0, *map(len, accesses)]),
+        return OpDefUse(
+            begin=np.cumsum([0, *map(len, def_use)]),
             storage=flat[:, 0],
             is_made=flat[:, 1].astype(np.bool_),
             num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
@@ -91,38 +91,40 @@ class OpAccesses:
                 sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64
             ),
             written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
-            is_delivering=np.array([bool(op.delivers) for op in graph.ops], dtype=np.bool_),
+            has_final_gradient=np.array(
+                [bool(op.final_gradients) for op in graph.ops], dtype=np.bool_
+            ),
             is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
             state_bytes=np.array([state_bytes(op) for op in graph.ops], dtype=np.int64),
             producer=np.array(
                 [-1 if s.producer is None else s.producer.index for s in storages], dtype=np.int64
             ),
             is_evictable=np.array(
-                [bool(s.num_bytes and s.producer and s.producer.can_run_again) for s in storages],
+                [bool(s.num_bytes and s.producer and s.producer.is_recomputable) for s in storages],
                 dtype=np.bool_,
             ),
-            inputs=tuple(_inputs(op) if op.can_run_again else None for op in graph.ops),
+            inputs=tuple(_inputs(op) if op.is_recomputable else None for op in graph.ops),
         )
 
 
-_DEF_USE: WeakKeyDictionary[Graph, OpAccesses] = WeakKeyDictionary()
+_DEF_USE: WeakKeyDictionary[Graph, OpDefUse] = WeakKeyDictionary()
 
 
-def op_accesses(graph: Graph) -> OpAccesses:
+def op_def_use(graph: Graph) -> OpDefUse:
     """The definitions and uses of a graph's ops, computed once for each graph."""
     if graph not in _DEF_USE:
-        _DEF_USE[graph] = OpAccesses.of(graph)
+        _DEF_USE[graph] = OpDefUse.of(graph)
     return _DEF_USE[graph]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Accesses:
+class DefUse:
     """Accesses of a schedule by storage; for each storage by time, a run's reads before what it makes, copies at the forward's end last.
 
     Attributes:
         steps: indices of the ops in running order.
         is_first: whether a run is the first of its op.
-        keys: each access as one number, ascending: storage, position and kind (`READ`, `MADE`, `COPIED`), one above the other.
+        keys: each access as one number, ascending: storage, position and kind (`READ`, `DEFINED`, `COPIED`), one above the other.
         num_bits: of a key below the storage.
         storage: index of the storage of each access.
         position: of its run in `steps`.
@@ -140,9 +142,9 @@ class Accesses:
     is_last: Bools
 
     @staticmethod
-    def of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Accesses:
+    def of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> DefUse:
         """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read behind its last run."""
-        ops = op_accesses(graph)
+        ops = op_def_use(graph)
         steps = np.array([*forward, *backward], dtype=np.int64)
         first = np.empty(
             len(ops.begin) - 1, dtype=np.int64
@@ -169,10 +171,10 @@ class Accesses:
             )
         keys.sort()
         storage, position = split_keys(keys, num_bits)
-        is_made = keys & KINDS == MADE
+        is_made = keys & KINDS == DEFINED
         is_last = np.ones(len(keys), dtype=np.bool_)
         is_last[:-1] = is_made[1:] | (storage[1:] != storage[:-1])
-        return Accesses(
+        return DefUse(
             steps=steps,
             is_first=is_first,
             keys=keys,
@@ -192,12 +194,12 @@ class Accesses:
 
         Left out is what someone else holds. A storage that nobody reads ends where it is made.
         """
-        chosen = self.is_last & ~op_accesses(graph).is_held[self.storage]
+        chosen = self.is_last & ~op_def_use(graph).is_held[self.storage]
         return self.position[chosen], self.storage[chosen]
 
 
 def split_keys(keys: Ints, num_bits: int) -> tuple[Ints, Ints]:
-    """Storages and positions of keys as in `Accesses.keys`."""
+    """Storages and positions of keys as in `DefUse.keys`."""
     return keys >> num_bits, (keys & (1 << num_bits) - 1) >> KIND_BITS
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from rockmate._arrays import Bools
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.liveness import Accesses, op_accesses
+from rockmate.schedule.liveness import DefUse, op_def_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Schedule:
         forward: runs before the loss is returned.
         backward: runs of the backward: backward and late ops once each, forward ops as often as they are recomputed.
         in_place: positions in forward + backward whose result takes over the memory of its first read that dies there.
-        accesses: what the runs make and read, None where nobody has looked.
+        def_use: what the runs make and read, None where nobody has looked.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     in_place: frozenset[int] = frozenset()
-    accesses: Accesses | None = field(default=None, compare=False, repr=False)
+    def_use: DefUse | None = field(default=None, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -67,11 +67,11 @@ class Schedule:
         rows = []
         for position, index in enumerate(self.steps):
             half = "forward" if position < len(self.forward) else "backward"
-            again, place = (
+            recompute, place = (
                 " again" if position in repeated else "",
                 " in-place" if position in self.in_place else "",
             )
-            rows.append(f"{half} {index} {names[index]}{again}{place}")
+            rows.append(f"{half} {index} {names[index]}{recompute}{place}")
         return rows
 
     def to_text(self, graph: Graph) -> str:
@@ -112,7 +112,7 @@ class Schedule:
             op
             for op in graph.ops
             if not runs[op.index]
-            and (op.delivers or op.is_random or not ends.isdisjoint(op.writes))
+            and (op.final_gradients or op.is_random or not ends.isdisjoint(op.writes))
         ]
         assert not never, f"{never} never run"
         misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
@@ -125,47 +125,47 @@ class Schedule:
 
 def no_recomputation(graph: Graph) -> Schedule:
     """Every op once, in the order of the graph: what a framework does that saves whatever the backward reads."""
-    return with_nothing_again(graph, graph.backward_ops)
+    return schedule_with_backward(graph, graph.backward_ops)
 
 
-def with_nothing_again(graph: Graph, backward: Sequence[Op]) -> Schedule:
+def schedule_with_backward(graph: Graph, backward: Sequence[Op]) -> Schedule:
     """Every op once, those of the forward in the order of the graph, late and backward ones in the order of `backward`."""
     return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in backward])
 
 
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
     """Drops runs whose results nobody reads, then finds the runs that can work in place."""
-    accesses = Accesses.of(graph, forward, backward)
-    is_needed = _is_needed(graph, accesses, len(forward))
+    def_use = DefUse.of(graph, forward, backward)
+    is_needed = _is_needed(graph, def_use, len(forward))
     if not is_needed.all():
         forward, backward = (
             list(compress(forward, is_needed)),
             list(compress(backward, is_needed[len(forward) :])),
         )
-        accesses = Accesses.of(graph, forward, backward)
+        def_use = DefUse.of(graph, forward, backward)
     return Schedule(
-        tuple(forward), tuple(backward), _in_place(graph, accesses, len(forward)), accesses
+        tuple(forward), tuple(backward), _in_place(graph, def_use, len(forward)), def_use
     )
 
 
-def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
+def _is_needed(graph: Graph, def_use: DefUse, num_forward: int) -> Bools:
     """For each run whether it makes anything that is read before it is made anew, returned, handed over or drawn."""
-    ops, steps = op_accesses(graph), accesses.steps
-    makers = accesses.makers()
-    reads = np.flatnonzero(~accesses.is_made)
-    reader, maker = accesses.position[reads], accesses.position[makers[reads]]
+    ops, steps = op_def_use(graph), def_use.steps
+    makers = def_use.makers()
+    reads = np.flatnonzero(~def_use.is_made)
+    reader, maker = def_use.position[reads], def_use.position[makers[reads]]
     num_readers = np.bincount(maker, minlength=len(steps))
-    last = np.searchsorted(accesses.storage, ops.returned, side="right") - 1
-    np.add.at(
-        num_readers, accesses.position[makers[last[accesses.storage[last] == ops.returned]]], 1
-    )
+    last = np.searchsorted(def_use.storage, ops.returned, side="right") - 1
+    np.add.at(num_readers, def_use.position[makers[last[def_use.storage[last] == ops.returned]]], 1)
     is_wanted = (
-        (num_readers > 0) | ops.is_delivering[steps] | (ops.is_random[steps] & accesses.is_first)
+        (num_readers > 0)
+        | ops.has_final_gradient[steps]
+        | (ops.is_random[steps] & def_use.is_first)
     )
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
     must_run = is_wanted & (num_readers == 0)
     if graph.updates:  # what the forward made of them is copied when it has ended
-        is_copied = (reader == num_forward - 1) & ops.is_copied[accesses.storage[reads]]
+        is_copied = (reader == num_forward - 1) & ops.is_copied[def_use.storage[reads]]
         must_run[maker[is_copied]] = True
     unread = np.flatnonzero(~is_wanted)
     while len(unread):
@@ -180,10 +180,10 @@ def _is_needed(graph: Graph, accesses: Accesses, num_forward: int) -> Bools:
 def last_reads(
     graph: Graph, forward: Sequence[int], backward: Sequence[int]
 ) -> list[list[Storage]]:
-    """For each position the storages whose memory is released when that run has ended; see `Accesses.released`."""
+    """For each position the storages whose memory is released when that run has ended; see `DefUse.released`."""
     ends: list[list[Storage]] = [[] for _ in range(len(forward) + len(backward))]
     for position, storage in zip(
-        *map(np.ndarray.tolist, Accesses.of(graph, forward, backward).released(graph)), strict=True
+        *map(np.ndarray.tolist, DefUse.of(graph, forward, backward).released(graph)), strict=True
     ):
         ends[position].append(graph.storages[storage])
     return ends
@@ -191,13 +191,13 @@ def last_reads(
 
 def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
     """Positions at which the op has an in-place form and one operand's memory dies there, unseen by anyone else."""
-    return _in_place(graph, Accesses.of(graph, forward, backward), len(forward))
+    return _in_place(graph, DefUse.of(graph, forward, backward), len(forward))
 
 
-def _in_place(graph: Graph, accesses: Accesses, num_forward: int) -> frozenset[int]:
-    positions, storages = accesses.released(graph)
+def _in_place(graph: Graph, def_use: DefUse, num_forward: int) -> frozenset[int]:
+    positions, storages = def_use.released(graph)
     if graph.updates:  # those that end with the forward are still to be copied then
-        is_copied = (positions == num_forward - 1) & op_accesses(graph).is_copied[storages]
+        is_copied = (positions == num_forward - 1) & op_def_use(graph).is_copied[storages]
         positions, storages = positions[~is_copied], storages[~is_copied]
-    can_be_taken = operands_in_place(graph)[accesses.steps[positions]] == storages[:, np.newaxis]
+    can_be_taken = operands_in_place(graph)[def_use.steps[positions]] == storages[:, np.newaxis]
     return frozenset(positions[can_be_taken.any(axis=1)].tolist())

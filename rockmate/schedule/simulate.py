@@ -13,9 +13,9 @@ import numpy as np
 
 from rockmate._arrays import Ints
 from rockmate.costs.cost import Costs
-from rockmate.graph.in_place import dying_operand
+from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Phase, Storage
-from rockmate.schedule.liveness import Accesses, op_accesses
+from rockmate.schedule.liveness import DefUse, op_def_use
 from rockmate.schedule.schedule import Schedule
 
 
@@ -49,22 +49,22 @@ class PartSimulation:
 def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     """Replays `schedule`; see `Simulation`."""
     num_forward = len(schedule.forward)
-    accesses = schedule.accesses or Accesses.of(graph, schedule.forward, schedule.backward)
-    ops, steps = op_accesses(graph), accesses.steps
+    def_use = schedule.def_use or DefUse.of(graph, schedule.forward, schedule.backward)
+    ops, steps = op_def_use(graph), def_use.steps
     if not len(steps):
         return Simulation(peak_bytes=0, peak_position=0, time_ms=0.0, live_bytes=(), saved_bytes=0)
     made_bytes = ops.written_bytes[steps]
     freed_bytes = np.zeros(len(steps), dtype=np.int64)
-    positions, storages = accesses.released(graph)
+    positions, storages = def_use.released(graph)
     np.add.at(freed_bytes, positions, ops.num_bytes[storages])
     if schedule.backward:
         made_bytes[num_forward] += ops.tangent_bytes
-    _add_states(graph, accesses, made_bytes, freed_bytes)
+    _add_states(graph, def_use, made_bytes, freed_bytes)
     after = np.cumsum(made_bytes - freed_bytes)
     running = (
         after
         + freed_bytes
-        + np.where(accesses.is_first, costs.first_table[1][steps], costs.again_table[1][steps])
+        + np.where(def_use.is_first, costs.first_table[1][steps], costs.recompute_table[1][steps])
     )
     in_place = list(schedule.in_place)
     running[in_place] -= ops.written_bytes[steps[in_place]]
@@ -75,7 +75,7 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
         time_ms=float(
             np.cumsum(
                 np.where(
-                    accesses.is_first, costs.first_table[0][steps], costs.again_table[0][steps]
+                    def_use.is_first, costs.first_table[0][steps], costs.recompute_table[0][steps]
                 )
             )[-1]
         ),
@@ -84,12 +84,12 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     )
 
 
-def _add_states(graph: Graph, accesses: Accesses, made_bytes: Ints, freed_bytes: Ints) -> None:
+def _add_states(graph: Graph, def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:
     """Adds what each op needs of its first run to run again, which is kept from that to its last."""
-    steps, state_bytes = accesses.steps, op_accesses(graph).state_bytes
+    steps, state_bytes = def_use.steps, op_def_use(graph).state_bytes
     runs = np.flatnonzero(state_bytes[steps])
     last = {int(steps[position]): position for position in runs.tolist()}
-    for position in runs[accesses.is_first[runs]].tolist():
+    for position in runs[def_use.is_first[runs]].tolist():
         index = int(steps[position])
         if last[index] != position:
             made_bytes[position] += state_bytes[index]
@@ -104,7 +104,7 @@ def simulate_part(
     before: Collection[Storage],
     after: Collection[Storage],
     uncounted: Collection[Storage] = (),
-    again: bool = False,
+    recompute: bool = False,
 ) -> PartSimulation:
     """Replays a stretch of a schedule on its own.
 
@@ -115,7 +115,7 @@ def simulate_part(
         before: storages live at the start, counted until their last read here unless they are in `after`.
         after: storages that stay when the stretch has ended.
         uncounted: made here, but accounted for elsewhere.
-        again: whether forward ops of the stretch run for a second time.
+        recompute: whether forward ops of the stretch run for a second time.
 
     Returns:
         Peak and time. Storages that are neither made here nor in `before` are not counted.
@@ -138,9 +138,11 @@ def simulate_part(
     live = peak = sum(storage.num_bytes for storage in before)
     time_ms = 0.0
     for op, ending in zip(ops, ends, strict=True):
-        cost = (costs.again if again and op.phase is Phase.FORWARD else costs.first)[op.index]
+        cost = (costs.recompute if recompute and op.phase is Phase.FORWARD else costs.first)[
+            op.index
+        ]
         written = sum([storage.num_bytes for storage in op.writes if storage in counted])
-        taken = written if ending and dying_operand(graph, op, ending) else 0
+        taken = written if ending and reusable_operand(graph, op, ending) else 0
         live += written
         peak = max(peak, live - taken + cost.overhead_bytes)
         live -= sum([storage.num_bytes for storage in ending])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rockmate._torch.allocator import timeline
 from rockmate.capture.signature import sample_call
 from rockmate.capture.structure import flatten
-from rockmate.collector import collection_put_off
+from rockmate.collector import gc_paused
 from rockmate.errors import UnsupportedModelError
 from rockmate.module import RockmateModule
 
@@ -199,7 +199,7 @@ class SideBySide:
 
     def measure(self, module: RockmateModule) -> Measurement:
         """Steps of `module`, each right after the same step of eager."""
-        with _kept(self._model), collection_put_off():
+        with _kept(self._model), gc_paused():
             peak_bytes = self._peak(module)
             eager_ms, planned_ms, differences = self._train(module)
         alone = Measurement(

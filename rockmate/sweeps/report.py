@@ -351,7 +351,7 @@ def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
     """When each run of the schedule begins, and when the last one ends."""
     times, seen = [0.0], set()
     for index in schedule.steps:
-        cost = (costs.again if index in seen else costs.first)[index]
+        cost = (costs.recompute if index in seen else costs.first)[index]
         seen.add(index)
         times.append(times[-1] + cost.time_ms)
     return times

@@ -21,7 +21,7 @@ from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.planning.strategies import STRATEGIES
-from rockmate.progress import clears_bars
+from rockmate.progress import is_terminal
 from rockmate.sweeps.measure import SideBySide
 from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
 from rockmate.sweeps.row import SweepRow, planned_row
@@ -96,7 +96,7 @@ def run_sweep(
     asked = check_options(options, planner_options.get("machine"))
     folder = SweepFolder(Path(out)) if out is not None else None
     planner = Planner(
-        model, sample_input, progress=options.progress and clears_bars(), **planner_options
+        model, sample_input, progress=options.progress and is_terminal(), **planner_options
     )
     state = _begin(planner, model, title)
     if folder is not None:
@@ -153,11 +153,11 @@ def check_options(options: SweepOptions, machine: Any = None) -> list[Budget] | 
 
 def _begin(planner: Planner, model: nn.Module, title: str) -> Sweep:
     baseline = planner.plan(planner.baseline_peak_bytes, strategy="none")
-    outline = baseline.outline
+    snapshot = baseline.snapshot
     settings = {
         "title": title,
-        "graph": outline.fingerprint,
-        "call": outline.call_fingerprint,
+        "graph": snapshot.fingerprint,
+        "call": snapshot.call_fingerprint,
         "options": dict(baseline.options),
         "machine": baseline.machine,
         "device": _device_name(next(iter(model.parameters())).device),
@@ -206,7 +206,7 @@ def _predict(
         for budget in budgets_bytes
         if (strategy, budget) not in known
     ]
-    plans = planner.planned_together(
+    plans = planner.plan_many(
         [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress
     )
     num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)

@@ -8,7 +8,7 @@ import transformers
 from arguments import parser, run
 from text import Rows, rows_of_tokens
 
-from rockmate.hf.trainer import wrap_trainer
+from rockmate import wrap_trainer
 
 
 def main() -> None:

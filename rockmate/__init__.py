@@ -35,7 +35,11 @@ from rockmate.module import RockmateModule  # noqa: E402
 from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
-    from rockmate.planner import FrontierPoint, Planner
+    from rockmate._torch.allocator import Timeline, timeline
+    from rockmate.hf.buckets import PadToBuckets
+    from rockmate.hf.trainer import wrap_trainer
+    from rockmate.planner import Planner
+    from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sweeps.row import SweepRow
     from rockmate.sweeps.run import sweep
@@ -50,6 +54,7 @@ __all__ = [
     "InvalidSampleError",
     "Machine",
     "MachineError",
+    "PadToBuckets",
     "Plan",
     "PlanFileError",
     "PlanMismatchError",
@@ -59,17 +64,24 @@ __all__ = [
     "SignatureMismatchError",
     "SolverLimitError",
     "SweepRow",
+    "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
     "sweep",
+    "timeline",
+    "wrap_trainer",
 ]
 
 
 _LOADED_LATE = {
     "STRATEGIES": "rockmate.planning.strategies",
-    "FrontierPoint": "rockmate.planner",
+    "FrontierPoint": "rockmate.planning.session",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
+    "PadToBuckets": "rockmate.hf.buckets",
+    "Timeline": "rockmate._torch.allocator",
+    "timeline": "rockmate._torch.allocator",
+    "wrap_trainer": "rockmate.hf.trainer",
     "sweep": "rockmate.sweeps.run",
 }
 

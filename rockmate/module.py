@@ -7,46 +7,24 @@ import inspect
 import logging
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rockmate.budget import Budget, parse_budget, size_text
-from rockmate.capture.opaque_module import opaque_modules, opaque_names
-from rockmate.capture.signature import (
-    CallSignature,
-    ModelSignature,
-    SampleCall,
-    check_call,
-    differs_in_keywords,
-    differs_in_shapes,
-    flatten_call,
-    has_same_form,
-    is_no_larger,
-    optional_keywords,
-    resized_call,
-)
 from rockmate.errors import (
-    InfeasibleBudgetError,
     InvalidBudgetError,
     RockmateError,
-    SignatureMismatchError,
     UnsupportedModelError,
 )
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan.plan import Plan
-from rockmate.plan_cache import MAX_PLANS, PlannedSample, RunnableCall
-from rockmate.request import PlanRequest
-from rockmate.runtime.ddp import SHARDED, finds_unused_parameters
-from rockmate.runtime.non_differentiable import forbid_gradient
+from rockmate.plan_cache import PlanCache
+from rockmate.request import PlanRequest, planned_call_of
+from rockmate.runtime.ddp import SHARDED
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.step_family import StepFamily
-
-if TYPE_CHECKING:
-    from rockmate.step import CapturedStep
 
 logger = logging.getLogger("rockmate")
 
@@ -138,56 +116,27 @@ class RockmateModule(nn.Module):
             raise ValueError(msg)
         self._wrap(model)
         if plan is not None:
-            from rockmate.step import capture_step
-
-            given = [*planner_options, *(["strategy"] if strategy else [])]
-            if given or sample_input is None:
-                what = (
-                    f"{', '.join(given)} cannot be given"
-                    if given
-                    else "a sample must be given, too,"
-                )
-                made_with = ", ".join(
-                    f"{name}={value!r}"
-                    for name, value in {"strategy": plan.strategy, **plan.options}.items()
-                )
-                way_out = (
-                    "Leave that out, or give a budget instead of the plan."
-                    if given
-                    else "Give the sample that it was made for."
-                )
-                msg = f"{what} with a plan, which has been made with {made_with}. {way_out}"
-                raise TypeError(msg)
-            options: dict[str, Any] = dict(plan.options)
-            self._use(
-                capture_step(model, sample_input, **{"hooked": "", **options}).planned_call(plan)
-            )
-            self._runnables[0].warn_of_hooks(model)
+            _check_plan_arguments(plan, sample_input, strategy, planner_options)
+            self._plans = PlanCache(model)
+            self._plans.adopt(planned_call_of(plan, model, sample_input))
+            self._plans.runnables[0].warn_of_hooks(model)
             return
-        limit = None
-        if memory_limit is not None:
-            limit = MemoryLimit(
-                limit=memory_limit, optimizer=optimizer, steps_in_backward=steps_in_backward
-            )
         request = PlanRequest(
             budget=budget,
-            memory_limit=limit,
+            memory_limit=_memory_limit(memory_limit, optimizer, steps_in_backward),
             strategy=strategy or "rockmate",
             options=planner_options,
         )
-        self._request = request if replan or sample_input is None else None
-        self._replan = replan
-        self._refuses_larger = larger == "refuse"
+        self._plans = PlanCache(model, request, replans=replan, refuses_larger=larger == "refuse")
         if sample_input is not None:
-            self._use(request.planned_call(model, sample_input))
-            self._samples.append(PlannedSample(self._runnables[0].planned.call))
+            self._plans.plan_for_sample(sample_input)
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
         """A module for a call that has been planned; see `Planner.module`."""
         module = cls.__new__(cls)
         module._wrap(model)
-        module._use(call)
+        module._plans.adopt(call)
         return module
 
     def _wrap(self, model: nn.Module) -> None:
@@ -198,27 +147,8 @@ class RockmateModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self.__dict__["_forward_of_model"] = _with_signature_of(model)
         self.training = model.training
-        self._optional = optional_keywords(model)
-        self._request: PlanRequest | None = None
-        self._replan = self._refuses_larger = False
-        self._runnables: list[RunnableCall] = []  # the one in use first
-        self._samples: list[PlannedSample] = []  # one for each set of keywords
+        self._plans = PlanCache(model)
         self._num_runs = 0
-
-    def _use(
-        self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
-    ) -> None:
-        family = family or StepFamily(self.original, call)
-        self._runnables.insert(0, RunnableCall(call, self.original, family, is_adapted=is_adapted))
-        if (
-            len(self._runnables) > MAX_PLANS
-        ):  # what has been planned for serves other shapes, too, so it goes last
-            adapted = [
-                place
-                for place, runnable in enumerate(self._runnables)
-                if place and runnable.is_adapted
-            ]
-            del self._runnables[adapted[-1] if adapted else MAX_PLANS]
 
     @property
     def __class__(self) -> type:
@@ -243,15 +173,15 @@ class RockmateModule(nn.Module):
         Raises:
             RockmateError: there was no sample, and no training call yet.
         """
-        if not self._runnables:
+        if not self._plans.runnables:
             msg = "nothing is planned yet: the module was made without a sample, so it plans when it is first called in training mode."
             raise RockmateError(msg)
-        return self._runnables[0].planned.plan
+        return self._plans.runnables[0].planned.plan
 
     @property
     def is_planned(self) -> bool:
         """Whether there is a plan; one without a sample is made at the first training call."""
-        return bool(self._runnables)
+        return bool(self._plans.runnables)
 
     @_Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +209,7 @@ class RockmateModule(nn.Module):
             msg = (
                 "forward was replaced after the model was wrapped, and the new one does not call the planned forward, so nothing ran "
                 "inside the budget. Wrap last: for a trainer that replaces it (TRL's), make the trainer with the plain model, then "
-                "rockmate.trainer.wrap_trainer(trainer, budget)."
+                "rockmate.wrap_trainer(trainer, budget)."
             )
             raise RockmateError(msg)
         return output
@@ -287,147 +217,11 @@ class RockmateModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _run_outside_dynamo(self, args, kwargs)
-        self.__dict__["_num_runs"] += (
-            1  # past `nn.Module.__setattr__`, which takes as long as an op
-        )
+        # Past `nn.Module.__setattr__`, which takes as long as an op.
+        self.__dict__["_num_runs"] += 1
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
-        tensors, call = flatten_call(args, kwargs, self._optional)
-        runnable = self._runnable_for(call, tensors)
-        outputs = list(runnable.runner.run(tensors, hooks_last=finds_unused_parameters()))
-        for index in runnable.planned.non_differentiable_outputs:
-            outputs[index] = forbid_gradient(outputs[index])
-        return runnable.planned.output_structure.rebuild(outputs)
-
-    def _runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
-        """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
-        if not self._runnables:
-            return self._planned_now("this is the first training call", call, tensors)
-        first = self._runnables[0]
-        changed = first.difference(self.original, replans=self._replan)
-        if not changed and call == first.planned.call:
-            return first
-        if not self._replan:
-            check_call(first.planned.call, call)
-            msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
-            raise SignatureMismatchError(msg)
-        if changed:
-            for runnable in self._runnables:
-                runnable.runner.release_accumulators()
-        fitting = [
-            runnable for runnable in self._runnables if not runnable.difference(self.original)
-        ]
-        for runnable in fitting:
-            if call == runnable.planned.call:
-                self._runnables.remove(runnable)
-                self._runnables.insert(0, runnable)
-                return runnable
-        self._check_size(call)
-        alike = [runnable for runnable in fitting if differs_in_shapes(runnable.planned.call, call)]
-        if alike:
-            return self._planned_for_shapes(alike, call, tensors)
-        return self._planned_now(changed or self._difference_in(call), call, tensors)
-
-    def _difference_in(self, call: CallSignature) -> str:
-        """What there is in a call that has not been planned for, in words; an error if that is neither keywords nor shapes."""
-        known = [sample.call for sample in self._samples]
-        if any(call.kind == sample.kind for sample in known):
-            return "an input requires a gradient that did not, or the other way"
-        alike = next((sample for sample in known if call.keywords == sample.keywords), None)
-        if alike is not None or not differs_in_keywords(known[0], call):
-            check_call(alike or known[0], call)
-        return "the call has other keywords than the sample"
-
-    def _check_size(self, call: CallSignature) -> None:
-        """Raises for a call that is larger than every sample, in the arguments that both have, if such are refused."""
-        pairs = (
-            [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
-            if self._refuses_larger
-            else []
-        )
-        sized = [pair for pair in pairs if has_same_form(*pair)]
-        if sized and not any(is_no_larger(*pair) for pair in sized):
-            check_call(self._samples[0].call, call)
-
-    def _planned_for_shapes(
-        self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
-    ) -> RunnableCall:
-        """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
-        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[
-            :1
-        ]  # which may be the last of its kind
-        larger = [
-            runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)
-        ]
-        family = alike[-1].family  # all of them are of one
-        adapted = family.resized(larger[-1], call) if larger else None
-        if adapted is None:
-            step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
-            shaped = step.in_form_of(larger[-1].plan) if larger else step
-            plan = shaped.adapted(larger[-1].plan) if larger else None
-            if plan is None:
-                return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
-            adapted = shaped.planned_call(plan)
-        self._use(adapted, family, is_adapted=True)
-        logger.info("the schedule of the sample serves smaller tensors: %s", call)
-        return self._runnables[0]
-
-    def _planned_within(
-        self, step: CapturedStep, family: StepFamily, budget_bytes: int
-    ) -> RunnableCall:
-        assert self._request is not None
-        try:
-            planned = self._request.planned_call_for_step(step, budget_bytes)
-        except InfeasibleBudgetError as error:
-            advice = (
-                "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
-                "(without one the first training batch is it)."
-            )
-            raise error.advised(advice) from None
-        self._use(planned, family)
-        self._log_plan("its tensors have other shapes than the sample's")
-        return self._runnables[0]
-
-    def _planned_now(
-        self, reason: str, call: CallSignature, tensors: Sequence[Tensor]
-    ) -> RunnableCall:
-        """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
-        assert self._request is not None
-        sample = next(
-            (sample for sample in self._samples if has_same_form(sample.call, call)), None
-        )
-        if sample is None:
-            sample = PlannedSample(call, self._share_bytes(call))
-        planned = self._request.planned_call(
-            self.original, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes
-        )
-        if sample not in self._samples:
-            self._samples.append(sample)
-        self._use(planned)
-        self._log_plan(reason)
-        if planned.call == call:
-            return self._runnables[0]
-        return self._planned_for_shapes(self._runnables[:1], call, tensors)
-
-    def _share_bytes(self, call: CallSignature) -> int | None:
-        """What a share of the sample's peak stands for in a call with other keywords; None if that has the size of a sample."""
-        pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
-        is_sample_sized = any(
-            pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs
-        )
-        if not self._runnables or is_sample_sized:
-            return None
-        fitting = [
-            runnable for runnable in self._runnables if not runnable.difference(self.original)
-        ]
-        return (fitting or self._runnables)[0].planned.plan.budget_bytes
-
-    def _log_plan(self, reason: str) -> None:
-        plan = self.plan
-        logger.warning(
-            "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
-            reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
-        )  # fmt: skip
+        return self._plans.run(args, kwargs)
 
     train, eval, to, cuda, cpu = map(_delegate, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(_delegate, ("half", "bfloat16", "float", "double"))
@@ -445,26 +239,7 @@ class RockmateModule(nn.Module):
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
-        module._request, module._replan, module._refuses_larger = (
-            self._request,
-            self._replan,
-            self._refuses_larger,
-        )
-        module._samples = list(self._samples)
-        planned = next(
-            (runnable.planned for runnable in self._runnables if not runnable.is_adapted), None
-        )
-        apart = planned is not None and bool(
-            opaque_modules(self.original, opaque_names(planned.plan.options))
-        )
-        if apart and self._request is None:
-            msg = (
-                "the plan runs untraced submodules of the module that it was loaded for, so a copy cannot share it. Copy the model itself "
-                "(`module.original`), and load the plan for the copy."
-            )
-            raise RockmateError(msg)
-        if planned is not None and not apart:
-            module._use(replace(planned, state=ModelSignature.of(model)))
+        module._plans = self._plans.copy_for(model)
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
@@ -497,7 +272,7 @@ class RockmateModule(nn.Module):
         return f"RockmateModule(\n  {self._plan_text()}\n  {repr(self.original).replace(chr(10), chr(10) + '  ')}\n)"
 
     def _plan_text(self) -> str:
-        if not self._runnables:
+        if not self._plans.runnables:
             return "(not planned yet)"
         plan = self.plan
         return (
@@ -541,6 +316,33 @@ def _check_arguments(
         parse_budget(
             budget, 1 << 62
         )  # one that cannot be read is told before the work, not after it
+
+
+def _check_plan_arguments(
+    plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
+) -> None:
+    """Raises `TypeError` for what cannot be given together with a plan, and for a missing sample."""
+    given = [*options, *(["strategy"] if strategy else [])]
+    if not given and sample_input is not None:
+        return
+    made_with = {"strategy": plan.strategy, **plan.options}
+    settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
+    if given:
+        what = f"{', '.join(given)} cannot be given"
+        next_step = "Leave that out, or give a budget instead of the plan."
+    else:
+        what = "a sample must be given, too,"
+        next_step = "Give the sample that it was made for."
+    msg = f"{what} with a plan, which has been made with {settings}. {next_step}"
+    raise TypeError(msg)
+
+
+def _memory_limit(
+    limit: int | str | None, optimizer: Optimizer, steps_in_backward: bool
+) -> MemoryLimit | None:
+    if limit is None:
+        return None
+    return MemoryLimit(limit=limit, optimizer=optimizer, steps_in_backward=steps_in_backward)
 
 
 def _with_signature_of(model: nn.Module) -> Callable[..., Any]:

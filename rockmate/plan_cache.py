@@ -1,19 +1,45 @@
-"""TODO: plan_cache."""
+"""The plans of one module: which serves a call, and when another is made.
+
+A call is served by the plan in use, by an earlier plan, by the schedule of a larger sample at the
+call's sizes, or by a plan that is made now, in this order.
+
+Ownership: `RockmateModule` owns one cache. The cache owns `RunnableCall`s, each of which owns the
+code of one plan (`PlannedCall`), the autograd state that runs it (`Runner`) and the watch over the
+model that it was made for.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from rockmate.budget import size_text
+from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.signature import (
     CallSignature,
     ModelSignature,
     ModelWatch,
+    SampleCall,
+    check_call,
+    differs_in_keywords,
+    differs_in_shapes,
+    flatten_call,
+    has_same_form,
+    is_no_larger,
+    optional_keywords,
+    resized_call,
 )
+from rockmate.errors import InfeasibleBudgetError, RockmateError, SignatureMismatchError
+from rockmate.request import PlanRequest
 from rockmate.runtime.autograd import Runner
+from rockmate.runtime.ddp import finds_unused_parameters
+from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
+from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
 
 logger = logging.getLogger("rockmate")
@@ -66,6 +92,13 @@ class RunnableCall:
                 largest, f"{size[largest]:,}", len(hooked),
             )  # fmt: skip
 
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output for the tensors of a call that the plan serves."""
+        outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
+        for index in self.planned.non_differentiable_outputs:
+            outputs[index] = forbid_gradient(outputs[index])
+        return self.planned.output_structure.rebuild(outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
@@ -78,3 +111,213 @@ class PlannedSample:
 
     call: CallSignature
     share_bytes: int | None = None
+
+
+class PlanCache:
+    """The plans of one model, the one in use first.
+
+    Attributes:
+        runnables: at most `MAX_PLANS`, the one in use first.
+        request: how to plan when no plan serves a call; None where only the given plan may run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        request: PlanRequest | None = None,
+        *,
+        replans: bool = False,
+        refuses_larger: bool = False,
+    ) -> None:
+        """A cache without a plan.
+
+        Args:
+            model: the module whose calls are planned.
+            request: how to plan; None refuses every call that the adopted plan does not serve.
+            replans: whether a changed module, or a call of other shapes, is planned for.
+            refuses_larger: whether a call with a tensor larger than every sample's is refused.
+        """
+        self.runnables: list[RunnableCall] = []
+        self.request = request
+        self._model = model
+        self._replans, self._refuses_larger = replans, refuses_larger
+        self._optional = optional_keywords(model)
+        self._samples: list[PlannedSample] = []  # one for each set of keywords
+
+    def plan_for_sample(self, sample_input: Any) -> None:
+        """Plans for a sample; errors as for `PlanRequest.planned_call`."""
+        assert self.request is not None
+        self.adopt(self.request.planned_call(self._model, sample_input))
+        self._samples.append(PlannedSample(self.runnables[0].planned.call))
+        if not self._replans:
+            self.request = None
+
+    def adopt(
+        self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
+    ) -> None:
+        """Puts a planned call in use."""
+        family = family or StepFamily(self._model, call)
+        self.runnables.insert(0, RunnableCall(call, self._model, family, is_adapted=is_adapted))
+        if len(self.runnables) > MAX_PLANS:
+            # A call that was planned for, not adapted, serves other shapes too, so it goes last.
+            adapted = [
+                place for place, each in enumerate(self.runnables) if place and each.is_adapted
+            ]
+            del self.runnables[adapted[-1] if adapted else MAX_PLANS]
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output for a training call; errors as for `RockmateModule.forward`."""
+        tensors, call = flatten_call(args, kwargs, self._optional)
+        return self.runnable_for(call, tensors).run(tensors)
+
+    def copy_for(self, model: nn.Module) -> PlanCache:
+        """A cache for a copy of the model, with the same plan.
+
+        With opaque submodules it has no plan: they belong to the model that was captured. The copy
+        is planned for at its first training call.
+
+        Raises:
+            RockmateError: there are opaque submodules, and the plan was given.
+        """
+        copied = PlanCache(
+            model, self.request, replans=self._replans, refuses_larger=self._refuses_larger
+        )
+        copied._samples = list(self._samples)
+        planned = next((each.planned for each in self.runnables if not each.is_adapted), None)
+        if planned is None:
+            return copied
+        if not opaque_modules(self._model, opaque_names(planned.plan.options)):
+            copied.adopt(replace(planned, state=ModelSignature.of(model)))
+        elif self.request is None:
+            msg = (
+                "the plan runs untraced submodules of the module that it was loaded for, so a copy cannot share it. Copy the model itself "
+                "(`module.original`), and load the plan for the copy."
+            )
+            raise RockmateError(msg)
+        return copied
+
+    def runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
+        """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
+        if not self.runnables:
+            return self._planned_now("this is the first training call", call, tensors)
+        first = self.runnables[0]
+        changed = first.difference(self._model, replans=self._replans)
+        if not changed and call == first.planned.call:
+            return first
+        if not self._replans:
+            check_call(first.planned.call, call)
+            msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
+            raise SignatureMismatchError(msg)
+        if changed:
+            for runnable in self.runnables:
+                runnable.runner.release_accumulators()
+        fitting = [runnable for runnable in self.runnables if not runnable.difference(self._model)]
+        for runnable in fitting:
+            if call == runnable.planned.call:
+                self.runnables.remove(runnable)
+                self.runnables.insert(0, runnable)
+                return runnable
+        self._check_size(call)
+        alike = [runnable for runnable in fitting if differs_in_shapes(runnable.planned.call, call)]
+        if alike:
+            return self._planned_for_shapes(alike, call, tensors)
+        return self._planned_now(changed or self._difference_in(call), call, tensors)
+
+    def _difference_in(self, call: CallSignature) -> str:
+        """What there is in a call that has not been planned for, in words; an error if that is neither keywords nor shapes."""
+        known = [sample.call for sample in self._samples]
+        if any(call.kind == sample.kind for sample in known):
+            return "an input requires a gradient that did not, or the other way"
+        alike = next((sample for sample in known if call.keywords == sample.keywords), None)
+        if alike is not None or not differs_in_keywords(known[0], call):
+            check_call(alike or known[0], call)
+        return "the call has other keywords than the sample"
+
+    def _check_size(self, call: CallSignature) -> None:
+        """Raises for a call that is larger than every sample, in the arguments that both have, if such are refused."""
+        pairs = (
+            [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
+            if self._refuses_larger
+            else []
+        )
+        sized = [pair for pair in pairs if has_same_form(*pair)]
+        if sized and not any(is_no_larger(*pair) for pair in sized):
+            check_call(self._samples[0].call, call)
+
+    def _planned_for_shapes(
+        self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
+    ) -> RunnableCall:
+        """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
+        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[
+            :1
+        ]  # which may be the last of its kind
+        larger = [
+            runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)
+        ]
+        family = alike[-1].family  # all of them are of one
+        adapted = family.resized(larger[-1], call) if larger else None
+        if adapted is None:
+            step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
+            shaped = step.in_form_of(larger[-1].plan) if larger else step
+            plan = shaped.adapted(larger[-1].plan) if larger else None
+            if plan is None:
+                return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
+            adapted = shaped.planned_call(plan)
+        self.adopt(adapted, family, is_adapted=True)
+        logger.info("the schedule of the sample serves smaller tensors: %s", call)
+        return self.runnables[0]
+
+    def _planned_within(
+        self, step: CapturedStep, family: StepFamily, budget_bytes: int
+    ) -> RunnableCall:
+        assert self.request is not None
+        try:
+            planned = self.request.planned_call_for_step(step, budget_bytes)
+        except InfeasibleBudgetError as error:
+            advice = (
+                "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
+                "(without one the first training batch is it)."
+            )
+            raise error.advised(advice) from None
+        self.adopt(planned, family)
+        self._log_plan("its tensors have other shapes than the sample's")
+        return self.runnables[0]
+
+    def _planned_now(
+        self, reason: str, call: CallSignature, tensors: Sequence[Tensor]
+    ) -> RunnableCall:
+        """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
+        assert self.request is not None
+        sample = next(
+            (sample for sample in self._samples if has_same_form(sample.call, call)), None
+        )
+        if sample is None:
+            sample = PlannedSample(call, self._share_bytes(call))
+        planned = self.request.planned_call(
+            self._model, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes
+        )
+        if sample not in self._samples:
+            self._samples.append(sample)
+        self.adopt(planned)
+        self._log_plan(reason)
+        if planned.call == call:
+            return self.runnables[0]
+        return self._planned_for_shapes(self.runnables[:1], call, tensors)
+
+    def _share_bytes(self, call: CallSignature) -> int | None:
+        """What a share of the sample's peak stands for in a call with other keywords; None if that has the size of a sample."""
+        pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
+        is_sample_sized = any(
+            pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs
+        )
+        if not self.runnables or is_sample_sized:
+            return None
+        fitting = [runnable for runnable in self.runnables if not runnable.difference(self._model)]
+        return (fitting or self.runnables)[0].planned.plan.budget_bytes
+
+    def _log_plan(self, reason: str) -> None:
+        plan = self.runnables[0].planned.plan
+        logger.warning(
+            "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
+            reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
+        )  # fmt: skip

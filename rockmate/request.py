@@ -1,4 +1,8 @@
-"""How to plan, kept so that it can be done again: when the first batch is there, and when the module has changed."""
+"""What the user asked for, kept so that planning can be repeated.
+
+A request is made once, by `RockmateModule`. It is used when the first batch arrives, and again
+when the module or the shapes of its calls have changed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,23 @@ from torch import nn
 
 from rockmate.budget import Budget, is_share
 from rockmate.memory_limit import MemoryLimit
+from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
+from rockmate.runtime.planned_call import PlannedCall
+from rockmate.step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
-    from rockmate.planner import Planner
-    from rockmate.runtime.planned_call import PlannedCall
-    from rockmate.step import CapturedStep
+    from rockmate.planning.session import PlanningSession
+
+
+def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
+    """A plan that was made before, with the code that runs it; nothing is measured or solved.
+
+    Raises:
+        PlanMismatchError: the plan was made for another model or sample.
+    """
+    options: dict[str, Any] = {"hooked": "", **plan.options}
+    return capture_step(model, sample_input, **options).planned_call(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +59,17 @@ class PlanRequest:
             sample_input: as for `Planner`.
             share_bytes: what a budget that is a share stands for; None if it is one of this sample's own peak.
         """
-        from rockmate.planner import Planner
+        from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        planner = Planner(model, sample_input, **self.options)
+        session = PlanningSession(model, sample_input, **self.options)
         budget = share_bytes if share_bytes is not None and is_share(self.budget) else self.budget
         if budget is None:
             assert self.memory_limit is not None
-            planner.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
-            budget = self.memory_limit.activation_budget_bytes(
-                model
-            )  # a process holds more once it has planned
+            session.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
+            # The process holds more memory once it has planned.
+            budget = self.memory_limit.activation_budget_bytes(model)
         return self._broadcast_call(
-            planner, budget, asked_for=budget if self.memory_limit is None else None
+            session, budget, asked_for=budget if self.memory_limit is None else None
         )
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
@@ -63,7 +77,7 @@ class PlanRequest:
 
         A share of the step's own peak would be another number of bytes than for the sample.
         """
-        from rockmate.planner import Planner
+        from rockmate.planning.session import PlanningSession  # loads the solvers
 
         settings = {
             name: value
@@ -71,12 +85,13 @@ class PlanRequest:
             if name not in {*step.options, "untraced"}
         }
         asked_for = budget_bytes if self.memory_limit is None else None
-        return self._broadcast_call(Planner.of(step, **settings), budget_bytes, asked_for=asked_for)
+        session = PlanningSession.of(step, **settings)
+        return self._broadcast_call(session, budget_bytes, asked_for=asked_for)
 
     def _broadcast_call(
-        self, planner: Planner, budget: Budget, *, asked_for: Budget | None
+        self, session: PlanningSession, budget: Budget, *, asked_for: Budget | None
     ) -> PlannedCall:
         """The call that all ranks of a data-parallel group plan alike."""
-        call = planner.planned_call(budget, strategy=self.strategy)
+        call = session.planned_call(budget, strategy=self.strategy)
         plan = broadcast_plan(call.plan, asked_for=(asked_for, self.strategy))
-        return call if plan is call.plan else planner.planned_call_of(plan)
+        return call if plan is call.plan else session.planned_call_of(plan)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,12 +31,10 @@ from rockmate.graph.rewrite import rewrite
 from rockmate.graph.snapshot import snapshot_of
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import Program, emit
+from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
-
-if TYPE_CHECKING:
-    from rockmate.runtime.planned_call import PlannedCall
-    from rockmate.step import CapturedStep
+from rockmate.step import CapturedStep, capture_step, step_of
 
 _Made = TypeVar("_Made")
 logger = logging.getLogger("rockmate")
@@ -146,8 +144,6 @@ class StepFamily:
         Raises:
             InvalidSampleError, UnsupportedModelError: as for `capture_step`.
         """
-        from rockmate.step import capture_step
-
         with gc_paused():
             try:
                 capture = self._symbolic_capture(call).instance(call)
@@ -169,7 +165,7 @@ class StepFamily:
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture takes time. Pad batches so that few lengths "
                 "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
-                "rockmate.trainer.wrap_trainer.",
+                "rockmate.wrap_trainer.",
                 _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
             )  # fmt: skip
 
@@ -246,8 +242,6 @@ class StepFamily:
     def _step_of(
         self, capture: Capture, call: CallSignature, *, like: Graph | None = None
     ) -> CapturedStep:
-        from rockmate.step import step_of
-
         return step_of(
             capture, self._model, call, self._planned.state, dict(self._options), like=like
         )

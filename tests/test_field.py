@@ -345,7 +345,7 @@ def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     for index in range(1, 5):
         next(inner for inner in model.modules() if isinstance(inner, nn.Dropout)).p = 0.05 * index
         module(X)
-    assert len(module._runnables) == 3
+    assert len(module._plans.runnables) == 3
 
 
 # --- recomputation --------------------------------------------------------------------------------------

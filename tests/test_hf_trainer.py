@@ -15,8 +15,7 @@ from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
 from helpers import differing, gradients_of, relative_error
 from torch import Tensor, nn
 
-from rockmate import RockmateError, RockmateModule
-from rockmate.hf.trainer import wrap_trainer
+from rockmate import RockmateError, RockmateModule, wrap_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
 
@@ -218,7 +217,7 @@ def test_wrap_trainer_with_a_memory_limit_takes_the_optimizer_of_the_arguments(
 ) -> None:
     worker, _ = trainer(llama(), tmp_path, optim="adafactor")
     module = wrap_trainer(worker, memory_limit="64GiB")
-    assert module._request.memory_limit.optimizer == "adafactor"
+    assert module._plans.request.memory_limit.optimizer == "adafactor"
     worker.train()
     assert module.plan.budget_bytes < 64 * 1024**3
 

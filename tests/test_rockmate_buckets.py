@@ -16,10 +16,8 @@ from helpers import Step, assert_same, differing, one_step, relative_error
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import RockmateModule, request, step
+from rockmate import PadToBuckets, RockmateModule, request, step, wrap_trainer
 from rockmate.capture import symbolic
-from rockmate.hf.buckets import PadToBuckets
-from rockmate.hf.trainer import wrap_trainer
 
 VOCABULARY = 40
 LENGTHS = [

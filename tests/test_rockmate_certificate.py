@@ -21,7 +21,7 @@ from helpers import Planned
 from torch import Tensor, nn
 
 import rockmate.bound.lower_bound
-import rockmate.planner
+import rockmate.planning.session
 from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
 from checkmate import Curve
 from rockmate import Planner
@@ -149,7 +149,7 @@ def fixed(name: str) -> Planned:
     workload = models.tiny(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rockmate.planner, "measure_costs", no_clock)
+        patch.setattr(rockmate.planning.session, "measure_costs", no_clock)
         return Planned(workload, Planner(workload.model, workload.sample), before)
 
 

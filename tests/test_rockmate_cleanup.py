@@ -507,7 +507,7 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
         ).peak_bytes
 
     ours = graph_of()
-    monkeypatch.setattr(rockmate.rewrite, "clean", remove_dead)
+    monkeypatch.setattr(rockmate.graph.rewrite, "clean", remove_dead)
     plain = graph_of()
     index = {op.name: op.index for op in ours.ops}
     assert len(index) < len(plain.ops)

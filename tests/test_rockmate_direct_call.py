@@ -55,16 +55,16 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
     budget = (case.planner.minimum_peak_bytes + case.planner.baseline_peak_bytes) // 2
     module = case.planner.module(budget)
     code = (
-        module._runnables[0].planned.program.forward_code
-        + module._runnables[0].planned.program.backward_code
+        module._plans.runnables[0].planned.program.forward_code
+        + module._plans.runnables[0].planned.program.backward_code
     )
     with monkeypatch.context() as patch:
         patch.setattr("rockmate.runtime.emit.call_directly", lambda graph: None)
         by_op = case.planner.module(budget)
     assert "torch.mm(" in code or "torch.addmm(" in code or "torch.convolution(" in code
-    assert code.count("torch.ops.aten") < by_op._runnables[0].planned.program.backward_code.count(
-        "torch.ops.aten"
-    )
+    assert code.count("torch.ops.aten") < by_op._plans.runnables[
+        0
+    ].planned.program.backward_code.count("torch.ops.aten")
     for either in (module, by_op):  # what a first step makes is there from now on
         _heard_in_a_step(either, case.workload)
     assert _heard_in_a_step(module, case.workload) == _heard_in_a_step(by_op, case.workload)

@@ -12,8 +12,8 @@ import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
-import rockmate.planner
 import rockmate.planning.chunk_variants
+import rockmate.planning.session
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
 from rockmate.costs.cost import Cost, Costs
 from rockmate.schedule.schedule import Schedule
@@ -36,7 +36,7 @@ def fixed_costs(graph: Any, **_: Any) -> Costs:
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.planner, "measure_costs", fixed_costs)
+    monkeypatch.setattr(rockmate.planning.session, "measure_costs", fixed_costs)
 
 
 def budgets_of(planner: Planner, number: int = 9) -> list[int]:
@@ -111,9 +111,9 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
         raise AssertionError("captured or measured again")
 
     for module, name in (
-        (rockmate.planner, "capture_step"),
-        (rockmate.planner, "measure_costs"),
-        (rockmate.variants, "partition"),
+        (rockmate.planning.session, "capture_step"),
+        (rockmate.planning.session, "measure_costs"),
+        (rockmate.planning.chunk_variants, "partition"),
     ):
         monkeypatch.setattr(module, name, never)
     for budget in budgets_of(case.planner, 7):

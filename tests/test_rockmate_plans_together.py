@@ -230,9 +230,9 @@ def test_measured_rows_are_of_the_plans_made_together() -> None:
 def test_a_plan_made_together_trains() -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     planner = Planner(model, sample)
-    plan = planner.plans(linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY))[
-        planner.minimum_peak_bytes
-    ]
+    plan = planner.plans(
+        linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
+    )[planner.minimum_peak_bytes]
     module = planner.module_of(plan)
     assert module.plan.schedule == plan.schedule
     module(sample).sum().backward()

@@ -183,9 +183,9 @@ def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
     model = Tagger()
     module = RockmateModule(model, torch.zeros(4, 20, dtype=torch.long), 1.0)
     module(torch.zeros(shape, dtype=torch.long)).sum().backward()
-    ours = module._runnables[0].planned.program
+    ours = module._plans.runnables[0].planned.program
     there = step.capture_step(model, torch.zeros(shape, dtype=torch.long))
-    theirs = there.planned_call(there.adapted(module._runnables[-1].planned.plan)).program
+    theirs = there.planned_call(there.adapted(module._plans.runnables[-1].planned.plan)).program
     for half in ("forward", "backward"):
         code, numbers = getattr(ours, f"{half}_code"), getattr(ours, half).__globals__
         names = set(re.findall(r"\bsize_\d+\b", code))
@@ -492,7 +492,7 @@ def test_what_was_planned_outlives_the_sizes_that_took_it_over(
     for length in (19, 18, 17, 16, 19, 20):
         check(module, model, x=torch.randn(4, length, 8))
     assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
-    assert len(module._runnables) == 3
+    assert len(module._plans.runnables) == 3
 
 
 def test_a_copy_has_the_plan_and_a_symbolic_capture_of_its_own(work: Work) -> None:

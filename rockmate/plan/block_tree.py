@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rockmate.graph.snapshot import SnapshotBlock, SnapshotChain, StepSnapshot
+from rockmate.graph.snapshot import SnapshotBlock, SnapshotChain, StepSnapshot
 
 LARGEST_BLOCK = 40  # forward ops
 _WHOLE = "the whole model"

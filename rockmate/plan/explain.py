@@ -9,16 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
 from rockmate.graph.snapshot import SnapshotBlock, SnapshotStorage, StorageKind
 from rockmate.plan.block_tree import BlockNode
+from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import LiveInterval, LiveItem
-
-if TYPE_CHECKING:
-    from rockmate.plan.plan import Plan
 
 _CLOSE = 0.5  # likeness from which a name is suggested
 _NUM_SUGGESTED = 5
@@ -163,7 +161,7 @@ class LiveBytes(NamedTuple):
 # --- one value -----------------------------------------------------------------------------------------
 
 
-def explain(plan: Plan, name: str) -> Explanation:
+def explain(plan: PlanRecord, name: str) -> Explanation:
     """What the plan does with a value or a submodule; see `Plan.explain`."""
     found = _explained(plan, name)
     modules = {name, *(storage.module for storage in found)} - {""}
@@ -177,7 +175,7 @@ def explain(plan: Plan, name: str) -> Explanation:
     )
 
 
-def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
+def _explained(plan: PlanRecord, name: str) -> tuple[StorageExplanation, ...]:
     if not isinstance(name, str) or not name.strip():
         msg = (
             f"{name!r} is no name. Give that of a value, parameter, buffer or input, or the path of a submodule, as text; of the whole "
@@ -207,7 +205,7 @@ def _explained(plan: Plan, name: str) -> tuple[StorageExplanation, ...]:
     return tuple(_explain_storage(plan, index) for index in made)
 
 
-def _unknown(plan: Plan, name: str) -> str:
+def _unknown(plan: PlanRecord, name: str) -> str:
     known = {path for op in plan.snapshot.ops if op.module for path in _prefixes(op.module)}
     known.update(op.name for op in plan.snapshot.ops)
     known.update(
@@ -239,7 +237,7 @@ def _prefixes(path: str) -> Iterable[str]:
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
-def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
+def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
     storage = plan.snapshot.storages[index]
     producer = next((i for i, op in enumerate(plan.snapshot.ops) if index in op.writes), None)
     op = plan.snapshot.ops[producer] if producer is not None else None
@@ -276,7 +274,7 @@ def _explain_storage(plan: Plan, index: int) -> StorageExplanation:
     )
 
 
-def _rule(plan: Plan, index: int, producer: int | None, recompute_counts: int) -> str:
+def _rule(plan: PlanRecord, index: int, producer: int | None, recompute_counts: int) -> str:
     kind = plan.snapshot.storages[index].kind
     if producer is None:
         return (
@@ -318,7 +316,7 @@ def _rule(plan: Plan, index: int, producer: int | None, recompute_counts: int) -
     return "the backward does not need it"
 
 
-def _passage(plan: Plan, index: int) -> str:
+def _passage(plan: PlanRecord, index: int) -> str:
     """From where to where a storage passes blocks by; empty if it does not."""
     found = next(
         (passage for passage in plan.pass_through_values if passage.storage == index), None
@@ -332,7 +330,7 @@ def _passage(plan: Plan, index: int) -> str:
     return f"it is carried from {ends[0]} to {ends[1]}"
 
 
-def _option(plan: Plan, producer: int) -> str:
+def _option(plan: PlanRecord, producer: int) -> str:
     number, block = next(
         (i, block) for i, block in enumerate(plan.chain.blocks) if producer in block.ops
     )
@@ -351,7 +349,7 @@ def _option(plan: Plan, producer: int) -> str:
     )
 
 
-def _stay_text(plan: Plan, stay: LiveInterval, num_forward: int) -> str:
+def _stay_text(plan: PlanRecord, stay: LiveInterval, num_forward: int) -> str:
     snapshot, steps = plan.snapshot, plan.schedule.steps
     storage = snapshot.storages[stay.storage]
     begin = (
@@ -383,12 +381,12 @@ def _times(number: int) -> str:
 # --- blocks --------------------------------------------------------------------------------------------
 
 
-def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
+def block_rows(plan: PlanRecord) -> tuple[BlockRow, ...]:
     """A row a block, in forward order."""
     return tuple(row_of(plan, block.name, block.ops) for block in plan.chain.blocks)
 
 
-def row_of(plan: Plan, name: str, ops: Sequence[int]) -> BlockRow:
+def row_of(plan: PlanRecord, name: str, ops: Sequence[int]) -> BlockRow:
     """What some ops of the step make, keep and recompute."""
     made = [
         storage
@@ -409,7 +407,7 @@ def row_of(plan: Plan, name: str, ops: Sequence[int]) -> BlockRow:
     )
 
 
-def block_table(plan: Plan) -> str:
+def block_table(plan: PlanRecord) -> str:
     """The rows as text; see `Plan.block_table`."""
     rows = block_rows(plan)
     width = max(len("block"), *(len(row.name) for row in rows))
@@ -431,19 +429,19 @@ def block_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _made_by_forward(plan: Plan, block: SnapshotBlock) -> list[int]:
+def _made_by_forward(plan: PlanRecord, block: SnapshotBlock) -> list[int]:
     ops = (plan.snapshot.ops[index] for index in block.ops)
     return [storage for op in ops if op.phase == "forward" for storage in op.writes]
 
 
-def _bytes(plan: Plan, storages: Sequence[int]) -> int:
+def _bytes(plan: PlanRecord, storages: Sequence[int]) -> int:
     return sum(plan.snapshot.storages[storage].num_bytes for storage in storages)
 
 
 # --- memory over time ----------------------------------------------------------------------------------
 
 
-def live_at(plan: Plan, position: int) -> list[LiveBytes]:
+def live_at(plan: PlanRecord, position: int) -> list[LiveBytes]:
     """What takes memory while the run at `position` goes on, largest first; the sum is `live_bytes[position]`."""
     found = [
         LiveBytes(_occupant_text(plan, occupant), occupant.num_bytes)
@@ -452,7 +450,7 @@ def live_at(plan: Plan, position: int) -> list[LiveBytes]:
     return sorted(found, key=lambda live: -live.num_bytes)
 
 
-def _occupant_text(plan: Plan, occupant: LiveItem) -> str:
+def _occupant_text(plan: PlanRecord, occupant: LiveItem) -> str:
     if occupant.storage is None:
         assert occupant.op is not None
         if occupant.num_bytes < 0:
@@ -462,7 +460,7 @@ def _occupant_text(plan: Plan, occupant: LiveItem) -> str:
     return f"{storage.name} ({_origin(plan, occupant.storage, storage)})"
 
 
-def _origin(plan: Plan, index: int, storage: SnapshotStorage) -> str:
+def _origin(plan: PlanRecord, index: int, storage: SnapshotStorage) -> str:
     module = next((op.module for op in plan.snapshot.ops if index in op.writes), "")
     return f"{storage.kind.value} of {module}" if module else storage.kind.value
 
@@ -473,7 +471,7 @@ _NUM_PASSING = 12  # storages that are named
 # --- as text -------------------------------------------------------------------------------------------
 
 
-def tree_text(plan: Plan) -> str:
+def tree_text(plan: PlanRecord) -> str:
     """The tree with what each part makes, keeps and recomputes, and what passes blocks by; see `Plan.tree`."""
     pass
 
@@ -512,7 +510,7 @@ def _line(label: str, part: BlockNode, row: BlockRow, width: int) -> str:
     )
 
 
-def _passing_lines(plan: Plan) -> list[str]:
+def _passing_lines(plan: PlanRecord) -> list[str]:
     found = plan.pass_through_values
     if not found:
         return ["nothing passes a block by"]

@@ -32,7 +32,7 @@ from rockmate.graph.snapshot import (
     digest,
 )
 from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
-from rockmate.plan.plan import Plan
+from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import Residency
 from rockmate.schedule.schedule import Schedule
 
@@ -46,7 +46,7 @@ _PROMISES = (
 )  # fmt: skip
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanRecord) -> str:
     """The plan as text; `read_plan` reads it back."""
     snapshot = plan.snapshot
     content: dict[str, Any] = {
@@ -83,7 +83,7 @@ def plan_text(plan: Plan) -> str:
     )
 
 
-def read_plan(text: str, *, origin: str = "the text") -> Plan:
+def read_plan(text: str, *, origin: str = "the text") -> PlanRecord:
     """The plan that `plan_text` wrote.
 
     Args:
@@ -150,7 +150,7 @@ def _content(text: str, origin: str) -> dict[str, Any]:
 # --- content -> plan -----------------------------------------------------------------------------------
 
 
-def _plan(content: Mapping[str, Any]) -> Plan:
+def _plan(content: Mapping[str, Any]) -> PlanRecord:
     snapshot = StepSnapshot(
         torch_version=content["torch"],
         call=content["call"],
@@ -179,7 +179,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
     fault = _fault(snapshot, schedule)
     if fault:
         raise ValueError(fault)
-    return Plan(
+    return PlanRecord(
         **{name: content[name] for name in _PROMISES},
         bounds=StoredBound(content["lower_bound_ms"]),
         schedule=schedule,
@@ -259,7 +259,7 @@ def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
     return ""
 
 
-def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
+def _check_schedule_rows(plan: PlanRecord, rows: list[str], origin: str) -> None:
     for number, (row, expected) in enumerate(
         zip(rows, plan.schedule.rows(plan.snapshot.names), strict=True)
     ):
@@ -268,7 +268,7 @@ def _check_schedule_rows(plan: Plan, rows: list[str], origin: str) -> None:
             raise PlanFileError(msg)
 
 
-def _replayed(plan: Plan, origin: str) -> Plan:
+def _replayed(plan: PlanRecord, origin: str) -> PlanRecord:
     found = plan.simulation
     if found.peak_bytes > plan.predicted_peak_bytes:
         msg = (

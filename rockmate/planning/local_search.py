@@ -440,7 +440,10 @@ class LocalSearch:
         """The fastest of `best` and what comes of the rungs around the budget of the ladder with runs put off; of long steps `best`."""
         if self._improver.is_long:
             return best
-        for rung_beside in (self._ladder_put_off.smallest_above, self._ladder_put_off.largest_below):
+        for rung_beside in (
+            self._ladder_put_off.smallest_above,
+            self._ladder_put_off.largest_below,
+        ):
             if self._is_near_bound(best, budget_bytes, _CLOSE):
                 return best
             rung = rung_beside(budget_bytes)

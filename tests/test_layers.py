@@ -1,0 +1,151 @@
+"""The packages import one way: each one only what stands before it in `ORDER`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = (
+    "errors",
+    "_arrays",
+    "extras",
+    "progress",
+    "collector",
+    "budget",
+    "_torch",
+    "ops",
+    "capture",
+    "graph",
+    "costs",
+    "schedule",
+    "bound",
+    "plan",
+    "runtime",
+    "step",
+    "memory_limit",
+    "planning",
+    "step_family",
+    "request",
+    "plan_cache",
+    "module",
+    "planner",
+    "hf",
+    "sweeps",
+    "cli",
+)
+SOLVERS = ("pulp", "highspy", "rotor", "checkmate")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name, package files (`__init__`) under the package's."""
+    found = {}
+    for path in sorted((ROOT / "rockmate").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, wherever the import stands; a name of a module counts as the module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
+
+
+def stage(module: str) -> int:
+    return ORDER.index(module.split(".")[1])
+
+
+def internal(module: str) -> list[str]:
+    return [name for name in imports_of(MODULES[module]) if name.split(".")[0] == "rockmate"]
+
+
+INNER = [name for name in MODULES if name not in ("rockmate", "rockmate.__main__")]
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_a_module_imports_only_what_stands_below_it(module: str) -> None:
+    public = {"rockmate"} if stage(module) > ORDER.index("planner") else set()
+    above = [
+        name for name in internal(module) if name not in public and stage(name) > stage(module)
+    ]
+    assert not above, f"{module} imports {above}, which stand above it"
+    assert "rockmate" in public or "rockmate" not in internal(module)
+
+
+def test_no_module_is_reached_from_itself() -> None:
+    graph = {name: set(internal(name)) & set(INNER) for name in INNER}
+    TopologicalSorter(graph).prepare()
+
+
+def test_every_module_has_a_stage() -> None:
+    assert {name.split(".")[1] for name in INNER} == set(ORDER)
+
+
+def reached_from(module: str) -> set[str]:
+    """The modules that importing one loads."""
+    seen, waiting = {module}, [module]
+    while waiting:
+        for name in internal(waiting.pop()):
+            if name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    return seen - {"rockmate"}
+
+
+def names_of(path: Path) -> set[str]:
+    """What a file imports, each name with its module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_a_plan_knows_no_modules() -> None:
+    for module in (name for name in INNER if name.startswith("rockmate.plan.")):
+        nn = {name for name in names_of(MODULES[module]) if name.startswith("torch.nn")}
+        assert not nn, f"{module} imports {nn}"
+
+
+def test_what_runs_a_plan_reaches_no_search_and_no_solver() -> None:
+    runtime = [name for name in INNER if name.startswith("rockmate.runtime.")]
+    reached = set().union(*(reached_from(name) for name in (*runtime, "rockmate.plan.plan")))
+    assert not {name for name in reached if name.startswith("rockmate.planning")}
+    for module in reached:
+        tops = {name.split(".")[0] for name in imports_of(MODULES[module])}
+        assert not tops & set(SOLVERS), f"{module}, which runs plans, imports {tops}"
+
+
+def test_the_entry_point_loads_no_solver() -> None:
+    script = f"import sys, rockmate; print(*(n for n in {SOLVERS!r} if n in sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert not found.stdout.split(), f"importing rockmate loads {found.stdout.split()}"
+
+
+@pytest.mark.parametrize("package", ["rotor", "checkmate"])
+def test_algorithm_packages_know_no_tensors(package: str) -> None:
+    other = {"rotor": "checkmate", "checkmate": "rotor"}[package]
+    for path in (ROOT / package).rglob("*.py"):
+        tops = {name.split(".")[0] for name in imports_of(path)}
+        assert not tops & {"torch", "rockmate", other}, f"{path} imports {tops}"

@@ -178,7 +178,7 @@ def _measure_length(
 @contextmanager
 def _timed_preparation() -> Iterator[list[float]]:
     """Collects the processor milliseconds that the module takes to find a program for a call of other sizes."""
-    prepare, spent_ms = PlanCache._planned_for_shapes, []
+    prepare, spent_ms = PlanCache._plan_for_shapes, []
 
     def timed(*args: Any) -> Any:
         begin = time.process_time()
@@ -186,7 +186,7 @@ def _timed_preparation() -> Iterator[list[float]]:
         spent_ms.append((time.process_time() - begin) * 1e3)
         return runnable
 
-    with mock.patch.object(PlanCache, "_planned_for_shapes", timed):
+    with mock.patch.object(PlanCache, "_plan_for_shapes", timed):
         yield spent_ms
 
 

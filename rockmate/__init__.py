@@ -1,11 +1,12 @@
-"""Trains a PyTorch model inside a memory budget.
+"""Trains a PyTorch model inside a memory budget: same loss, same gradients, least extra time.
 
 >>> module = RockmateModule(model, sample_input, "6GiB")          # doctest: +SKIP
 >>> module(**batch).loss.backward()                                # doctest: +SKIP
 
-Same loss, same gradients; the activations fit. See `RockmateModule`, `Planner` for several budgets of one model, and `sweep` for the
-whole curve of time against memory.
-The planner, and the solvers with it, are loaded when they are first asked for: a saved plan runs without them.
+`RockmateModule` wraps a model. `Planner` plans one model for several budgets. `sweep` gives the
+curve of time against memory. `wrap_trainer` serves Hugging Face's Trainer.
+
+`Planner` and the solvers are loaded at their first use: a saved plan runs without them.
 """
 
 from importlib import import_module
@@ -16,7 +17,7 @@ from rockmate._torch.version import check_torch_version
 check_torch_version()
 
 from rockmate.costs.machine import Machine  # noqa: E402
-from rockmate.errors import (
+from rockmate.errors import (  # noqa: E402
     BackwardError,
     InfeasibleBudgetError,
     InfeasibleMemoryLimitError,
@@ -73,7 +74,7 @@ __all__ = [
 ]
 
 
-_LOADED_LATE = {
+_LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
     "Planner": "rockmate.planner",
@@ -87,7 +88,7 @@ _LOADED_LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LOADED_LATE:
-        return getattr(import_module(_LOADED_LATE[name]), name)
+    if name in _LAZY_NAMES:
+        return getattr(import_module(_LAZY_NAMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

@@ -1,4 +1,9 @@
-"""RockmateModule: the model, training inside a budget."""
+"""RockmateModule: a model that trains inside a memory budget.
+
+A wrapper shares the dictionaries of the wrapped module, so both have the same parameters, buffers
+and submodules at all times. It holds a `PlanCache`, which plans and runs training calls. All else
+is the wrapped module's own.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +35,23 @@ logger = logging.getLogger("rockmate")
 
 
 class _Forward:
-    """`forward` as a method whose signature is that of the wrapped module's; assigning to `module.forward` replaces it, as usual."""
+    """Descriptor of `forward`: an instance's `forward` has the signature of the wrapped module's.
+
+    It defines no `__set__`, so assigning to `module.forward` replaces it, as for any module.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__doc__ = function.__doc__
 
     def __get__(self, module: RockmateModule | None, owner: type | None = None) -> Any:
-        return (
-            self.function
-            if module is None
-            else types.MethodType(module.__dict__["_forward_of_model"], module)
-        )
+        if module is None:
+            return self.function
+        return types.MethodType(module.__dict__["_forward_of_model"], module)
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """A method that calls the wrapped module's own version and returns this module in place of that."""
+    """A method that calls the wrapped module's own version and returns the wrapper."""
 
     def method(self: RockmateModule, *args: Any, **kwargs: Any) -> RockmateModule:
         getattr(self.original, name)(*args, **kwargs)
@@ -57,12 +63,58 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 class RockmateModule(nn.Module):
-    """A module that trains within a memory budget and is otherwise the module that it wraps.
+    """A module that trains within a memory budget and otherwise behaves as the module it wraps.
 
-    Parameters, buffers and submodules are the wrapped module's own objects under the same names, so `state_dict`, optimizers, `.to`,
-    `.train` and attributes (`config`, `generate`, `save_pretrained`, ...) behave as before; `isinstance` and `__class__` tell the wrapped
-    module's class, and `inspect.signature(module.forward)` its arguments. In training mode with gradients enabled a call runs the
-    plan; in eval mode or under `no_grad` it runs the wrapped module.
+    In training mode with gradients enabled, a call runs the plan. In eval mode or under `no_grad`,
+    it runs the wrapped module. Losses and gradients equal eager's.
+
+    Parameters, buffers and submodules are the wrapped module's own objects under the same names.
+    `state_dict`, optimizers, `.to`, `.train` and attributes (`config`, `generate`,
+    `save_pretrained`, ...) work unchanged. `isinstance` and `__class__` report the wrapped
+    module's class. `inspect.signature(module.forward)` reports the arguments of its `forward`.
+
+    Give exactly one of `budget`, `memory_limit` and `plan`.
+
+    >>> module = RockmateModule(model, batch, budget=0.5)          # doctest: +SKIP
+    >>> loss = module(**batch).loss                                 # doctest: +SKIP
+    >>> loss.backward()                                             # doctest: +SKIP
+    >>> print(module.plan.summary())                                # doctest: +SKIP
+
+    Args:
+        model: a module in training mode, on the device that it trains on.
+        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments. With None, the first training call is the sample.
+        budget: the activation budget: bytes, a size ("6GiB"), or a fraction in (0, 1] of the
+            sample's baseline peak, which is the peak without recomputation. A fraction refers to
+            the sample's shapes, also when the module changes. A call with other keywords that is
+            smaller than the sample gets the bytes of the sample's plan.
+        memory_limit: a bound on the whole device, in bytes or as a size. It includes parameters,
+            gradients and the optimizer's state; see `rockmate.memory_limit`.
+        optimizer: with `memory_limit`, the optimizer that will step: an instance, or the name or
+            class of one that does not exist yet.
+        steps_in_backward: with `memory_limit`, whether each parameter is stepped, and its gradient
+            freed, within the backward.
+        plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
+        strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
+        replan: True plans again, with one line in the log, when the module has changed (device,
+            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords
+            or shapes, or when an input begins to require a gradient. Shapes no larger than the
+            sample's reuse its schedule. False raises `SignatureMismatchError` instead. So does a
+            module that was given a `plan`.
+        larger: "plan" plans for a call with a tensor larger than the sample's, within the same
+            bytes. "refuse" raises `SignatureMismatchError`.
+        **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
+
+    Raises:
+        InvalidBudgetError: the budget cannot be read, or neither budget, limit nor plan is given.
+        InfeasibleBudgetError: no schedule fits the budget; the error names the smallest peak.
+        InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
+        InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
+        UnsupportedModelError: the model cannot be captured as one static graph.
+        PlanMismatchError: the plan was made for another model or sample.
+        TypeError: more than one of budget, limit and plan is given; a plan is given with options or
+            without a sample; or `plan` is not a `Plan`.
+        ValueError: `larger` or `strategy` is not one of its values.
     """
 
     def __init__(
@@ -80,36 +132,6 @@ class RockmateModule(nn.Module):
         larger: Literal["plan", "refuse"] = "plan",
         **planner_options: Any,
     ) -> None:
-        """Plans for one sample and one budget, or takes a plan that was made before.
-
-        Args:
-            model: a module in training mode, on the device that it will train on.
-            sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. None plans when the
-                first training call comes, for that call.
-            budget: the activation budget: bytes, "6GiB", or a fraction in (0, 1] of the sample's peak with nothing recomputed. When the
-                module changes, it is that of the sample's shapes in the new state; with other keywords on a call that is smaller than
-                the sample, the bytes of the sample's plan.
-            memory_limit: instead of a budget, a bound on the whole device in bytes or as a size: parameters, gradients and the
-                optimizer's state included; see `rockmate.memory_limit`.
-            optimizer: with `memory_limit`, what will step: an optimizer, or the name or class of one that is not made yet.
-            steps_in_backward: with `memory_limit`, that each parameter is stepped, and its gradient freed, within the backward.
-            plan: instead of a budget, a plan for the same model and sample (`Plan.load`): nothing is measured or solved.
-            strategy: how to plan; see `Planner.plan`. The default is the one that finds the fastest plans.
-            replan: plan anew, and say so in one line of the log, when the module has changed since (device, dtype, new rows, what is
-                frozen, autocast, modes) or a call has other keywords or shapes, or an input begins to require a gradient; False raises
-                `SignatureMismatchError` instead, as is always done with a `plan`. Shapes no larger than the sample's take over its
-                schedule.
-            larger: "refuse" raises `SignatureMismatchError` for a call with a tensor larger than the sample's; "plan" plans for it,
-                within the same bytes.
-            **planner_options: as for `Planner`; a plan brings those that it was made with.
-
-        Raises:
-            InvalidBudgetError, InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: as `Planner` and `Planner.plan`; the
-                first also where neither budget nor plan is given.
-            PlanMismatchError: the plan was made for another model or sample.
-            TypeError: more than one of budget, memory limit and plan is given, a plan with options or without a sample, or a plan that
-                is none.
-        """
         _check_arguments(budget, memory_limit, plan)
         if larger not in ("plan", "refuse"):
             msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
@@ -133,7 +155,7 @@ class RockmateModule(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
-        """A module for a call that has been planned; see `Planner.module`."""
+        """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
         module = cls.__new__(cls)
         module._wrap(model)
         module._plans.adopt(call)
@@ -141,7 +163,7 @@ class RockmateModule(nn.Module):
 
     def _wrap(self, model: nn.Module) -> None:
         super().__init__()
-        # The very dictionaries of the wrapped module: whatever is registered, moved or replaced in one is so in the other.
+        # The wrapped module's own dictionaries: a registration in one module appears in the other.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
         self.__dict__["_wrapped"] = model
@@ -152,13 +174,17 @@ class RockmateModule(nn.Module):
 
     @property
     def __class__(self) -> type:
-        # Libraries ask a model for its class: Trainer for label names and whether it can be saved, PEFT whether it has adapters.
+        # Libraries ask a model for its class: Trainer to find label names and to save it, PEFT to
+        # find adapters.
         wrapped = self.__dict__.get("_wrapped")
         return type(self) if wrapped is None else wrapped.__class__
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        msg = f"a RockmateModule stays one, and cannot become a {cls.__name__}. If this is fully_shard: {SHARDED}"
+        msg = (
+            f"the class of a RockmateModule cannot be set to {cls.__name__}. If fully_shard did "
+            f"this: {SHARDED}"
+        )
         raise UnsupportedModelError(msg)
 
     @property
@@ -168,30 +194,35 @@ class RockmateModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """What was promised, by the plan in use.
+        """The plan in use: its schedule, predicted peak and time.
 
         Raises:
-            RockmateError: there was no sample, and no training call yet.
+            RockmateError: there is no plan yet: no sample was given and no training call was made.
         """
         if not self._plans.runnables:
-            msg = "nothing is planned yet: the module was made without a sample, so it plans when it is first called in training mode."
+            msg = (
+                "nothing is planned yet: the module was made without a sample, so it plans at its "
+                "first call in training mode."
+            )
             raise RockmateError(msg)
         return self._plans.runnables[0].planned.plan
 
     @property
     def is_planned(self) -> bool:
-        """Whether there is a plan; one without a sample is made at the first training call."""
+        """Whether there is a plan. Without a sample, the first training call makes it."""
         return bool(self._plans.runnables)
 
     @_Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward: planned in training, as it is otherwise.
+        """The wrapped module's forward: planned in training, unchanged otherwise.
 
         Raises:
-            SignatureMismatchError: in training, the call differs from what was planned for in a constant, dtype or device; a tensor is
-                larger than planned for and `larger` is "refuse"; or the call or the module's state differs in any way, and the module
-                was made with a plan or with `replan=False`.
-            InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: what is planned now cannot be.
+            SignatureMismatchError: a training call differs from the sample in a constant, dtype or
+                device; a tensor is larger than the sample's and `larger` is "refuse"; or the call
+                or the module's state differs in any way, and the module was made with a plan or
+                with `replan=False`.
+            InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
+                changed module, cannot be planned for.
         """
         return self._run(args, kwargs)
 
@@ -199,7 +230,8 @@ class RockmateModule(nn.Module):
         """Calls `forward`, with the module's hooks.
 
         Raises:
-            RockmateError: in training, a `forward` that was assigned to the module after wrapping ran without the planned one.
+            RockmateError: a `forward` was assigned after wrapping, and in a training call it did
+                not call the planned one.
         """
         if "forward" not in self.__dict__:
             return super().__call__(*args, **kwargs)
@@ -207,8 +239,9 @@ class RockmateModule(nn.Module):
         output = super().__call__(*args, **kwargs)
         if self._num_runs == num_before and self.training and torch.is_grad_enabled():
             msg = (
-                "forward was replaced after the model was wrapped, and the new one does not call the planned forward, so nothing ran "
-                "inside the budget. Wrap last: for a trainer that replaces it (TRL's), make the trainer with the plain model, then "
+                "forward was replaced after the model was wrapped, and the replacement does not "
+                "call the planned forward, so the budget did not hold. Wrap last: for a trainer "
+                "that replaces forward (TRL's), make the trainer with the plain model, then call "
                 "rockmate.wrap_trainer(trainer, budget)."
             )
             raise RockmateError(msg)
@@ -217,7 +250,7 @@ class RockmateModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _run_outside_dynamo(self, args, kwargs)
-        # Past `nn.Module.__setattr__`, which takes as long as an op.
+        # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
@@ -235,7 +268,10 @@ class RockmateModule(nn.Module):
         return self.original.load_state_dict(state_dict, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RockmateModule:
-        """A copy of the wrapped module under the same plan; with untraced submodules it is planned anew, for its first training call."""
+        """A copy of the wrapped module under the same plan.
+
+        With opaque submodules, the copy plans at its first training call.
+        """
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
@@ -244,7 +280,10 @@ class RockmateModule(nn.Module):
 
     def __reduce__(self) -> Any:
         """Refuses to be pickled."""
-        msg = "a RockmateModule holds generated code and is not pickled. Save its state_dict(), or pickle `module.original`."
+        msg = (
+            "a RockmateModule holds generated code and cannot be pickled. Save its state_dict(), "
+            "or pickle `module.original`."
+        )
         raise TypeError(msg)
 
     def __getattr__(self, name: str) -> Any:
@@ -256,7 +295,7 @@ class RockmateModule(nn.Module):
             return getattr(self.original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it on the wrapped module, if it is a plain attribute of that: its code reads it there."""
+        """Sets a plain attribute of the wrapped module there, where its code reads it."""
         wrapped = self.__dict__.get("_wrapped")
         if wrapped is not None and name in wrapped.__dict__ and name not in self.__dict__:
             setattr(wrapped, name, value)
@@ -269,20 +308,22 @@ class RockmateModule(nn.Module):
 
     def __repr__(self) -> str:
         """The wrapped module, with one line on the plan."""
-        return f"RockmateModule(\n  {self._plan_text()}\n  {repr(self.original).replace(chr(10), chr(10) + '  ')}\n)"
+        wrapped = repr(self.original).replace("\n", "\n  ")
+        return f"RockmateModule(\n  {self._plan_text()}\n  {wrapped}\n)"
 
     def _plan_text(self) -> str:
         if not self._plans.runnables:
             return "(not planned yet)"
         plan = self.plan
         return (
-            f"(budget {size_text(plan.budget_bytes)}, predicted peak {size_text(plan.predicted_peak_bytes)} at "
-            f"{plan.predicted_ratio:.3f}x of the time without recomputation)"
+            f"(budget {size_text(plan.budget_bytes)}, predicted peak "
+            f"{size_text(plan.predicted_peak_bytes)} at {plan.predicted_ratio:.3f}x of the time "
+            "without recomputation)"
         )
 
 
 def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call from code that `torch.compile` compiles, or of a module that it was given: the plan runs as it is."""
+    """A call from compiled code: the plan runs uncompiled."""
     return module._run(args, kwargs)
 
 
@@ -292,36 +333,36 @@ _run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
 def _check_arguments(
     budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
 ) -> None:
-    names = [
-        name
-        for name, value in (("budget", budget), ("memory_limit", memory_limit), ("plan", plan))
-        if value is not None
-    ]
-    if not names:
+    """Raises for none or several of the three, and for a value that cannot be read."""
+    values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
+    given = [name for name, value in values.items() if value is not None]
+    if not given:
         msg = (
-            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), a memory_limit for the whole device, '
-            "or a plan."
+            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '
+            "a memory_limit for the whole device, or a plan."
         )
         raise InvalidBudgetError(msg)
-    if len(names) > 1:
-        msg = f"RockmateModule was given {' and '.join(names)}; give one of them. A plan has its budget, plan.budget_bytes."
+    if len(given) > 1:
+        msg = (
+            f"RockmateModule was given {' and '.join(given)}; give one of them. A plan has its "
+            "budget, plan.budget_bytes."
+        )
         raise TypeError(msg)
     if plan is not None and not isinstance(plan, Plan):
         msg = (
-            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}, and a Plan is needed. Give plan=Plan.load(path) for a file that "
-            "Plan.save wrote, or what Planner.plan has returned."
+            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed. Give "
+            "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
         )
         raise TypeError(msg)
     if budget is not None:
-        parse_budget(
-            budget, 1 << 62
-        )  # one that cannot be read is told before the work, not after it
+        # An unreadable budget fails before the capture, not after it. The peak is unknown here.
+        parse_budget(budget, 1 << 62)
 
 
 def _check_plan_arguments(
     plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
 ) -> None:
-    """Raises `TypeError` for what cannot be given together with a plan, and for a missing sample."""
+    """Raises `TypeError` for an argument that excludes a plan, and for a missing sample."""
     given = [*options, *(["strategy"] if strategy else [])]
     if not given and sample_input is not None:
         return
@@ -331,9 +372,9 @@ def _check_plan_arguments(
         what = f"{', '.join(given)} cannot be given"
         next_step = "Leave that out, or give a budget instead of the plan."
     else:
-        what = "a sample must be given, too,"
+        what = "a sample must be given"
         next_step = "Give the sample that it was made for."
-    msg = f"{what} with a plan, which has been made with {settings}. {next_step}"
+    msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
     raise TypeError(msg)
 
 
@@ -346,7 +387,10 @@ def _memory_limit(
 
 
 def _with_signature_of(model: nn.Module) -> Callable[..., Any]:
-    """`RockmateModule.forward` as a function that states the arguments of the model's: Trainer drops columns that are not among them."""
+    """`RockmateModule.forward` with the signature of the model's `forward`.
+
+    Trainer reads it: it drops the columns of a data set that are not arguments.
+    """
 
     def forward(self: RockmateModule, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)

@@ -42,13 +42,22 @@ from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
-MAX_PLANS = 64  # of one module; a shape or a state that comes back finds its plan again
+# Plans of one module. A shape or a state that returns within this many finds its plan.
+MAX_PLANS = 64
 
 
 class RunnableCall:
-    """A planned call, ready to run on its model, and the watch over what it was planned for."""
+    """A planned call, its autograd state, and a watch over the model's state.
+
+    Attributes:
+        planned: the plan and its code.
+        family: the captures of the same model at other sizes.
+        is_adapted: whether the schedule was made for a larger call.
+        runner: runs the code under autograd.
+        watch: tells whether the model has changed since this object was made.
+    """
 
     def __init__(
         self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool
@@ -60,9 +69,10 @@ class RunnableCall:
         self.watch = ModelWatch(model)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
-        """What has changed in the model since it was planned, in words; empty if nothing has.
+        """What has changed in the model since planning, in words; empty if nothing has.
 
-        A tensor hook asks for another plan if there can be one. It does no harm but to memory, so else it is only warned of.
+        A tensor hook needs a plan that makes the parameter's whole gradient. With `replans` False
+        it is only warned of, because it costs memory and changes no number.
         """
         if not self.watch.has_changed():
             return ""
@@ -72,13 +82,13 @@ class RunnableCall:
         if found or not hooked:
             return found
         if replans:
-            return f"{hooked[0]} has a tensor hook, which must see its whole gradient"
+            return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
         self.warn_of_hooks(model)
         self.watch = ModelWatch(model)
         return ""
 
     def warn_of_hooks(self, model: nn.Module) -> None:
-        """Warns of parameters with a tensor hook that the plan does not count."""
+        """Warns of tensor hooks whose gradients the plan does not count."""
         size = {
             name: 2 * parameter.nbytes
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -87,10 +97,13 @@ class RunnableCall:
         if hooked:
             largest = max(hooked, key=size.__getitem__)
             logger.warning(
-                "the tensor hook on %s must see the whole gradient, which the plan does not count: up to %s bytes beyond the budget "
-                "(%d parameters have such a hook). Register hooks before planning.",
-                largest, f"{size[largest]:,}", len(hooked),
-            )  # fmt: skip
+                "the tensor hook on %s needs the whole gradient, which the plan does not count: "
+                "up to %s bytes beyond the budget. Parameters with such a hook: %d. "
+                "Register hooks before planning.",
+                largest,
+                f"{size[largest]:,}",
+                len(hooked),
+            )
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""
@@ -102,11 +115,12 @@ class RunnableCall:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """The first call with its keywords: a budget that is a share is one of its peak, or was made bytes when it came.
+    """The first call with a set of keywords.
 
     Attributes:
         call: its signature.
-        share_bytes: those bytes.
+        share_bytes: bytes that a fractional budget stands for; None for a fraction of the baseline
+            peak of this call.
     """
 
     call: CallSignature
@@ -190,103 +204,109 @@ class PlanCache:
             copied.adopt(replace(planned, state=ModelSignature.of(model)))
         elif self.request is None:
             msg = (
-                "the plan runs untraced submodules of the module that it was loaded for, so a copy cannot share it. Copy the model itself "
-                "(`module.original`), and load the plan for the copy."
+                "the plan runs untraced submodules of the module that it was loaded for, so a copy "
+                "cannot share it. Copy the model itself, `module.original`, and load the plan for "
+                "the copy."
             )
             raise RockmateError(msg)
         return copied
 
     def runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
-        """The one in use if it fits, else one that does: an earlier one, or one that is planned now."""
+        """The runnable call that serves `call`; it is planned for if there is none."""
         if not self.runnables:
-            return self._planned_now("this is the first training call", call, tensors)
+            return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
         changed = first.difference(self._model, replans=self._replans)
         if not changed and call == first.planned.call:
             return first
         if not self._replans:
             check_call(first.planned.call, call)
-            msg = f"the module has changed since it was planned: {changed}. Change it back, or make a new RockmateModule."
+            msg = (
+                f"the module has changed since it was planned: {changed}. Change it back, or make "
+                "a new RockmateModule."
+            )
             raise SignatureMismatchError(msg)
         if changed:
             for runnable in self.runnables:
                 runnable.runner.release_accumulators()
-        fitting = [runnable for runnable in self.runnables if not runnable.difference(self._model)]
-        for runnable in fitting:
+        current = [each for each in self.runnables if not each.difference(self._model)]
+        for runnable in current:
             if call == runnable.planned.call:
                 self.runnables.remove(runnable)
                 self.runnables.insert(0, runnable)
                 return runnable
         self._check_size(call)
-        alike = [runnable for runnable in fitting if differs_in_shapes(runnable.planned.call, call)]
+        alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
         if alike:
-            return self._planned_for_shapes(alike, call, tensors)
-        return self._planned_now(changed or self._difference_in(call), call, tensors)
+            return self._plan_for_shapes(alike, call, tensors)
+        return self._plan(call, tensors, reason=changed or self._difference_in(call))
 
     def _difference_in(self, call: CallSignature) -> str:
-        """What there is in a call that has not been planned for, in words; an error if that is neither keywords nor shapes."""
+        """The difference between a call and the samples, in words.
+
+        Raises:
+            SignatureMismatchError: it is neither in keywords nor in shapes nor in `requires_grad`.
+        """
         known = [sample.call for sample in self._samples]
         if any(call.kind == sample.kind for sample in known):
-            return "an input requires a gradient that did not, or the other way"
+            return "requires_grad of an input has changed"
         alike = next((sample for sample in known if call.keywords == sample.keywords), None)
         if alike is not None or not differs_in_keywords(known[0], call):
             check_call(alike or known[0], call)
         return "the call has other keywords than the sample"
 
     def _check_size(self, call: CallSignature) -> None:
-        """Raises for a call that is larger than every sample, in the arguments that both have, if such are refused."""
-        pairs = (
-            [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
-            if self._refuses_larger
-            else []
-        )
+        """Raises for a call larger than every sample in a common argument, if such are refused."""
+        if not self._refuses_larger:
+            return
+        pairs = [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
         sized = [pair for pair in pairs if has_same_form(*pair)]
         if sized and not any(is_no_larger(*pair) for pair in sized):
             check_call(self._samples[0].call, call)
 
-    def _planned_for_shapes(
+    def _plan_for_shapes(
         self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
     ) -> RunnableCall:
-        """Takes over the schedule of a larger sample if there is one, else plans within the bytes of the plan in use."""
-        alike = [runnable for runnable in alike if not runnable.is_adapted] or alike[
-            :1
-        ]  # which may be the last of its kind
-        larger = [
-            runnable.planned for runnable in alike if is_no_larger(call, runnable.planned.call)
-        ]
-        family = alike[-1].family  # all of them are of one
+        """Reuses the schedule of a larger call if there is one, else plans within its bytes."""
+        # Without a call that was planned for, the first adapted one stands for the family.
+        alike = [each for each in alike if not each.is_adapted] or alike[:1]
+        larger = [each.planned for each in alike if is_no_larger(call, each.planned.call)]
+        family = alike[-1].family  # the same for all of them
         adapted = family.resized(larger[-1], call) if larger else None
         if adapted is None:
             step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
-                return self._planned_within(step, family, alike[-1].planned.plan.budget_bytes)
+                return self._plan_within(step, family, alike[-1].planned.plan.budget_bytes)
             adapted = shaped.planned_call(plan)
         self.adopt(adapted, family, is_adapted=True)
         logger.info("the schedule of the sample serves smaller tensors: %s", call)
         return self.runnables[0]
 
-    def _planned_within(
+    def _plan_within(
         self, step: CapturedStep, family: StepFamily, budget_bytes: int
     ) -> RunnableCall:
+        """Plans for a step of other sizes within the bytes of the sample's budget."""
         assert self.request is not None
         try:
             planned = self.request.planned_call_for_step(step, budget_bytes)
         except InfeasibleBudgetError as error:
             advice = (
-                "The budget is that of the sample, whose tensors have other shapes than this call's: give the largest batch as the sample "
-                "(without one the first training batch is it)."
+                "The budget is that of the sample, whose tensors have other shapes than this "
+                "call's. Give the largest batch as the sample. Without a sample, the first "
+                "training batch is the sample."
             )
             raise error.advised(advice) from None
         self.adopt(planned, family)
         self._log_plan("its tensors have other shapes than the sample's")
         return self.runnables[0]
 
-    def _planned_now(
-        self, reason: str, call: CallSignature, tensors: Sequence[Tensor]
-    ) -> RunnableCall:
-        """Plans for the call at the sizes of the sample with its keywords, of whose peak the budget may be a share."""
+    def _plan(self, call: CallSignature, tensors: Sequence[Tensor], *, reason: str) -> RunnableCall:
+        """Plans at the sizes of the sample with the call's keywords, then for the call.
+
+        A fractional budget is thereby one of the sample's peak, whatever the size of the call.
+        """
         assert self.request is not None
         sample = next(
             (sample for sample in self._samples if has_same_form(sample.call, call)), None
@@ -302,22 +322,30 @@ class PlanCache:
         self._log_plan(reason)
         if planned.call == call:
             return self.runnables[0]
-        return self._planned_for_shapes(self.runnables[:1], call, tensors)
+        return self._plan_for_shapes(self.runnables[:1], call, tensors)
 
     def _share_bytes(self, call: CallSignature) -> int | None:
-        """What a share of the sample's peak stands for in a call with other keywords; None if that has the size of a sample."""
+        """Bytes that a fraction stands for in a call with other keywords.
+
+        None if the call is as large as a sample: the fraction is then one of its own peak.
+        """
         pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
         is_sample_sized = any(
-            pair[0].tensors and has_same_form(*pair) and is_no_larger(*pair) for pair in pairs
+            mine.tensors and has_same_form(mine, theirs) and is_no_larger(mine, theirs)
+            for mine, theirs in pairs
         )
         if not self.runnables or is_sample_sized:
             return None
-        fitting = [runnable for runnable in self.runnables if not runnable.difference(self._model)]
-        return (fitting or self.runnables)[0].planned.plan.budget_bytes
+        current = [each for each in self.runnables if not each.difference(self._model)]
+        return (current or self.runnables)[0].planned.plan.budget_bytes
 
     def _log_plan(self, reason: str) -> None:
         plan = self.runnables[0].planned.plan
         logger.warning(
-            "planned for this call, since %s: predicted peak %s within %s, %.3fx of the time without recomputation",
-            reason, size_text(plan.predicted_peak_bytes), size_text(plan.budget_bytes), plan.predicted_ratio,
-        )  # fmt: skip
+            "planned for this call, since %s: predicted peak %s within %s, "
+            "%.3fx of the time without recomputation",
+            reason,
+            size_text(plan.predicted_peak_bytes),
+            size_text(plan.budget_bytes),
+            plan.predicted_ratio,
+        )

@@ -35,13 +35,13 @@ def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What the user asked for.
+    """The bound and the options that the user gave.
 
     Attributes:
         budget: the activation budget; None where `memory_limit` bounds the whole device.
-        memory_limit: that bound.
-        strategy: how to plan.
-        options: as for `Planner`.
+        memory_limit: the bound on the whole device.
+        strategy: the planning strategy; see `Planner.plan`.
+        options: the keyword options of `Planner`.
     """
 
     budget: Budget | None = None
@@ -52,12 +52,17 @@ class PlanRequest:
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
     ) -> PlannedCall:
-        """Captures, measures and plans; errors as for `Planner` and `Planner.plan`, and of `MemoryLimit.activation_budget_bytes`.
+        """Captures, measures and plans.
 
         Args:
             model: the model.
             sample_input: as for `Planner`.
-            share_bytes: what a budget that is a share stands for; None if it is one of this sample's own peak.
+            share_bytes: bytes that a fractional budget stands for; None for a fraction of this
+                sample's own baseline peak.
+
+        Raises:
+            RockmateError: as for `Planner`, `Planner.plan` and
+                `MemoryLimit.activation_budget_bytes`.
         """
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
@@ -73,9 +78,10 @@ class PlanRequest:
         )
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
-        """Measures and plans for a step of other sizes, within a number of bytes; errors as for `Planner.plan`.
+        """Measures and plans a captured step of other sizes; errors as for `Planner.plan`.
 
-        A share of the step's own peak would be another number of bytes than for the sample.
+        The budget is in bytes: a fraction of the step's own peak would be another number of bytes
+        than for the sample.
         """
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
@@ -91,7 +97,7 @@ class PlanRequest:
     def _broadcast_call(
         self, session: PlanningSession, budget: Budget, *, asked_for: Budget | None
     ) -> PlannedCall:
-        """The call that all ranks of a data-parallel group plan alike."""
+        """The planned call; all ranks of a process group run the plan of the first."""
         call = session.planned_call(budget, strategy=self.strategy)
         plan = broadcast_plan(call.plan, asked_for=(asked_for, self.strategy))
         return call if plan is call.plan else session.planned_call_of(plan)

@@ -434,10 +434,10 @@ def test_budget_and_plan_exclude_each_other() -> None:
         RockmateModule(model, x, plan=plan, outputs="loss")
     with pytest.raises(
         TypeError,
-        match="strategy cannot be given with a plan, which has been made with strategy='rockmate', ",
+        match="strategy cannot be given with a plan. The plan was made with strategy='rockmate', ",
     ):
         RockmateModule(model, x, plan=plan, strategy="rotor")
-    with pytest.raises(TypeError, match=r"a sample must be given, too, .* Give the sample"):
+    with pytest.raises(TypeError, match=r"a sample must be given with a plan.* Give the sample"):
         RockmateModule(model, plan=plan)
 
 

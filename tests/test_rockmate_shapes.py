@@ -131,7 +131,7 @@ def test_larger_inputs_are_planned_for_within_the_same_bytes() -> None:
     assert module.plan.predicted_peak_bytes <= module.plan.budget_bytes == budget_bytes
     with pytest.raises(
         InfeasibleBudgetError,
-        match=r"Ask for budget=\d+ or more, .* give the largest batch as the sample",
+        match=r"Ask for budget=\d+ or more, .* Give the largest batch as the sample",
     ):
         module(**words((16, 64)))
     assert_same(step(module, model, (2, 40)), step(eager, eager, (2, 40)))

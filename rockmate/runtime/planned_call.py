@@ -1,4 +1,4 @@
-"""TODO: runtime.planned_call."""
+"""What planning hands to the runtime: a plan and the code that runs it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from rockmate.capture.signature import (
-    CallSignature,
-    ModelSignature,
-)
+from rockmate.capture.signature import CallSignature, ModelSignature
 from rockmate.capture.structure import Structure
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import Program
@@ -17,15 +14,16 @@ from rockmate.runtime.emit import Program
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCall:
-    """A plan with what it takes to run it, apart from the module.
+    """A plan and its code, independent of the module that runs them.
 
     Attributes:
-        plan_of: makes the plan when it is first asked for; running needs the program alone.
-        program: its two functions.
-        call: signature of the calls that it serves.
-        state: of the module that it was made for.
+        plan_of: makes the plan at its first use; running needs the program alone.
+        program: the forward and backward functions.
+        call: signature of the calls that the program serves.
+        state: signature of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
-        non_differentiable_outputs: indices of those that have a gradient in eager and none in the plan; see `cut_output`.
+        non_differentiable_outputs: indices of outputs with a gradient in eager and none in the
+            plan; see `rockmate.runtime.non_differentiable`.
     """
 
     plan_of: Callable[[], Plan]

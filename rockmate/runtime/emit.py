@@ -247,9 +247,11 @@ class _Handovers:
         self._read_later = {
             owner for owner, position in last_sink_form.items() if last_read[owner] > position
         }
+        # The sink knows a parameter by the names of its gradients, which need not be the owner's.
+        name_of = {owner_of[name]: name for name in _delivery_order(graph, schedule)}
         self._firing: dict[int, list[str]] = {}
         for owner in sorted(self._read_later):
-            self._firing.setdefault(last_read[owner], []).append(owner)
+            self._firing.setdefault(last_read[owner], []).append(name_of[owner])
 
     def is_final(self, name: str) -> bool:
         """Whether hooks fire with the next handover to the parameter of that name; to be asked once for each."""

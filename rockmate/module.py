@@ -28,7 +28,7 @@ from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
 from rockmate.request import PlanRequest, planned_call_of
-from rockmate.runtime.ddp import SHARDED
+from rockmate.runtime.ddp import REPLICATED, SHARDED
 from rockmate.runtime.planned_call import PlannedCall
 
 logger = logging.getLogger("rockmate")
@@ -285,6 +285,10 @@ class RockmateModule(nn.Module):
             "or pickle `module.original`."
         )
         raise TypeError(msg)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refuses `nn.DataParallel`, which calls this before each step on several GPUs."""
+        raise UnsupportedModelError(REPLICATED)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import Budget
+from rockmate.errors import UnsupportedModelError
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.memory_limit import Optimizer
 from rockmate.module import RockmateModule
+from rockmate.runtime.ddp import REPLICATED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +47,12 @@ def wrap_trainer(
 
     Raises:
         ValueError: the trainer has no model; or `buckets` are given for one that takes no `attention_mask`, or are no lengths.
+        UnsupportedModelError: as for `RockmateModule`; also if Trainer sees several GPUs without
+            a launcher, where it would use `nn.DataParallel`.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for its state.
     """
+    if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
+        raise UnsupportedModelError(REPLICATED)
     if memory_limit is not None:
         options["optimizer"] = (
             optimizer

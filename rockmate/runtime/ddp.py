@@ -26,11 +26,19 @@ SHARDED = (
     "DistributedDataParallel(RockmateModule(model, ...)), or FSDP with the plain model."
 )
 
+REPLICATED = (
+    "nn.DataParallel copies the module to each GPU in every step, and a plan belongs to one copy. Use "
+    "one process for each GPU: start the script with torchrun and wrap the planned module in "
+    "DistributedDataParallel, which Trainer does by itself."
+)
+
 _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raises `UnsupportedModelError` if FSDP, of either generation and around or within `model`, holds parameters of it."""
+    """Raises `UnsupportedModelError` if FSDP holds parameters of `model`, or DataParallel wraps it."""
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UnsupportedModelError(REPLICATED)
     if any(
         hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module)))
         for module in model.modules()

@@ -291,6 +291,7 @@ class _Writer:
         self.nodes_of: dict[Storage, list[fx.Node]] = {}
         self.last_placeholder: fx.Node | None = None
         self.sink: fx.Node | None = None
+        self.updates = frozenset(graph.updates)
 
     def take(self, argument: Argument) -> fx.Node:
         """A new argument of this graph."""
@@ -334,6 +335,9 @@ class _Writer:
     def _view(self, node: fx.Node) -> fx.Node:
         """Copies a view; a chain of them is walked without recursion by `value` of its base, which is short in practice."""
         assert node in self.source.view_base, f"{node} is not available here"
+        root = self.source.storage_of[node].root if node in self.source.storage_of else None
+        if root is not None and node.target is operator.getitem and node.args == root.args:
+            return self.value(root)  # a second item node of one result
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
         assert callable(node.target)
         return self.graph.call_function(node.target, args, kwargs)
@@ -382,10 +386,17 @@ class _Writer:
         return self.graph.call_function(operator.getitem, (several, place))
 
     def _publish(self, op: Op, call: fx.Node) -> None:
-        for storage in op.writes:
+        # Results and updates of buffers are the first run's. A recomputation need not return them.
+        made = [
+            storage
+            for storage in op.writes
+            if storage.root not in self.present
+            or not (storage.is_result or storage in self.updates)
+        ]
+        for storage in made:
             for stale in self.nodes_of.pop(storage, ()):
                 self.present.pop(stale, None)
-        for storage in op.writes:
+        for storage in made:
             if storage.root is op.node:
                 if isinstance(op.node.meta["val"], torch.Tensor):
                     self._set(op.node, call)

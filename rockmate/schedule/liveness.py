@@ -157,7 +157,9 @@ class DefUse:
             ops.begin[steps] - (np.cumsum(counts) - counts), counts
         )
         storage, is_made = ops.storage[place], ops.is_made[place]
-        is_new = ~(is_made & ops.is_result[storage]) | is_first[position]
+        # What the first run made stays: results, and up to the forward's end the updates of buffers.
+        is_lasting = ops.is_result[storage] | (ops.is_copied[storage] & (position < len(forward)))
+        is_new = ~(is_made & is_lasting) | is_first[position]
         num_bits = len(steps).bit_length() + KIND_BITS
         keys = ((storage << num_bits) + (position << KIND_BITS) + READ + is_made)[is_new]
         if len(forward):

@@ -48,7 +48,7 @@ from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import Program, emit
-from rockmate.schedule.schedule import Schedule, last_reads, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule, last_reads
 from rockmate.schedule.simulate import Simulation, simulate
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
@@ -143,7 +143,7 @@ def sections() -> Iterator[Section]:
     chain = partition(graph)
     yield Section(name="chain", language="text", text=str(chain), is_exact=True)
 
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     levels = RotorFamily(
         graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=SolverTime(_TIME_LIMIT_S)
     )

@@ -51,7 +51,7 @@ from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.schedule.schedule import find_in_place, finish, no_recomputation
+from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger("rockmate")
@@ -147,7 +147,7 @@ class CapturedStep:
         simulation = simulate(self.graph, schedule, plan.costs)
         if simulation.peak_bytes > plan.budget_bytes:
             return None
-        baseline = simulate(self.graph, no_recomputation(self.graph), plan.costs)
+        baseline = simulate(self.graph, baseline_schedule(self.graph), plan.costs)
         return replace(
             plan,
             predicted_peak_bytes=simulation.peak_bytes,

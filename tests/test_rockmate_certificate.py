@@ -33,7 +33,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.planning.knapsack_family import KnapsackFamily
-from rockmate.schedule.schedule import Schedule, finish, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule, finish
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import capture_step
 
@@ -295,7 +295,7 @@ def reached(name: str) -> tuple[tuple[int, float], ...]:
 
 def certificate(name: str) -> LowerBound:
     graph, costs = small(name)
-    least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
+    least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
     return LowerBound(graph, costs, least_ms, solver_time=SolverTime(10.0))
 
 
@@ -327,7 +327,7 @@ def test_the_bound_is_the_largest_that_any_moment_alone_gives(name: str) -> None
         (moment.num_bytes, Curve(problem))
         for moment, problem in zip(bounds.moments, problems, strict=True)
     ]
-    least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
+    least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
     for budget_bytes in budgets_between(0, reached(name)[-1][0], 40):
         again_ms = max(curve.bound_ms(budget_bytes - num_bytes) for num_bytes, curve in curves)
         assert bounds.bound_ms(budget_bytes) == least_ms + again_ms
@@ -369,7 +369,7 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, i
     ]
     by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
     costs = Costs(first=by_bytes, recompute=by_bytes, num_distinct=len(by_bytes))
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     return (
         LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)),
         baseline,
@@ -515,11 +515,11 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
     """A schedule that keeps so much and makes the rest once runs late ops and reads of earlier moments besides, never less."""
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     one_level = KnapsackFamily(graph, chain, costs, solver_time=SolverTime(30.0))
     num_reached = 0
-    for budget_bytes in budgets_between(found.least_peak_bytes, baseline.peak_bytes, 12):
-        kept = found.kept_within(budget_bytes)
+    for budget_bytes in budgets_between(found.peak_bound_bytes, baseline.peak_bytes, 12):
+        kept = found.saved_values_within(budget_bytes)
         assert (kept is None) == (found.bound_ms(budget_bytes) == inf)
         if kept is None:  # what ops keep to run again does not fit
             assert any(op.is_random or op.state_bytes for op in graph.forward_ops)
@@ -530,7 +530,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
         num_reached += simulation.time_ms <= bound_ms * (1 + 1e-9)
         assert simulation.peak_bytes > budget_bytes or simulation.time_ms >= bound_ms * (1 - 1e-9)
     assert num_reached > 0 or name not in ("chain", "returning", "dropout")
-    assert found.kept_within(found.least_peak_bytes - 1) is None
+    assert found.saved_values_within(found.peak_bound_bytes - 1) is None
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -604,7 +604,7 @@ def test_what_a_moment_holds_is_held_in_every_schedule(name: str) -> None:
 def test_the_bound_falls_with_the_budget_to_the_time_of_no_recomputation(name: str) -> None:
     graph, costs = small(name)
     bounds = certificate(name)
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     values = [bounds.bound_ms(budget) for budget in budgets_between(0, baseline.peak_bytes, 120)]
     assert values == sorted(values, reverse=True)
     assert values[0] == inf

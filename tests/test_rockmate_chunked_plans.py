@@ -38,7 +38,7 @@ from rockmate.planning.candidate import linspace_int
 from rockmate.planning.local_search import LocalSearch
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
@@ -115,7 +115,7 @@ def test_measured_peak_is_the_predicted_one(share: float) -> None:
 def test_measured_peak_with_nothing_recomputed(chunks: str) -> None:
     model, batch, _ = wide()
     step = chunked(capture_step(model, batch), chunks)
-    schedule = no_recomputation(step.graph)
+    schedule = baseline_schedule(step.graph)
     program = emit(step.graph, schedule, owner_names(model))
     runner = Runner(program, model)
 

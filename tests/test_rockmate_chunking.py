@@ -15,7 +15,7 @@ from rockmate.graph.chunking.unroll import Chunks
 from rockmate.graph.parameters import owner_names
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.step import CapturedStep, capture_step
 
 _WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11
@@ -156,7 +156,7 @@ def chunked(step: CapturedStep, chunks: str) -> CapturedStep:
 
 def train(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
     """One step of the captured graph, nothing recomputed; gives the loss."""
-    program = emit(step.graph, no_recomputation(step.graph), owner_names(step.model))
+    program = emit(step.graph, baseline_schedule(step.graph), owner_names(step.model))
     outputs = Runner(program, step.model).run(
         [batch[name] for name in sorted(batch)], hooks_last=False
     )

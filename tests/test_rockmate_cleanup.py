@@ -28,7 +28,7 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph
 from rockmate.graph.value_numbering import clean, remove_dead
 from rockmate.planning.lowering import lower_saved
-from rockmate.schedule.schedule import Schedule, finish, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
 aten = torch.ops.aten
@@ -511,7 +511,7 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
     plain = graph_of()
     index = {op.name: op.index for op in ours.ops}
     assert len(index) < len(plain.ops)
-    for schedule in (no_recomputation(plain), lower_saved(plain, partition(plain), ())):
+    for schedule in (baseline_schedule(plain), lower_saved(plain, partition(plain), ())):
         halves = [
             [plain.ops[step].name for step in half]
             for half in (schedule.forward, schedule.backward)

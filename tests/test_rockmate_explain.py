@@ -254,7 +254,7 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
         )  # at every step, not the peak alone
         step = len(plan.schedule.forward) // 2
         assert (
-            sum(occupant.num_bytes for occupant in plan.residency.at(step, plan.costs))
+            sum(occupant.num_bytes for occupant in plan.residency.live_items_at(step, plan.costs))
             == plan.simulation.live_bytes[step]
         )
 

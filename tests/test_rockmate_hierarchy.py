@@ -204,8 +204,8 @@ def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a
     assert loose.snapshot.storages[output.storage].num_bytes == 2 * 256 * 32 * 4
     assert not made_by.module.startswith("decoder.layers.2")
     assert output.read_in > output.made_in + 1
-    assert loose.residency.kept(output.storage)
-    dropped = [plan for plan in tighter if not plan.residency.kept(output.storage)]
+    assert loose.residency.is_saved(output.storage)
+    dropped = [plan for plan in tighter if not plan.residency.is_saved(output.storage)]
     assert dropped
     assert all(plan.explain(made_by.name).storages[0].num_recomputations >= 1 for plan in dropped)
 

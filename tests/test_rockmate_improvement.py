@@ -32,7 +32,7 @@ from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
-from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
 SHARES_BELOW = (0.6, 0.8, 0.95)
@@ -114,7 +114,7 @@ def test_room_that_was_made_is_there_in_graphs_of_any_kind(name: str, number: in
 @pytest.mark.parametrize("name", SMALL)
 def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
     graph, costs = small(name)
-    schedule = no_recomputation(graph)
+    schedule = baseline_schedule(graph)
     simulation = simulate(graph, schedule, costs)
     fitting = []
     for percent in range(99, 30, -1):
@@ -180,7 +180,9 @@ def _num_improved(name: str) -> int:
     rng = random.Random(7)
     schedules = [random_schedule(graph, rng) for _ in range(12)]
     search = LocalSearch(graph, costs, Given(schedules))
-    given = [simulate(graph, schedule, costs) for schedule in [*schedules, no_recomputation(graph)]]
+    given = [
+        simulate(graph, schedule, costs) for schedule in [*schedules, baseline_schedule(graph)]
+    ]
     low, high = min(one.peak_bytes for one in given), max(one.peak_bytes for one in given)
     num_improved = 0
     for budget_bytes in range(low, high + 1, max(1, (high - low) // 20)):
@@ -266,12 +268,12 @@ def test_gradients_of_a_changed_schedule_are_eagers_bit_for_bit(name: str) -> No
     rng = random.Random(3)
     scattered = random_schedule(graph, rng, any_order=False)
     lost = {storage for op in graph.forward_ops for storage in op.writes if rng.random() < 0.5}
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     reference_model = case.eager()
     reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
     changed = [
         spill_until_feasible(
-            graph, costs, no_recomputation(graph), baseline, baseline.peak_bytes * 2 // 3
+            graph, costs, baseline_schedule(graph), baseline, baseline.peak_bytes * 2 // 3
         )
     ]
     for schedule in (scattered, schedule_of(graph, lost)):

@@ -30,7 +30,7 @@ from rockmate import (
 )
 from rockmate.bound.protocol import StoredBound
 from rockmate.graph.snapshot import snapshot_of
-from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
@@ -392,7 +392,7 @@ def test_edit_that_draws_in_another_order_is_refused() -> None:
 def test_edit_above_the_promised_peak_is_refused_and_one_below_is_taken() -> None:
     case = planned("gpt2")
     tight, loose = plan_of("gpt2", "minimum"), plan_of("gpt2", "loose")
-    everything = rows_of(tight, no_recomputation(tight.graph))
+    everything = rows_of(tight, baseline_schedule(tight.graph))
     with pytest.raises(
         PlanFileError,
         match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes",

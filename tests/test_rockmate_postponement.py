@@ -23,7 +23,7 @@ from rockmate.planning.moves import (
     insertion_points,
     result_and_workspace_bytes,
 )
-from rockmate.schedule.schedule import Schedule, no_recomputation
+from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
@@ -156,7 +156,7 @@ def test_gradients_that_are_put_off_are_eagers_bit_for_bit(name: str) -> None:
     reference_model = case.eager()
     reference = train(reference_model, reference_model, workload_loss(case.workload), 1)[0]
     rng = random.Random(3)
-    for base in (plan.schedule, no_recomputation(plan.graph)):
+    for base in (plan.schedule, baseline_schedule(plan.graph)):
         schedule = all_put_off(plan.graph, base, rng)
         assert schedule != base
         owner = case.workload.model

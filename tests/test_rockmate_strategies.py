@@ -35,12 +35,12 @@ from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.local_search import _SMALLEST_SHRINKAGE
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
-    least_ms = simulate(graph, no_recomputation(graph), costs).time_ms
+    least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
     certificate = LowerBound(graph, costs, least_ms, solver_time=SolverTime(30.0))
     return make_search(
         strategy,
@@ -140,7 +140,7 @@ def test_the_answer_depends_on_the_budget_alone(name: str, strategy: str) -> Non
 @pytest.mark.parametrize("name", ["vit-base", "mlp"])
 def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -> None:
     graph, costs = graph_and_costs(fixed(name).planner)
-    baseline = simulate(graph, no_recomputation(graph), costs)
+    baseline = simulate(graph, baseline_schedule(graph), costs)
     solver_time, chain = SolverTime(30.0), partition(graph)
     several = RotorFamily(
         graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time

@@ -32,7 +32,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger("rockmate")
@@ -172,7 +172,7 @@ class LowerBound:
 
     @cached_property
     def _half_bytes(self) -> int:
-        return simulate(self._graph, no_recomputation(self._graph), self._costs).peak_bytes // 2
+        return simulate(self._graph, baseline_schedule(self._graph), self._costs).peak_bytes // 2
 
     def _bytes_to_read(self, op: Op) -> int:
         """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""
@@ -237,7 +237,7 @@ class LowerBound:
 
     @property
     def _tight_bytes(self) -> int:
-        return int(_TIGHT * self.least_peak_bytes)
+        return int(_TIGHT * self.peak_bound_bytes)
 
     @cached_property
     def _is_solved_where_tight(self) -> bool:
@@ -251,7 +251,7 @@ class LowerBound:
             )
         return is_solved
 
-    def kept_within(self, budget_bytes: int) -> frozenset[Storage] | None:
+    def saved_values_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.
 
         A schedule that keeps them until then and makes the rest again once takes the bound's time, if it fits.
@@ -318,7 +318,7 @@ class LowerBound:
         )
 
     @property
-    def least_peak_bytes(self) -> int:
+    def peak_bound_bytes(self) -> int:
         """A peak that no schedule is below."""
         return max((moment.num_bytes for moment in self.moments), default=0)
 
@@ -344,7 +344,7 @@ class LowerBound:
     @cached_property
     def _in_use(self) -> tuple[list[Op], list[int], list[int]]:
         """The backward ops in order, and for the moment of each the bytes in memory in every schedule and how many ops depend on it."""
-        runs = no_recomputation(
+        runs = baseline_schedule(
             self._graph
         ).backward  # an op that is no part of the step has no moment
         ops = [

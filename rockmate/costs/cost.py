@@ -1,10 +1,17 @@
-"""TODO: costs.cost."""
+"""The cost of each op: time and workspace, for its first run and for a recomputation.
+
+This is the interface of all cost models. `measure_costs` fills it from runs on the device,
+`estimate_costs` from the description of a machine. Schedules, bounds and solvers read it and know
+neither. Costs are independent of each other and of the order of the ops: the time of a schedule is
+the sum over its runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,46 +20,71 @@ from rockmate._arrays import Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one run of an op costs.
+    """Time and workspace of one run of an op.
 
     Attributes:
-        time_ms: at the first run that of adding its gradients to `.grad` included, at another that of keeping what it needs.
-        overhead_bytes: allocated while it runs, beyond its inputs and its results; below 0 where it releases what it reads before it has
-            made all of its results.
+        time_ms: milliseconds. A first run includes the addition of its gradients to `.grad`, a
+            recomputation includes the time to save the state that it replays.
+        overhead_bytes: bytes allocated while the op runs, beyond its inputs and its results.
+            Negative if the op releases an input before it has allocated all of its results.
     """
 
     time_ms: float
     overhead_bytes: int
 
 
+class CostArrays(NamedTuple):
+    """The same costs as arrays over `Op.index`.
+
+    Attributes:
+        time_ms: `Cost.time_ms` of each op.
+        overhead_bytes: `Cost.overhead_bytes` of each op.
+    """
+
+    time_ms: Floats
+    overhead_bytes: Ints
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The cost of each op of a graph, by `Op.index`: at its first run, and when recomputed (which may be another call)."""
+    """The costs of all ops of a graph.
+
+    Attributes:
+        first: cost of each op's first run, by `Op.index`.
+        recompute: cost of each op's recomputation, by `Op.index`; it may be another call.
+        num_distinct: number of distinct calls behind these costs.
+    """
 
     first: tuple[Cost, ...]
     recompute: tuple[Cost, ...]
     num_distinct: int
 
     @cached_property
-    def first_table(self) -> tuple[Floats, Ints]:
-        """Milliseconds and overhead bytes of each op's first run."""
-        return _table(self.first)
+    def first_arrays(self) -> CostArrays:
+        """`first` as arrays."""
+        return _arrays_of(self.first)
 
     @cached_property
-    def recompute_table(self) -> tuple[Floats, Ints]:
-        """Milliseconds and overhead bytes of each op when recomputed."""
-        return _table(self.recompute)
-
-
-def _table(costs: Sequence[Cost]) -> tuple[Floats, Ints]:
-    times_ms = np.array([cost.time_ms for cost in costs], dtype=np.float64)
-    return times_ms, np.array([cost.overhead_bytes for cost in costs], dtype=np.int64)
+    def recompute_arrays(self) -> CostArrays:
+        """`recompute` as arrays."""
+        return _arrays_of(self.recompute)
 
 
 def unit_times(costs: Costs) -> Costs:
-    """The same overheads with one millisecond for every op: a table that no clock has had a hand in."""
+    """The same workspaces with a time of 1 ms for every run.
+
+    A search that must not depend on measured times uses these: the same graph then gives the same
+    answer on every machine.
+    """
     first, recompute = (
         tuple(replace(cost, time_ms=1.0) for cost in table)
         for table in (costs.first, costs.recompute)
     )
     return Costs(first=first, recompute=recompute, num_distinct=costs.num_distinct)
+
+
+def _arrays_of(costs: Sequence[Cost]) -> CostArrays:
+    return CostArrays(
+        time_ms=np.array([cost.time_ms for cost in costs], dtype=np.float64),
+        overhead_bytes=np.array([cost.overhead_bytes for cost in costs], dtype=np.int64),
+    )

@@ -258,7 +258,7 @@ def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         made_by=op.call if op else "",
         module=op.module if op else "",
         source=op.source if op else "",
-        is_kept=plan.residency.kept(index),
+        is_kept=plan.residency.is_saved(index),
         num_recomputations=recompute_counts,
         recompute_ms=recompute_counts * plan.costs.recompute[producer].time_ms
         if producer is not None
@@ -269,7 +269,7 @@ def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         else "",
         backward_readers=tuple(dict.fromkeys(readers)),
         residency=tuple(
-            _stay_text(plan, stay, num_forward) for stay in plan.residency.of.get(index, ())
+            _stay_text(plan, stay, num_forward) for stay in plan.residency.intervals.get(index, ())
         ),
     )
 
@@ -291,7 +291,7 @@ def _rule(plan: PlanRecord, index: int, producer: int | None, recompute_counts: 
     op = plan.snapshot.ops[producer]
     if op.phase == "late":
         return "only the backward needs it, so it is made there"
-    if plan.residency.kept(index):
+    if plan.residency.is_saved(index):
         if not op.is_recomputable:
             return "its op must not run twice (it depends on what the forward overwrites)"
         passage = _passage(plan, index)
@@ -341,7 +341,7 @@ def _option(plan: PlanRecord, producer: int) -> str:
         part.name for part in path if part.first_block == part.last_block and part.name != own
     ]
     made = _made_by_forward(plan, block)
-    kept = [storage for storage in made if plan.residency.kept(storage)]
+    kept = [storage for storage in made if plan.residency.is_saved(storage)]
     return (
         f"strategy {plan.strategy!r}, block {number} ({own}){''.join(f' in {name}' for name in around)}: keeps {len(kept)} of {len(made)} "
         f"storages, {size_text(_bytes(plan, kept))} of {size_text(_bytes(plan, made))}"
@@ -399,7 +399,7 @@ def row_of(plan: PlanRecord, name: str, ops: Sequence[int]) -> BlockRow:
         name=name,
         num_ops=len(ops),
         made_bytes=_bytes(plan, made),
-        kept_bytes=_bytes(plan, [storage for storage in made if plan.residency.kept(storage)]),
+        kept_bytes=_bytes(plan, [storage for storage in made if plan.residency.is_saved(storage)]),
         num_recomputed=sum(recompute[index] for index in ops),
         recompute_ms=sum(recompute[index] * plan.costs.recompute[index].time_ms for index in ops),
         peak_bytes=max((highest.get(index, 0) for index in ops), default=0),
@@ -445,7 +445,7 @@ def live_at(plan: PlanRecord, position: int) -> list[LiveBytes]:
     """What takes memory while the run at `position` goes on, largest first; the sum is `live_bytes[position]`."""
     found = [
         LiveBytes(_occupant_text(plan, occupant), occupant.num_bytes)
-        for occupant in plan.residency.at(position, plan.costs)
+        for occupant in plan.residency.live_items_at(position, plan.costs)
     ]
     return sorted(found, key=lambda live: -live.num_bytes)
 
@@ -519,7 +519,7 @@ def _passing_lines(plan: PlanRecord) -> list[str]:
         f"{len(found)} storages pass blocks by, {size_text(sum(storages[p.storage].num_bytes for p in found))}:"
     ]
     for passage in found[:_NUM_PASSING]:
-        storage, is_kept = storages[passage.storage], plan.residency.kept(passage.storage)
+        storage, is_kept = storages[passage.storage], plan.residency.is_saved(passage.storage)
         fate = (
             "kept for the backward"
             if is_kept
@@ -535,7 +535,7 @@ def _passing_lines(plan: PlanRecord) -> list[str]:
     if rest:
         all_bytes = sum(storages[p.storage].num_bytes for p in rest)
         kept_bytes = sum(
-            storages[p.storage].num_bytes for p in rest if plan.residency.kept(p.storage)
+            storages[p.storage].num_bytes for p in rest if plan.residency.is_saved(p.storage)
         )
         lines.append(
             f"  {len(rest)} more, {size_text(all_bytes)}, of which {size_text(kept_bytes)} is kept"

@@ -67,7 +67,7 @@ class Plan(PlanRecord):
         sizes = [
             (
                 self.snapshot.storages[passage.storage].num_bytes,
-                self.residency.kept(passage.storage),
+                self.residency.is_saved(passage.storage),
             )
             for passage in self.pass_through_values
         ]
@@ -144,7 +144,7 @@ class Plan(PlanRecord):
 
 def _most_recomputed(plan: PlanRecord) -> str:
     counts: dict[str, int] = {}
-    for position in plan.schedule.repeated():
+    for position in plan.schedule.recomputed_positions():
         name = plan.snapshot.ops[plan.schedule.steps[position]].short_call
         counts[name] = counts.get(name, 0) + 1
     top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:4]

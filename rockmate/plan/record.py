@@ -101,7 +101,9 @@ class PlanRecord:
     @cached_property
     def recompute_counts(self) -> Counter[int]:
         """How often each op runs again, by index."""
-        return Counter(self.schedule.steps[position] for position in self.schedule.repeated())
+        return Counter(
+            self.schedule.steps[position] for position in self.schedule.recomputed_positions()
+        )
 
     @cached_property
     def highest_bytes(self) -> dict[int, int]:

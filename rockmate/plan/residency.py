@@ -56,7 +56,7 @@ class Residency:
     """All stays of a schedule.
 
     Attributes:
-        of: for each storage that is counted, its stays in order.
+        intervals: for each storage that is counted, its stays in order.
     """
 
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
@@ -67,7 +67,7 @@ class Residency:
         """
         self.snapshot = snapshot
         self.schedule = schedule
-        self.of: dict[int, list[LiveInterval]] = {}
+        self.intervals: dict[int, list[LiveInterval]] = {}
         self._first_run: dict[int, int] = {}
         self._last_run: dict[int, int] = {}
         steps, num_forward = schedule.steps, len(schedule.forward)
@@ -91,34 +91,36 @@ class Residency:
         op = self.snapshot.ops[index]
         for storage in op.reads:
             if not self.snapshot.storages[storage].kind.is_static:
-                if storage not in self.of:
+                if storage not in self.intervals:
                     msg = f"step {position} ({op.name}) reads {self.snapshot.storages[storage].name} before it is made"
                     raise ValueError(msg)
-                stay = self.of[storage][-1]
+                stay = self.intervals[storage][-1]
                 stay.reads.append(position)
                 stay.last = position
         for storage in op.writes:
-            known = self.of.setdefault(storage, [])
+            known = self.intervals.setdefault(storage, [])
             known.append(LiveInterval(storage, position, position, is_repeated=bool(known)))
 
     def _end_forward(self, num_forward: int) -> None:
         for storage in self.snapshot.updates:
-            if storage in self.of:
-                self.of[storage][-1].last = num_forward - 1
+            if storage in self.intervals:
+                self.intervals[storage][-1].last = num_forward - 1
         for storage, described in enumerate(self.snapshot.storages):
             if described.kind is StorageKind.TANGENT:
-                self.of[storage] = [LiveInterval(storage, num_forward, num_forward)]
+                self.intervals[storage] = [LiveInterval(storage, num_forward, num_forward)]
 
     def all(self) -> Iterator[LiveInterval]:
         """Every stay."""
-        return (stay for residency in self.of.values() for stay in residency)
+        return (stay for residency in self.intervals.values() for stay in residency)
 
-    def kept(self, storage: int) -> bool:
+    def is_saved(self, storage: int) -> bool:
         """Whether the storage is in memory from the forward into the backward."""
         num_forward = len(self.schedule.forward)
-        return any(stay.first < num_forward <= stay.last for stay in self.of.get(storage, ()))
+        return any(
+            stay.first < num_forward <= stay.last for stay in self.intervals.get(storage, ())
+        )
 
-    def at(self, position: int, costs: Costs) -> list[LiveItem]:
+    def live_items_at(self, position: int, costs: Costs) -> list[LiveItem]:
         """What takes memory while the run at `position` goes on.
 
         A result that takes over the memory of an operand (a run in place) is left out: the operand stands for both.

@@ -10,7 +10,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
 from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, nondominated
 from rockmate.planning.family import Family, ScheduleMaker
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 
 FRONTIER_POINTS = 17  # of a curve, where every budget has a schedule of its own
 
@@ -59,7 +59,7 @@ class Search:
         judged = partial(evaluate, graph, costs=costs)
         self._families = [Family(makers, judged) for makers in families]
         self._grid = [
-            judged(no_recomputation(graph)),
+            judged(baseline_schedule(graph)),
             *(candidate for family in self._families for candidate in family.grid()),
         ]
 

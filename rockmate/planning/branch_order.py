@@ -17,7 +17,7 @@ from itertools import pairwise
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.schedule import no_recomputation, schedule_with_backward
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
 _LOWER = 0.99  # of a peak, at most which another counts as lower
@@ -31,7 +31,7 @@ def memory_minimizing_order(graph: Graph, costs: Costs) -> tuple[Op, ...] | None
     order = _greedy_min_live(graph)
     known, found = (
         simulate(graph, schedule, costs)
-        for schedule in (no_recomputation(graph), schedule_with_backward(graph, order))
+        for schedule in (baseline_schedule(graph), baseline_schedule(graph, order))
     )
     return order if found.peak_bytes <= _LOWER * known.peak_bytes else None
 

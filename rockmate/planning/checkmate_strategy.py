@@ -14,7 +14,7 @@ from rockmate.costs.cost import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.candidate import Candidate, linspace_int, nondominated
-from rockmate.schedule.schedule import finish, no_recomputation
+from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger("rockmate")
@@ -43,7 +43,7 @@ class CheckmateSearch:
         self._tangent_bytes = sum(
             storage.num_bytes for storage in graph.storages if storage.is_tangent
         )
-        baseline = no_recomputation(graph)
+        baseline = baseline_schedule(graph)
         self._baseline = Candidate(schedule=baseline, simulation=simulate(graph, baseline, costs))
         self._solved: dict[int, Candidate | None] = {}
         self._minimum: Candidate | None = None

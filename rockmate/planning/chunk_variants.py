@@ -27,7 +27,7 @@ from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, linspace_int, nondominated
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.strategies import local_search, make_search
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
 
@@ -69,7 +69,7 @@ class Variant:
     @cached_property
     def baseline(self) -> Simulation:
         """Nothing recomputed."""
-        return simulate(self.graph, no_recomputation(self.graph), self.costs)
+        return simulate(self.graph, baseline_schedule(self.graph), self.costs)
 
     @cached_property
     def certificate(self) -> LowerBound:
@@ -324,7 +324,7 @@ class Variants:
                     or (variant := self._variant(way)) is None
                 ):
                     continue
-                if variant.certificate.least_peak_bytes >= best.simulation.peak_bytes:
+                if variant.certificate.peak_bound_bytes >= best.simulation.peak_bytes:
                     break
                 best = min(
                     best,
@@ -422,7 +422,7 @@ def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -
     """Whether smaller chunks lower the bound or the least peak; where they do not, still smaller ones seldom do."""
     return (
         smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
-        or smaller.least_peak_bytes < larger.least_peak_bytes
+        or smaller.peak_bound_bytes < larger.peak_bound_bytes
     )
 
 

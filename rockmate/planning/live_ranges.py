@@ -135,7 +135,7 @@ class LiveRanges:
 
     def is_recomputed(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
-        return self._schedule.repeated()
+        return self._schedule.recomputed_positions()
 
     def is_dropped(self, position: int) -> bool:
         """Whether the run there has been dropped."""
@@ -147,7 +147,7 @@ class LiveRanges:
 
     def again_ms(self, positions: Ints) -> Floats:
         """Times of running once more what runs there."""
-        return self.costs.recompute_table[0][self._accesses.steps[positions]]
+        return self.costs.recompute_arrays.time_ms[self._accesses.steps[positions]]
 
     def bytes_before(self, position: int) -> int:
         """Bytes in use right before the run at `position`."""

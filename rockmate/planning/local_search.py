@@ -36,7 +36,7 @@ from rockmate.planning.candidate import (
 from rockmate.planning.family import Family, ScheduleMaker
 from rockmate.planning.refine import ScheduleRefiner
 from rockmate.planning.tightening import TighteningPath, TriedStarts
-from rockmate.schedule.schedule import Schedule, schedule_with_backward
+from rockmate.schedule.schedule import Schedule, baseline_schedule
 
 # How near to the bound, of the time of no recomputation, a schedule ends ...
 _NEAR = 5e-5  # ... the search
@@ -125,9 +125,7 @@ class LocalSearch:
         self._improver = ScheduleRefiner(graph, costs)
         self._known: dict[int, Candidate] = {}
         self._known_first: dict[int, tuple[Candidate, Candidate]] = {}
-        self._baseline = self._improver.evaluated(
-            schedule_with_backward(graph, graph.backward_ops if backward is None else backward)
-        )
+        self._baseline = self._improver.evaluated(baseline_schedule(graph, backward))
 
     @property
     def num_unproved(self) -> int:

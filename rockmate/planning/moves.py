@@ -146,7 +146,7 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
     useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (
         num_exceeding[gaps.following] - num_exceeding[gaps.last + 1]
     )
-    prices = ranges.costs.recompute_table[0][ops.producer[gaps.storage]] / useful
+    prices = ranges.costs.recompute_arrays.time_ms[ops.producer[gaps.storage]] / useful
     columns = (prices, gaps.order, gaps.storage, useful)
     waiting = list(
         zip(*(column.tolist() for column in columns), repeat(False))
@@ -206,7 +206,7 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
 
 def result_and_workspace_bytes(graph: Graph, costs: Costs) -> Ints:
     """What the first run of each op takes beside what it reads."""
-    return op_def_use(graph).written_bytes + costs.first_table[1]
+    return op_def_use(graph).written_bytes + costs.first_arrays.overhead_bytes
 
 
 def insertion_points(

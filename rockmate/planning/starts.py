@@ -74,7 +74,7 @@ class SolverWarmStarts:
 
     def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
-        kept = self._certificate.kept_within(budget_bytes)
+        kept = self._certificate.saved_values_within(budget_bytes)
         return None if kept is None else self._one_level.keeping(kept)
 
     def saving(self, max_saved_bytes: int) -> Schedule | None:

@@ -15,7 +15,7 @@ from rockmate.planning.chen_family import chen_family
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.starts import SolverWarmStarts
-from rockmate.schedule.schedule import no_recomputation
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
 STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
@@ -58,7 +58,7 @@ def make_search(
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":
-        max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+        max_bytes = simulate(graph, baseline_schedule(graph), costs).peak_bytes
         rotor = RotorFamily(
             graph,
             chain,
@@ -84,7 +84,7 @@ def local_search(
     solved: SolvedBlocks | None = None,
 ) -> LocalSearch:
     """The search of "rockmate"; arguments as for `make_search`."""
-    max_bytes = simulate(graph, no_recomputation(graph), costs).peak_bytes
+    max_bytes = simulate(graph, baseline_schedule(graph), costs).peak_bytes
     backward = memory_minimizing_order(graph, costs)
     if backward is not None:
         chain = chain.with_backward_as_in(backward)

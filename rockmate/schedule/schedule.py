@@ -47,7 +47,7 @@ class Schedule:
         """Runs beyond the first of each op."""
         return len(self.steps) - len(set(self.steps))
 
-    def repeated(self) -> list[int]:
+    def recomputed_positions(self) -> list[int]:
         """Positions of the runs that repeat an earlier one."""
         seen: set[int] = set()
         found = []
@@ -63,7 +63,7 @@ class Schedule:
         Args:
             names: of the ops, by index.
         """
-        repeated = set(self.repeated())
+        repeated = set(self.recomputed_positions())
         rows = []
         for position, index in enumerate(self.steps):
             half = "forward" if position < len(self.forward) else "backward"
@@ -123,14 +123,15 @@ class Schedule:
         assert random_first == sorted(random_first), "random ops draw in another order than eager's"
 
 
-def no_recomputation(graph: Graph) -> Schedule:
-    """Every op once, in the order of the graph: what a framework does that saves whatever the backward reads."""
-    return schedule_with_backward(graph, graph.backward_ops)
+def baseline_schedule(graph: Graph, backward: Sequence[Op] | None = None) -> Schedule:
+    """The schedule without recomputation: each op once, and every value saved that the backward reads.
 
-
-def schedule_with_backward(graph: Graph, backward: Sequence[Op]) -> Schedule:
-    """Every op once, those of the forward in the order of the graph, late and backward ones in the order of `backward`."""
-    return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in backward])
+    Args:
+        graph: the ops; those of the forward run in its order.
+        backward: late and backward ops in running order; None stands for the order of the graph.
+    """
+    order = graph.backward_ops if backward is None else backward
+    return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in order])
 
 
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:

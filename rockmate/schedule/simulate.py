@@ -64,7 +64,11 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     running = (
         after
         + freed_bytes
-        + np.where(def_use.is_first, costs.first_table[1][steps], costs.recompute_table[1][steps])
+        + np.where(
+            def_use.is_first,
+            costs.first_arrays.overhead_bytes[steps],
+            costs.recompute_arrays.overhead_bytes[steps],
+        )
     )
     in_place = list(schedule.in_place)
     running[in_place] -= ops.written_bytes[steps[in_place]]
@@ -75,7 +79,9 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
         time_ms=float(
             np.cumsum(
                 np.where(
-                    def_use.is_first, costs.first_table[0][steps], costs.recompute_table[0][steps]
+                    def_use.is_first,
+                    costs.first_arrays.time_ms[steps],
+                    costs.recompute_arrays.time_ms[steps],
                 )
             )[-1]
         ),

@@ -55,7 +55,6 @@ def _delegate(name: str) -> Callable[..., Any]:
 
     def method(self: RockmateModule, *args: Any, **kwargs: Any) -> RockmateModule:
         getattr(self.original, name)(*args, **kwargs)
-        self.training = self.original.training
         return self
 
     method.__name__, method.__doc__ = name, f"The wrapped module's `{name}`."
@@ -168,7 +167,6 @@ class RockmateModule(nn.Module):
             self.__dict__[name] = getattr(model, name)
         self.__dict__["_wrapped"] = model
         self.__dict__["_forward_of_model"] = _with_signature_of(model)
-        self.training = model.training
         self._plans = PlanCache(model)
         self._num_runs = 0
 
@@ -186,6 +184,18 @@ class RockmateModule(nn.Module):
             f"this: {SHARDED}"
         )
         raise UnsupportedModelError(msg)
+
+    @property
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The wrapped module's mode. `modules()` yields the wrapper in place of that module."""
+        wrapped = self.__dict__.get("_wrapped")
+        return wrapped is None or wrapped.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is not None:  # `nn.Module.__init__` sets it before there is one
+            wrapped.training = mode
 
     @property
     def original(self) -> nn.Module:

@@ -1,5 +1,5 @@
 # Every target works alone on a fresh clone: it makes .venv first if that is not there.
-#   make demo | test | lint | types | bench | clean
+#   make demo | test | lint | types | docs | bench | clean
 #   PYTHON=python3.12 make test        another interpreter (3.11 and later)
 #   make bench BENCH="--model bert-base --budget 0.5"
 #   make demo DEMO="--budget 0.3 --steps 10"
@@ -13,7 +13,7 @@ BENCH ?= --model gpt2-deep --budget 1.0 --budget 0.5 --budget 0.25 --budget mini
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
@@ -27,6 +27,9 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.run $(BENCH)
 
@@ -39,5 +42,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo-out site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""One small model through every stage, with what each stage printed: the source of the blocks in docs/architecture.md.
+"""One small model through every stage, with what each stage printed: the source of the blocks in docs/internals/walkthrough.md.
 
     python -m bench.walkthrough            print every section
-    python -m bench.walkthrough --write    put them into docs/architecture.md, between its markers
+    python -m bench.walkthrough --write    put them into docs/internals/walkthrough.md, between its markers
 
 The stages are called one by one, as `rockmate.planner` calls them, on a residual MLP that is small enough to read and has what
 makes planning interesting: dropout, a loss inside, an output that the user holds. Sizes and the graph are the same at every run;
@@ -51,7 +51,7 @@ from rockmate.runtime.emit import Program, emit
 from rockmate.schedule.schedule import Schedule, baseline_schedule, last_reads
 from rockmate.schedule.simulate import Simulation, simulate
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "internals" / "walkthrough.md"
 BUDGET_FRACTION = 0.52
 _BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _MAX_EXCESS = 1.25  # peak over budget, of the schedules that are shown while they are made to fit
@@ -213,7 +213,7 @@ def sections() -> Iterator[Section]:
 
 
 def _model_text() -> str:
-    source = "\n\n".join(inspect.getsource(kind).rstrip() for kind in (Layer, Classifier))
+    source = "\n\n\n".join(inspect.getsource(kind).rstrip() for kind in (Layer, Classifier))
     source = re.sub(r' *""".*"""\n\n|  # noqa: D102', "", source)
     sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
     return (

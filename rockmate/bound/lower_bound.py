@@ -11,7 +11,7 @@ A bound is for the schedules of one graph. Where the loss block may run in chunk
 and plans are held against the least of them (`Variants.bounds_within`).
 
 Relaxed away: everything that happens between b and the reads, and any other moment, or any but one or two more
-(`rockmate/moment_program.py`). docs/algorithms.md has the proofs.
+(`rockmate/moment_program.py`). docs/internals/algorithms.md has the proofs.
 """
 
 from __future__ import annotations

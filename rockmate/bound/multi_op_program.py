@@ -14,7 +14,7 @@ again there: both are paid for. With moments b1, b2, ... in this order in the sc
 
 The last follows from others; its rows keep the program without whole numbers from being below that of fewer moments.
 
-docs/algorithms.md has the rows and the proof that no schedule takes less.
+docs/internals/algorithms.md has the rows and the proof that no schedule takes less.
 """
 
 from __future__ import annotations

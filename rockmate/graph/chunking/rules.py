@@ -10,7 +10,7 @@
 A rule for each kind of call says what form its result has, given those of its operands, and how the call reads on one chunk. What
 enters the region from outside has no form of its own: where a rule needs it by rows it is sliced, which is always exact, and elsewhere
 it is taken as it is. A call without a rule, or one that mixes rows, makes the region inseparable, and the reason names it.
-docs/algorithms.md states the rules as equations and proves that the chunks give the same result.
+docs/internals/algorithms.md states the rules as equations and proves that the chunks give the same result.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ module = RockmateModule(model, x, plan=Plan.load(sys.argv[1]))
 torch.manual_seed(1)
 loss = module(x).square().sum()
 loss.backward()
-print(module.plan.outline.fingerprint, module.plan.outline.call_fingerprint)
+print(module.plan.snapshot.fingerprint, module.plan.snapshot.call_fingerprint)
 print(loss.item().hex(), *(p.grad.double().sum().item().hex() for p in model.parameters()))
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"pulp", "highspy", "checkmate", "rotor"}), "end")
 try:
@@ -429,7 +429,7 @@ def test_budget_and_plan_exclude_each_other() -> None:
     with pytest.raises(InvalidBudgetError, match=r"a budget .* or a plan"):
         RockmateModule(model, x)
     with pytest.raises(
-        TypeError, match=r"outputs cannot be given with a plan, .* outputs='all'.*Leave that out"
+        TypeError, match=r"outputs cannot be given with a plan\. .* outputs='all'.*Leave that out"
     ):
         RockmateModule(model, x, plan=plan, outputs="loss")
     with pytest.raises(

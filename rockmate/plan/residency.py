@@ -1,8 +1,8 @@
-"""When each storage of a schedule is in memory, and through which runs: read off the order of runs alone.
+"""Residency: the live intervals of a plan's values, and the bytes in memory at each of its runs.
 
-A read takes the result of the latest run; a result is released after its last read before the next run of the same op. Outputs and
-returned gradients stay until the step ends, tangents from the start of the backward, and what is copied into a buffer until the
-forward has ended. Works on an `StepSnapshot`, so it needs no captured graph.
+Derived from `schedule.liveness` on a `StepSnapshot`, because a saved plan has no graph.
+Outputs and returned gradients are live to the end of the step, tangents from the start of the
+backward, and a value that is copied into a buffer at least to the end of the forward.
 """
 
 from __future__ import annotations
@@ -10,22 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import StepSnapshot, StorageKind
+from rockmate.schedule.liveness import (
+    DEFINED,
+    KIND_MASK,
+    READ,
+    DefUse,
+    OpDefUse,
+    OpFacts,
+    StorageFacts,
+)
 from rockmate.schedule.schedule import Schedule
-from rockmate.schedule.simulate import Simulation
+from rockmate.schedule.simulate import Simulation, simulate_def_use
 
 
 @dataclass(eq=False, slots=True)
 class LiveInterval:
-    """One stay of a storage in memory.
+    """One live interval of a storage.
 
     Attributes:
-        storage: its index.
-        first: position of the run that makes it; of a tangent, the first of the backward.
+        storage: index of the storage.
+        first: position of the run that makes it; for a tangent, the first run of the backward.
         last: position of the run after which it is released.
         reads: positions of the runs that read it, ascending.
-        is_repeated: whether it has been in memory before.
+        is_repeated: whether an earlier interval of the same storage exists.
     """
 
     storage: int
@@ -37,13 +48,13 @@ class LiveInterval:
 
 @dataclass(frozen=True, slots=True)
 class LiveItem:
-    """What takes memory while one run of a schedule goes on: a storage, or what an op needs to run again, or its overhead.
+    """One item that takes memory during a run: a storage, the state of an op, or a workspace.
 
     Attributes:
-        num_bytes: how much.
-        storage: index of the storage, None for the other two.
-        op: index of the op whose state or overhead it is.
-        what: "storage", "overhead", or what the state is, as `SnapshotOp.state_name` says.
+        num_bytes: its size; a workspace is negative where the op releases an input early.
+        storage: index of the storage; None for a state and a workspace.
+        op: index of the op whose state or workspace it is; None for a storage.
+        what: "storage", "overhead", or the name of the state as in `SnapshotOp.state_name`.
     """
 
     num_bytes: int
@@ -53,156 +64,164 @@ class LiveItem:
 
 
 class Residency:
-    """All stays of a schedule.
+    """The live intervals of a schedule.
 
     Attributes:
-        intervals: for each storage that is counted, its stays in order.
+        snapshot: the step.
+        schedule: the runs.
+        intervals: for each counted storage its live intervals in order.
     """
 
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
-        """Reads the stays off `schedule`.
+        """Derives the intervals.
+
+        Args:
+            snapshot: the step.
+            schedule: a schedule of its ops.
 
         Raises:
             ValueError: an op reads a storage before it is made; the text names both.
         """
         self.snapshot = snapshot
         self.schedule = schedule
-        self.intervals: dict[int, list[LiveInterval]] = {}
+        ops = _op_def_use(snapshot)
+        self._def_use = DefUse.of(ops, schedule.forward, schedule.backward)
         self._first_run: dict[int, int] = {}
         self._last_run: dict[int, int] = {}
-        steps, num_forward = schedule.steps, len(schedule.forward)
-        for position, index in enumerate(steps):
-            if position == num_forward:
-                self._end_forward(num_forward)
+        for position, index in enumerate(schedule.steps):
             self._first_run.setdefault(index, position)
             self._last_run[index] = position
-            self._run(position, index)
-        if not schedule.backward:
-            self._end_forward(num_forward)
-        for stay in self.all():
-            if snapshot.storages[stay.storage].kind in (
-                StorageKind.OUTPUT,
-                StorageKind.RETURNED_GRADIENT,
-                StorageKind.TANGENT,
-            ):
-                stay.last = len(steps) - 1
+        self._check_reads()
+        self.intervals = self._defined_intervals()
+        self._add_tangents()
+        self._extend_results()
 
-    def _run(self, position: int, index: int) -> None:
-        op = self.snapshot.ops[index]
-        for storage in op.reads:
-            if not self.snapshot.storages[storage].kind.is_static:
-                if storage not in self.intervals:
-                    msg = f"step {position} ({op.name}) reads {self.snapshot.storages[storage].name} before it is made"
-                    raise ValueError(msg)
-                stay = self.intervals[storage][-1]
-                stay.reads.append(position)
-                stay.last = position
-        for storage in op.writes:
-            known = self.intervals.setdefault(storage, [])
-            known.append(LiveInterval(storage, position, position, is_repeated=bool(known)))
+    def _check_reads(self) -> None:
+        """Raises `ValueError` if a run reads a value that no earlier run has made."""
+        snapshot, def_use = self.snapshot, self._def_use
+        # The first access to each storage, which must make it.
+        is_begin = np.ones(len(def_use.storage), dtype=np.bool_)
+        is_begin[1:] = def_use.storage[1:] != def_use.storage[:-1]
+        is_fault = is_begin & (def_use.keys & KIND_MASK == READ)
+        positions, storages = def_use.position[is_fault], def_use.storage[is_fault]
+        faults = [*zip(positions.tolist(), storages.tolist(), strict=True)]
+        # Tangents come with the backward.
+        for position, index in enumerate(self.schedule.forward):
+            for storage in snapshot.ops[index].reads:
+                if snapshot.storages[storage].kind is StorageKind.TANGENT:
+                    faults.append((position, storage))
+        if faults:
+            position, storage = min(faults)
+            op = snapshot.ops[self.schedule.steps[position]]
+            name = snapshot.storages[storage].name
+            msg = f"step {position} ({op.name}) reads {name} before it is made"
+            raise ValueError(msg)
 
-    def _end_forward(self, num_forward: int) -> None:
-        for storage in self.snapshot.updates:
-            if storage in self.intervals:
-                self.intervals[storage][-1].last = num_forward - 1
+    def _defined_intervals(self) -> dict[int, list[LiveInterval]]:
+        """The intervals of values that ops make, from definition to last read."""
+        def_use = self._def_use
+        kinds = def_use.keys & KIND_MASK
+        accesses = (def_use.storage.tolist(), def_use.position.tolist(), kinds.tolist())
+        intervals: dict[int, list[LiveInterval]] = {}
+        for storage, position, kind in zip(*accesses, strict=True):
+            known = intervals.setdefault(storage, [])
+            if kind == DEFINED:
+                interval = LiveInterval(storage, position, position, is_repeated=bool(known))
+                known.append(interval)
+            elif known:
+                known[-1].last = position
+                if kind == READ:
+                    known[-1].reads.append(position)
+        return intervals
+
+    def _add_tangents(self) -> None:
+        """Adds the intervals of tangents: from the start of the backward to its end."""
+        steps, num_forward = self.schedule.steps, len(self.schedule.forward)
         for storage, described in enumerate(self.snapshot.storages):
-            if described.kind is StorageKind.TANGENT:
-                self.intervals[storage] = [LiveInterval(storage, num_forward, num_forward)]
+            if described.kind is StorageKind.TANGENT and self.schedule.backward:
+                reads = [
+                    position
+                    for position in range(num_forward, len(steps))
+                    if storage in self.snapshot.ops[steps[position]].reads
+                ]
+                interval = LiveInterval(storage, num_forward, len(steps) - 1, reads)
+                self.intervals[storage] = [interval]
+
+    def _extend_results(self) -> None:
+        """Extends the intervals of results to the end of the step.
+
+        The simulator counts the second copy of a result that a recomputation makes to the end, too.
+        """
+        steps, storages = self.schedule.steps, self.snapshot.storages
+        for position, index in enumerate(steps):
+            if self._first_run[index] != position:
+                for storage in self.snapshot.ops[index].writes:
+                    if storages[storage].kind.is_result:
+                        interval = LiveInterval(storage, position, position, is_repeated=True)
+                        self.intervals[storage].append(interval)
+        for interval in self.all():
+            if storages[interval.storage].kind.is_result:
+                interval.last = len(steps) - 1
 
     def all(self) -> Iterator[LiveInterval]:
-        """Every stay."""
-        return (stay for residency in self.intervals.values() for stay in residency)
+        """Every interval."""
+        return (interval for intervals in self.intervals.values() for interval in intervals)
 
     def is_saved(self, storage: int) -> bool:
-        """Whether the storage is in memory from the forward into the backward."""
+        """Whether the storage is live from the forward into the backward."""
         num_forward = len(self.schedule.forward)
-        return any(
-            stay.first < num_forward <= stay.last for stay in self.intervals.get(storage, ())
-        )
+        return any(i.first < num_forward <= i.last for i in self.intervals.get(storage, ()))
 
     def live_items_at(self, position: int, costs: Costs) -> list[LiveItem]:
-        """What takes memory while the run at `position` goes on.
+        """Everything that takes memory during the run at `position`; the sizes add up to its bytes.
 
-        A result that takes over the memory of an operand (a run in place) is left out: the operand stands for both.
+        The result of a run in place is left out: the operand stands for both.
         """
         index = self.schedule.steps[position]
-        op = self.snapshot.ops[index]
-        taken = op.writes[0] if position in self.schedule.in_place else None
-        occupants = [
-            LiveItem(self.snapshot.storages[stay.storage].num_bytes, storage=stay.storage)
-            for stay in self.all()
-            if stay.first <= position <= stay.last
-            and not (stay.storage == taken and stay.first == position)
+        ops, storages = self.snapshot.ops, self.snapshot.storages
+        taken = ops[index].writes[0] if position in self.schedule.in_place else None
+        items = [
+            LiveItem(storages[interval.storage].num_bytes, storage=interval.storage)
+            for interval in self.all()
+            if interval.first <= position <= interval.last
+            and not (interval.storage == taken and interval.first == position)
         ]
-        for drawn, first in self._first_run.items():
-            if (
-                self.snapshot.ops[drawn].state_bytes
-                and first <= position <= self._last_run[drawn] != first
-            ):
-                occupants.append(
-                    LiveItem(
-                        self.snapshot.ops[drawn].state_bytes,
-                        op=drawn,
-                        what=self.snapshot.ops[drawn].state_name,
-                    )
-                )
-        overhead = (costs.first if self._first_run[index] == position else costs.recompute)[
-            index
-        ].overhead_bytes
-        if overhead:
-            occupants.append(LiveItem(overhead, op=index, what="overhead"))
-        return occupants
+        for other, first in self._first_run.items():
+            op = ops[other]
+            if op.state_bytes and first <= position <= self._last_run[other] != first:
+                items.append(LiveItem(op.state_bytes, op=other, what=op.state_name))
+        table = costs.first if self._first_run[index] == position else costs.recompute
+        overhead_bytes = table[index].overhead_bytes
+        if overhead_bytes:
+            items.append(LiveItem(overhead_bytes, op=index, what="overhead"))
+        return items
 
     def simulation(self, costs: Costs) -> Simulation:
-        """The same replay as the simulator's, from the stays alone."""
-        live = self.live_bytes(costs)
-        peak, seen, time_ms = max(live, default=0), set[int](), 0.0
-        for index in self.schedule.steps:
-            time_ms += (costs.recompute if index in seen else costs.first)[index].time_ms
-            seen.add(index)
-        return Simulation(
-            peak_bytes=peak,
-            peak_position=live.index(peak) if live else 0,
-            time_ms=time_ms,
-            live_bytes=live,
-            saved_bytes=self.saved_bytes(),
-        )
+        """Memory and time of the schedule, as `simulate` gives them for a graph."""
+        return simulate_def_use(self._def_use, self.schedule, costs)
 
-    def saved_bytes(self) -> int:
-        """In memory when the forward has ended, random states included."""
-        num_forward = len(self.schedule.forward)
-        saved = sum(
-            self.snapshot.storages[stay.storage].num_bytes
-            for stay in self.all()
-            if stay.first < num_forward <= stay.last
-        )
-        states = (
-            i for i, first in self._first_run.items() if first < num_forward <= self._last_run[i]
-        )
-        return saved + sum(self.snapshot.ops[index].state_bytes for index in states)
 
-    def live_bytes(self, costs: Costs) -> tuple[int, ...]:
-        """For each run, the bytes in use while it goes on."""
-        steps, in_place = self.schedule.steps, self.schedule.in_place
-        change = [0] * (len(steps) + 1)
-        for stay in self.all():
-            num_bytes = self.snapshot.storages[stay.storage].num_bytes
-            change[stay.first] += num_bytes
-            change[stay.last + 1] -= num_bytes
-        for index, first in self._first_run.items():
-            if self._last_run[index] != first:
-                change[first] += self.snapshot.ops[index].state_bytes
-                change[self._last_run[index] + 1] -= self.snapshot.ops[index].state_bytes
-        live, found = 0, []
-        for position, index in enumerate(steps):
-            live += change[position]
-            overhead = (costs.first if self._first_run[index] == position else costs.recompute)[
-                index
-            ].overhead_bytes
-            taken = (
-                self.snapshot.storages[self.snapshot.ops[index].writes[0]].num_bytes
-                if position in in_place
-                else 0
-            )
-            found.append(live + overhead - taken)
-        return tuple(found)
+def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
+    """Reads and writes of a snapshot's ops, the same as of the graph that it was taken from."""
+    ops = [
+        OpFacts(
+            reads=op.reads,
+            writes=op.writes,
+            is_recomputable=op.is_recomputable and op.phase != "backward",
+            is_random=op.is_random,
+            has_final_gradient=bool(op.final_gradients),
+            state_bytes=op.state_bytes,
+        )
+        for op in snapshot.ops
+    ]
+    storages = [
+        StorageFacts(
+            num_bytes=storage.num_bytes,
+            is_static=storage.kind.is_static,
+            is_tangent=storage.kind is StorageKind.TANGENT,
+            is_result=storage.kind.is_result,
+        )
+        for storage in snapshot.storages
+    ]
+    returned = [storage for _, storage in snapshot.outputs]
+    return OpDefUse.of(ops, storages, updates=snapshot.updates, returned=returned)

@@ -21,7 +21,7 @@ from rockmate.graph.ir import Graph, Op, state_bytes
 from rockmate.schedule.liveness import (
     DEFINED,
     KIND_BITS,
-    KINDS,
+    KIND_MASK,
     READ,
     DefUse,
     op_def_use,
@@ -113,7 +113,9 @@ class LiveRanges:
         self._dropped: set[int] = set()
         self._inserted: dict[int, set[int]] = {}
         self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
-        self._accesses = schedule.def_use or DefUse.of(graph, schedule.forward, schedule.backward)
+        self._accesses = schedule.def_use or DefUse.of(
+            op_def_use(graph), schedule.forward, schedule.backward
+        )
         self._num_bits = self._accesses.num_bits
         counted = self._accesses.keys[~op_def_use(graph).is_result[self._accesses.storage]]
         self._events = array("q", counted.tobytes())
@@ -197,7 +199,7 @@ class LiveRanges:
         makers = np.flatnonzero(~is_read)
         made = makers[np.searchsorted(makers, place, side="right") - 1]
         order = at[made] * len(ops.num_bytes) + storage[made]
-        for number in np.flatnonzero(events[made] & KINDS == _MADE_BEFORE).tolist():
+        for number in np.flatnonzero(events[made] & KIND_MASK == _MADE_BEFORE).tolist():
             order[number] = self._order_of[int(events[made[number]])]
         return SpillCandidates(
             storage=storage[place], last=at[place], following=at[place + 1], order=order
@@ -285,7 +287,10 @@ class LiveRanges:
         def_use = self._accesses
         is_result = op_def_use(self.graph).is_result[def_use.storage]
         made = np.flatnonzero(
-            def_use.is_made & ~def_use.is_last & ~def_use.is_first[def_use.position] & ~is_result
+            def_use.is_definition
+            & ~def_use.is_last
+            & ~def_use.is_first[def_use.position]
+            & ~is_result
         )
         made = made[np.argsort(def_use.position[made], kind="stable")]
         position = def_use.position[made]

@@ -248,7 +248,7 @@ def _staying_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
     def_use, ops = schedule.def_use, op_def_use(graph)
     assert def_use is not None
     reads = np.flatnonzero(
-        (def_use.position == position) & ~def_use.is_made & ~ops.is_held[def_use.storage]
+        (def_use.position == position) & ~def_use.is_definition & ~ops.is_held[def_use.storage]
     )
     lasts = np.flatnonzero(def_use.is_last)
     ends = def_use.position[lasts[np.searchsorted(lasts, reads)]]

@@ -1,1 +1,1 @@
-"""The order in which ops run: what lives when, the peak and the time that follow from it."""
+"""Schedules: the order in which ops run, and the liveness, peak and time that follow from it."""

@@ -1,53 +1,105 @@
-"""Which storages are made and read as a schedule runs, in arrays sorted by storage, then by time.
+"""Definitions and uses of values in a schedule: the one definition of liveness.
 
-What a schedule releases, what it takes, which of its runs serve nobody and where its values are live are all read off this. A storage
-that somebody else gave (static ones, tangents) is made by no run and left out. A result is made by the first run of its op alone:
-it stays, so that a later run leaves it as it is.
+A value is live from the run that makes it to its last read before its op runs once more. This file
+states that once, on arrays of indices: `OpDefUse` holds the reads and writes of each op, `DefUse`
+those of each run of a schedule, sorted by storage, then by time. Everything else derives from it:
+
+| where | what it derives |
+|---|---|
+| `schedule.simulate.simulate` | live bytes, peak |
+| `schedule.schedule` | dead recomputations, last reads, runs in place |
+| `plan.residency` | live intervals of a plan, from its snapshot alone |
+| `planning.live_ranges` | the incremental form: one move changes a few intervals |
+| `schedule.simulate.simulate_part` | its own scan of one stretch; a test states that they agree |
+
+Two conventions. Only storages that an op makes are listed, so static storages and tangents are not.
+A result of the step (an output, a returned gradient) is defined by the first run of its op alone:
+it stays live to the end, so a recomputation leaves it as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rockmate._arrays import Bools, Ints
-from rockmate.graph.ir import Graph, Op, state_bytes
+from rockmate.graph.ir import Graph, state_bytes
 
-# In the order in which one run does them; COPIED stands at the end of the forward.
+# Kinds of access, ascending in the order in which one run does them. COPIED is the copy of a value
+# into its buffer or input at the end of the forward.
 READ, DEFINED, COPIED = 1, 2, 3
-KIND_BITS, KINDS = 2, 3  # that tell them apart, and their mask
+# Number of low bits of a key that hold the kind, and their mask.
+KIND_BITS, KIND_MASK = 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFacts:
+    """What liveness needs to know of one op.
+
+    Attributes:
+        reads: indices of the storages that it reads.
+        writes: indices of the storages that it makes.
+        is_recomputable: whether it may run a second time.
+        is_random: whether it draws from the generator.
+        has_final_gradient: whether it hands gradients to the gradient sink.
+        state_bytes: bytes of the state that a recomputation replays; see `state_bytes`.
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_recomputable: bool
+    is_random: bool
+    has_final_gradient: bool
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFacts:
+    """What liveness needs to know of one storage.
+
+    Attributes:
+        num_bytes: its size.
+        is_static: whether it is live before, during and after the step, and never counted.
+        is_tangent: whether autograd makes it before the backward and holds it to the end.
+        is_result: whether the step returns it, so that it is live to the end.
+    """
+
+    num_bytes: int
+    is_static: bool
+    is_tangent: bool
+    is_result: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpDefUse:
-    """What each op reads and makes, one op after the other, and what there is to know of storages and ops by index.
+    """Reads and writes of each op, and facts about ops and storages, as arrays by index.
 
     Attributes:
-        begin: where those of each op begin in the next two; one more at the end.
-        storage: indices of storages that some op makes.
-        is_made: whether the op makes it; else it reads it.
-        num_bytes: of each storage.
-        is_held: whether somebody holds the storage, so that no last read releases it.
-        is_result: whether it is a result.
-        is_copied: whether what is in it is copied into a buffer or an input when the forward has ended.
-        tangent_bytes: of all tangents together.
+        begin: position of each op's first entry in the next two arrays; one more at the end.
+        storage: storage of each entry.
+        is_definition: whether the op makes the storage; otherwise it reads it.
+        num_bytes: size of each storage.
+        is_held: whether a storage is live whatever the ops read, so that no read releases it.
+        is_result: whether a storage is a result of the step.
+        is_copied: whether a storage is copied into a buffer or an input when the forward ends.
+        tangent_bytes: size of all tangents together.
         returned: indices of the storages that the step returns, ascending.
-        written_bytes: of each op.
-        has_final_gradient: whether an op hands gradients over.
-        is_random: whether it draws from the generator.
-        state_bytes: what an op needs of its first run to run again; see `state_bytes`.
-        producer: index of the op that makes each storage; -1 where there is none.
-        is_evictable: whether a storage takes memory, and its op can run again.
-        inputs: for each op what a further run reads that can be missing: pairs of a storage and the op that makes it, by index; None if
-            it cannot run again.
+        written_bytes: bytes of all storages that each op makes.
+        has_final_gradient: whether an op hands gradients to the gradient sink.
+        is_random: whether an op draws from the generator.
+        state_bytes: bytes of the state that each op's recomputation replays.
+        producer: index of the op that makes each storage; -1 if there is none.
+        is_evictable: whether a storage takes memory and its op can be recomputed.
+        inputs: for each op the values that its recomputation reads and that can be missing, each as
+            a pair of storage and producer; None if the op cannot be recomputed.
     """
 
     begin: Ints
     storage: Ints
-    is_made: Bools
+    is_definition: Bools
     num_bytes: Ints
     is_held: Bools
     is_result: Bools
@@ -63,140 +115,188 @@ class OpDefUse:
     inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
 
     @staticmethod
-    def of(graph: Graph) -> OpDefUse:
-        """Those of a graph."""
-        def_use = [
-            [
-                *((s.index, False) for s in op.reads if s.producer),
-                *((s.index, True) for s in op.writes),
-            ]
-            for op in graph.ops
+    def of(
+        ops: Sequence[OpFacts],
+        storages: Sequence[StorageFacts],
+        *,
+        updates: Iterable[int],
+        returned: Iterable[int],
+    ) -> OpDefUse:
+        """The tables of a step.
+
+        Args:
+            ops: all ops, by index.
+            storages: all storages, by index.
+            updates: storages that are copied into a buffer or an input when the forward ends.
+            returned: storages that the step returns.
+        """
+        producer = np.full(len(storages), -1, dtype=np.int64)
+        for index, op in enumerate(ops):
+            producer[[*op.writes]] = index
+        entries = [
+            [*((s, False) for s in op.reads if producer[s] >= 0), *((s, True) for s in op.writes)]
+            for op in ops
         ]
-        flat = np.array([access for own in def_use for access in own], dtype=np.int64).reshape(
-            -1, 2
-        )
-        storages, updates = graph.storages, set(graph.updates)
+        flat = np.array([entry for own in entries for entry in own], dtype=np.int64).reshape(-1, 2)
+        num_bytes = np.array([storage.num_bytes for storage in storages], dtype=np.int64)
+        is_result = _flags(storage.is_result for storage in storages)
+        is_tangent = _flags(storage.is_tangent for storage in storages)
+        # The entry behind the last op stands for storages without a producer, whose index is -1.
+        is_recomputable = _flags([*(op.is_recomputable for op in ops), False])
+        is_copied = np.zeros(len(storages), dtype=np.bool_)
+        is_copied[[*updates]] = True
         return OpDefUse(
-            begin=np.cumsum([0, *map(len, def_use)]),
+            begin=np.cumsum([0, *map(len, entries)]),
             storage=flat[:, 0],
-            is_made=flat[:, 1].astype(np.bool_),
-            num_bytes=np.array([storage.num_bytes for storage in storages], dtype=np.int64),
-            is_held=np.array(
-                [s.is_static or s.is_tangent or s.is_result for s in storages], dtype=np.bool_
-            ),
-            is_result=np.array([storage.is_result for storage in storages], dtype=np.bool_),
-            is_copied=np.array([storage in updates for storage in storages], dtype=np.bool_),
-            tangent_bytes=sum(storage.num_bytes for storage in storages if storage.is_tangent),
-            returned=np.array(
-                sorted({graph.storage_of[node].index for node, _ in graph.outputs}), dtype=np.int64
-            ),
-            written_bytes=np.array([op.written_bytes for op in graph.ops], dtype=np.int64),
-            has_final_gradient=np.array(
-                [bool(op.final_gradients) for op in graph.ops], dtype=np.bool_
-            ),
-            is_random=np.array([op.is_random for op in graph.ops], dtype=np.bool_),
-            state_bytes=np.array([state_bytes(op) for op in graph.ops], dtype=np.int64),
-            producer=np.array(
-                [-1 if s.producer is None else s.producer.index for s in storages], dtype=np.int64
-            ),
-            is_evictable=np.array(
-                [bool(s.num_bytes and s.producer and s.producer.is_recomputable) for s in storages],
-                dtype=np.bool_,
-            ),
-            inputs=tuple(_inputs(op) if op.is_recomputable else None for op in graph.ops),
+            is_definition=flat[:, 1].astype(np.bool_),
+            num_bytes=num_bytes,
+            is_held=_flags(storage.is_static for storage in storages) | is_tangent | is_result,
+            is_result=is_result,
+            is_copied=is_copied,
+            tangent_bytes=int(num_bytes[is_tangent].sum()),
+            returned=np.array(sorted(set(returned)), dtype=np.int64),
+            written_bytes=np.array([num_bytes[[*op.writes]].sum() for op in ops], dtype=np.int64),
+            has_final_gradient=_flags(op.has_final_gradient for op in ops),
+            is_random=_flags(op.is_random for op in ops),
+            state_bytes=np.array([op.state_bytes for op in ops], dtype=np.int64),
+            producer=producer,
+            is_evictable=(num_bytes > 0) & is_recomputable[producer],
+            inputs=tuple(_inputs(op, producer, is_result) for op in ops),
         )
 
 
-_DEF_USE: WeakKeyDictionary[Graph, OpDefUse] = WeakKeyDictionary()
+def _flags(values: Iterable[bool]) -> Bools:
+    return np.array([*values], dtype=np.bool_)
+
+
+def _inputs(op: OpFacts, producer: Ints, is_result: Bools) -> tuple[tuple[int, int], ...] | None:
+    if not op.is_recomputable:
+        return None
+    return tuple((s, int(producer[s])) for s in op.reads if producer[s] >= 0 and not is_result[s])
+
+
+_OP_DEF_USE: WeakKeyDictionary[Graph, OpDefUse] = WeakKeyDictionary()
 
 
 def op_def_use(graph: Graph) -> OpDefUse:
-    """The definitions and uses of a graph's ops, computed once for each graph."""
-    if graph not in _DEF_USE:
-        _DEF_USE[graph] = OpDefUse.of(graph)
-    return _DEF_USE[graph]
+    """The reads and writes of a graph's ops, computed once for each graph."""
+    if graph not in _OP_DEF_USE:
+        _OP_DEF_USE[graph] = _op_def_use(graph)
+    return _OP_DEF_USE[graph]
+
+
+def _op_def_use(graph: Graph) -> OpDefUse:
+    ops = [
+        OpFacts(
+            reads=tuple(storage.index for storage in op.reads),
+            writes=tuple(storage.index for storage in op.writes),
+            is_recomputable=op.is_recomputable,
+            is_random=op.is_random,
+            has_final_gradient=bool(op.final_gradients),
+            state_bytes=state_bytes(op),
+        )
+        for op in graph.ops
+    ]
+    storages = [
+        StorageFacts(
+            num_bytes=storage.num_bytes,
+            is_static=storage.is_static,
+            is_tangent=storage.is_tangent,
+            is_result=storage.is_result,
+        )
+        for storage in graph.storages
+    ]
+    return OpDefUse.of(
+        ops,
+        storages,
+        updates=[storage.index for storage in graph.updates],
+        returned=[graph.storage_of[node].index for node, _ in graph.outputs],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DefUse:
-    """Accesses of a schedule by storage; for each storage by time, a run's reads before what it makes, copies at the forward's end last.
+    """Definitions and uses in a schedule, sorted by storage, then by time.
+
+    Within one run the reads come before the definitions. The copies at the end of the forward come
+    after its last run.
 
     Attributes:
+        ops: reads and writes of each op.
         steps: indices of the ops in running order.
-        is_first: whether a run is the first of its op.
-        keys: each access as one number, ascending: storage, position and kind (`READ`, `DEFINED`, `COPIED`), one above the other.
-        num_bits: of a key below the storage.
-        storage: index of the storage of each access.
-        position: of its run in `steps`.
-        is_made: whether the run makes the storage; else it reads it.
-        is_last: whether nobody reads it from there on before it is made anew.
+        is_first: for each run, whether it is the first of its op.
+        keys: each access as one ascending number: storage, position and kind (`READ`, `DEFINED`,
+            `COPIED`), from the high bits to the low ones.
+        num_bits: number of bits of a key below the storage.
+        storage: storage of each access.
+        position: position in `steps` of each access.
+        is_definition: whether the access makes the storage; otherwise it reads it.
+        is_last: whether no read follows before the next definition.
     """
 
+    ops: OpDefUse
     steps: Ints
     is_first: Bools
     keys: Ints
     num_bits: int
     storage: Ints
     position: Ints
-    is_made: Bools
+    is_definition: Bools
     is_last: Bools
 
     @staticmethod
-    def of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> DefUse:
-        """Those of a schedule; what is copied into a buffer or an input when the forward has ended is read behind its last run."""
-        ops = op_def_use(graph)
+    def of(ops: OpDefUse, forward: Sequence[int], backward: Sequence[int]) -> DefUse:
+        """The definitions and uses of a schedule.
+
+        Args:
+            ops: reads and writes of each op.
+            forward: indices of the ops that run in the forward, in order.
+            backward: indices of the ops that run in the backward, in order.
+        """
         steps = np.array([*forward, *backward], dtype=np.int64)
-        first = np.empty(
-            len(ops.begin) - 1, dtype=np.int64
-        )  # position of each op's first run, which is assigned last
-        first[steps[::-1]] = np.arange(len(steps))[::-1]
-        is_first = first[steps] == np.arange(len(steps))
+        is_first = _is_first(steps, len(ops.begin) - 1)
         counts = ops.begin[steps + 1] - ops.begin[steps]
         position = np.repeat(np.arange(len(steps)), counts)
-        place = np.arange(len(position)) + np.repeat(
+        entry = np.arange(len(position)) + np.repeat(
             ops.begin[steps] - (np.cumsum(counts) - counts), counts
         )
-        storage, is_made = ops.storage[place], ops.is_made[place]
-        # What the first run made stays: results, and up to the forward's end the updates of buffers.
-        is_lasting = ops.is_result[storage] | (ops.is_copied[storage] & (position < len(forward)))
-        is_new = ~(is_made & is_lasting) | is_first[position]
+        storage, is_definition = ops.storage[entry], ops.is_definition[entry]
+        is_access = ~(is_definition & ops.is_result[storage]) | is_first[position]
         num_bits = len(steps).bit_length() + KIND_BITS
-        keys = ((storage << num_bits) + (position << KIND_BITS) + READ + is_made)[is_new]
+        keys = (storage << num_bits) + (position << KIND_BITS) + READ + is_definition
+        keys = keys[is_access]
         if len(forward):
-            keys = np.concatenate(
-                [
-                    keys,
-                    (np.flatnonzero(ops.is_copied) << num_bits)
-                    + (len(forward) - 1 << KIND_BITS)
-                    + COPIED,
-                ]
-            )
+            copies = np.flatnonzero(ops.is_copied) << num_bits
+            copies += (len(forward) - 1 << KIND_BITS) + COPIED
+            keys = np.concatenate([keys, copies])
         keys.sort()
         storage, position = split_keys(keys, num_bits)
-        is_made = keys & KINDS == DEFINED
+        is_definition = keys & KIND_MASK == DEFINED
         is_last = np.ones(len(keys), dtype=np.bool_)
-        is_last[:-1] = is_made[1:] | (storage[1:] != storage[:-1])
+        is_last[:-1] = is_definition[1:] | (storage[1:] != storage[:-1])
         return DefUse(
+            ops=ops,
             steps=steps,
             is_first=is_first,
             keys=keys,
             num_bits=num_bits,
             storage=storage,
             position=position,
-            is_made=is_made,
+            is_definition=is_definition,
             is_last=is_last,
         )
 
-    def makers(self) -> Ints:
-        """For each access, which access made what it reads, or makes: the one that the storage was made by last."""
-        return np.maximum.accumulate(np.where(self.is_made, np.arange(len(self.storage)), 0))
+    def definitions(self) -> Ints:
+        """For each access the index of the access that defines the value it makes or reads."""
+        own = np.where(self.is_definition, np.arange(len(self.storage)), 0)
+        return np.maximum.accumulate(own)
 
-    def released(self, graph: Graph) -> tuple[Ints, Ints]:
-        """Positions, and the storages whose memory is released when the run there has ended.
+    def released(self) -> tuple[Ints, Ints]:
+        """Positions, and the storages that are released when the run there has ended.
 
-        Left out is what someone else holds. A storage that nobody reads ends where it is made.
+        Held storages are not among them. A storage without a read ends where it is made.
         """
-        chosen = self.is_last & ~op_def_use(graph).is_held[self.storage]
+        chosen = self.is_last & ~self.ops.is_held[self.storage]
         return self.position[chosen], self.storage[chosen]
 
 
@@ -205,9 +305,9 @@ def split_keys(keys: Ints, num_bits: int) -> tuple[Ints, Ints]:
     return keys >> num_bits, (keys & (1 << num_bits) - 1) >> KIND_BITS
 
 
-def _inputs(op: Op) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        (storage.index, storage.producer.index)
-        for storage in op.reads
-        if storage.producer and not storage.is_result
-    )
+def _is_first(steps: Ints, num_ops: int) -> Bools:
+    """For each run whether it is the first of its op."""
+    first = np.empty(num_ops, dtype=np.int64)
+    # Assigned from the last run to the first, so that the first one remains.
+    first[steps[::-1]] = np.arange(len(steps))[::-1]
+    return first[steps] == np.arange(len(steps))

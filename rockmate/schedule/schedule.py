@@ -1,10 +1,12 @@
-"""A schedule: the order in which ops run, forward then backward, with recomputed ops standing more than once.
+"""A schedule: the order in which ops run, forward then backward, recomputations included.
 
-Nothing else is said: what is kept from the forward to the backward, and when memory is released, follows from the order. A read
-takes the latest run's result; a result is released after its last read before the next run of the same op. `in_place` marks the
-runs that may write into the memory of an input which dies there.
+The order alone determines which values are saved and when each is released: a read takes the latest
+run's result, and a value is released after its last read before the next run of its op (see
+`schedule.liveness`). `in_place` marks the runs that write their result into the memory of an input
+whose last read they are.
 
-`Schedule` is what the solvers make, the simulator judges and the emitter turns into code; it knows none of them.
+Solvers make schedules, the simulator measures them, the emitter turns them into code. This file
+knows none of the three.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from itertools import compress
 
 import numpy as np
 
-from rockmate._arrays import Bools
+from rockmate._arrays import Bools, Ints
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.liveness import DefUse, op_def_use
@@ -28,9 +30,11 @@ class Schedule:
 
     Attributes:
         forward: runs before the loss is returned.
-        backward: runs of the backward: backward and late ops once each, forward ops as often as they are recomputed.
-        in_place: positions in forward + backward whose result takes over the memory of its first read that dies there.
-        def_use: what the runs make and read, None where nobody has looked.
+        backward: runs of the backward: backward and late ops once each, forward ops once for each
+            recomputation.
+        in_place: positions in `steps` of the runs whose result takes over the memory of the first
+            operand that may be overwritten and ends there.
+        def_use: definitions and uses of the runs; None if they have not been computed.
     """
 
     forward: tuple[int, ...]
@@ -44,11 +48,11 @@ class Schedule:
         return self.forward + self.backward
 
     def num_recomputations(self) -> int:
-        """Runs beyond the first of each op."""
+        """Number of runs beyond the first of each op."""
         return len(self.steps) - len(set(self.steps))
 
     def recomputed_positions(self) -> list[int]:
-        """Positions of the runs that repeat an earlier one."""
+        """Positions of the runs that recompute: those beyond the first of each op."""
         seen: set[int] = set()
         found = []
         for position, index in enumerate(self.steps):
@@ -58,29 +62,29 @@ class Schedule:
         return found
 
     def rows(self, names: Sequence[str]) -> list[str]:
-        """One line a run: half, index and name of the op, whether it has run before, whether it works in place.
+        """One line for each run: half, index and name of the op, and its marks.
+
+        The mark "again" stands for a recomputation, "in-place" for a run in place.
 
         Args:
-            names: of the ops, by index.
+            names: names of the ops, by index.
         """
-        repeated = set(self.recomputed_positions())
+        recomputed = set(self.recomputed_positions())
         rows = []
         for position, index in enumerate(self.steps):
             half = "forward" if position < len(self.forward) else "backward"
-            recompute, place = (
-                " again" if position in repeated else "",
-                " in-place" if position in self.in_place else "",
-            )
-            rows.append(f"{half} {index} {names[index]}{recompute}{place}")
+            again = " again" if position in recomputed else ""
+            in_place = " in-place" if position in self.in_place else ""
+            rows.append(f"{half} {index} {names[index]}{again}{in_place}")
         return rows
 
     def to_text(self, graph: Graph) -> str:
-        """`rows` under each other; `from_text` reads them back."""
+        """`rows` as one text; `from_text` reads it."""
         return "\n".join(self.rows([op.name for op in graph.ops]))
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """The schedule that `to_text` printed."""
+        """The schedule that `to_text` wrote."""
         rows = [line.split() for line in text.splitlines() if line.strip()]
         return cls(
             tuple(int(row[1]) for row in rows if row[0] == "forward"),
@@ -89,7 +93,27 @@ class Schedule:
         )
 
     def verify(self, graph: Graph) -> None:
-        """Asserts that the schedule computes the step: each needed op runs, on results that exist, with random ops in order."""
+        """Asserts that the schedule computes the step of `graph`.
+
+        Each run reads values that exist, each needed op runs, no op runs in the wrong half or more
+        often than it may, random ops draw in eager's order, and runs in place are allowed.
+        """
+        runs = self._verify_runs(graph)
+        ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
+        absent = [
+            op
+            for op in graph.ops
+            if not runs[op.index]
+            and (op.final_gradients or op.is_random or not ends.isdisjoint(op.writes))
+        ]
+        assert not absent, f"{absent} never run"
+        misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
+        assert not misplaced, f"no operand ends at {sorted(misplaced)}, so no run there is in place"
+        first_draws = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
+        assert first_draws == sorted(first_draws), "random ops draw in another order than eager's"
+
+    def _verify_runs(self, graph: Graph) -> Counter[int]:
+        """Asserts that each run may stand where it stands; returns how often each op runs."""
         made: set[Storage] = {storage for storage in graph.storages if storage.is_static}
         runs: Counter[int] = Counter()
         for position, index in enumerate(self.steps):
@@ -99,32 +123,19 @@ class Schedule:
             if position < len(self.forward):
                 assert op.phase is Phase.FORWARD, f"{op} runs in the forward"
             else:
-                assert op.phase is not Phase.FORWARD or runs[index], (
-                    f"{op} runs first in the backward"
-                )
+                is_first_forward = op.phase is Phase.FORWARD and not runs[index]
+                assert not is_first_forward, f"{op} runs first in the backward"
             missing = [storage for storage in op.reads if storage not in made]
             assert not missing, f"{op} at {position} reads {missing} before it is made"
-            assert not runs[index] or op.recompute_target is not None, f"{op} cannot run again"
+            is_allowed = not runs[index] or op.recompute_target is not None
+            assert is_allowed, f"{op} cannot be recomputed"
             runs[index] += 1
             made.update(op.writes)
-        ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
-        never = [
-            op
-            for op in graph.ops
-            if not runs[op.index]
-            and (op.final_gradients or op.is_random or not ends.isdisjoint(op.writes))
-        ]
-        assert not never, f"{never} never run"
-        misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
-        assert not misplaced, (
-            f"no operand ends at {sorted(misplaced)}, whose memory an op in place could take"
-        )
-        random_first = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
-        assert random_first == sorted(random_first), "random ops draw in another order than eager's"
+        return runs
 
 
 def baseline_schedule(graph: Graph, backward: Sequence[Op] | None = None) -> Schedule:
-    """The schedule without recomputation: each op once, and every value saved that the backward reads.
+    """The schedule without recomputation: each op runs once, what the backward reads is saved.
 
     Args:
         graph: the ops; those of the forward run in its order.
@@ -135,70 +146,83 @@ def baseline_schedule(graph: Graph, backward: Sequence[Op] | None = None) -> Sch
 
 
 def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
-    """Drops runs whose results nobody reads, then finds the runs that can work in place."""
-    def_use = DefUse.of(graph, forward, backward)
-    is_needed = _is_needed(graph, def_use, len(forward))
+    """The schedule of these runs without its dead runs, with every run in place that can be."""
+    ops = op_def_use(graph)
+    def_use = DefUse.of(ops, forward, backward)
+    is_needed = _is_needed(def_use, len(forward))
     if not is_needed.all():
-        forward, backward = (
-            list(compress(forward, is_needed)),
-            list(compress(backward, is_needed[len(forward) :])),
-        )
-        def_use = DefUse.of(graph, forward, backward)
-    return Schedule(
-        tuple(forward), tuple(backward), _in_place(graph, def_use, len(forward)), def_use
-    )
-
-
-def _is_needed(graph: Graph, def_use: DefUse, num_forward: int) -> Bools:
-    """For each run whether it makes anything that is read before it is made anew, returned, handed over or drawn."""
-    ops, steps = op_def_use(graph), def_use.steps
-    makers = def_use.makers()
-    reads = np.flatnonzero(~def_use.is_made)
-    reader, maker = def_use.position[reads], def_use.position[makers[reads]]
-    num_readers = np.bincount(maker, minlength=len(steps))
-    last = np.searchsorted(def_use.storage, ops.returned, side="right") - 1
-    np.add.at(num_readers, def_use.position[makers[last[def_use.storage[last] == ops.returned]]], 1)
-    is_wanted = (
-        (num_readers > 0)
-        | ops.has_final_gradient[steps]
-        | (ops.is_random[steps] & def_use.is_first)
-    )
-    is_pruned = np.zeros(len(steps), dtype=np.bool_)
-    must_run = is_wanted & (num_readers == 0)
-    if graph.updates:  # what the forward made of them is copied when it has ended
-        is_copied = (reader == num_forward - 1) & ops.is_copied[def_use.storage[reads]]
-        must_run[maker[is_copied]] = True
-    unread = np.flatnonzero(~is_wanted)
-    while len(unread):
-        is_pruned[unread] = True
-        gone = is_pruned[reader]
-        num_readers -= np.bincount(maker[gone], minlength=len(steps))
-        reader, maker = reader[~gone], maker[~gone]
-        unread = np.flatnonzero((num_readers == 0) & ~must_run & ~is_pruned)
-    return ~is_pruned
+        backward = list(compress(backward, is_needed[len(forward) :]))
+        forward = list(compress(forward, is_needed))
+        def_use = DefUse.of(ops, forward, backward)
+    in_place = _in_place(graph, def_use, len(forward))
+    return Schedule(tuple(forward), tuple(backward), in_place, def_use)
 
 
 def last_reads(
     graph: Graph, forward: Sequence[int], backward: Sequence[int]
 ) -> list[list[Storage]]:
-    """For each position the storages whose memory is released when that run has ended; see `DefUse.released`."""
+    """For each position the storages that are released when that run has ended.
+
+    `DefUse.released` says which these are.
+    """
     ends: list[list[Storage]] = [[] for _ in range(len(forward) + len(backward))]
-    for position, storage in zip(
-        *map(np.ndarray.tolist, DefUse.of(graph, forward, backward).released(graph)), strict=True
-    ):
+    positions, storages = DefUse.of(op_def_use(graph), forward, backward).released()
+    for position, storage in zip(positions.tolist(), storages.tolist(), strict=True):
         ends[position].append(graph.storages[storage])
     return ends
 
 
 def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
-    """Positions at which the op has an in-place form and one operand's memory dies there, unseen by anyone else."""
-    return _in_place(graph, DefUse.of(graph, forward, backward), len(forward))
+    """Positions whose op has an in-place form and one operand whose memory ends there.
+
+    Nobody else holds that memory.
+    """
+    return _in_place(graph, DefUse.of(op_def_use(graph), forward, backward), len(forward))
 
 
 def _in_place(graph: Graph, def_use: DefUse, num_forward: int) -> frozenset[int]:
-    positions, storages = def_use.released(graph)
-    if graph.updates:  # those that end with the forward are still to be copied then
-        is_copied = (positions == num_forward - 1) & op_def_use(graph).is_copied[storages]
+    positions, storages = def_use.released()
+    if graph.updates:
+        # A value that ends with the forward is still to be copied then.
+        is_copied = (positions == num_forward - 1) & def_use.ops.is_copied[storages]
         positions, storages = positions[~is_copied], storages[~is_copied]
     can_be_taken = operands_in_place(graph)[def_use.steps[positions]] == storages[:, np.newaxis]
     return frozenset(positions[can_be_taken.any(axis=1)].tolist())
+
+
+def _is_needed(def_use: DefUse, num_forward: int) -> Bools:
+    """For each run whether it is needed, dead runs being found by counting readers.
+
+    A run is needed if a needed run reads what it makes, if the step returns it or copies it into a
+    buffer, if it hands a gradient to the gradient sink, or if it is the first draw of a random op.
+    """
+    ops, steps = def_use.ops, def_use.steps
+    definitions = def_use.definitions()
+    reads = np.flatnonzero(~def_use.is_definition)
+    reader, maker = def_use.position[reads], def_use.position[definitions[reads]]
+    num_readers = np.bincount(maker, minlength=len(steps))
+    np.add.at(num_readers, _makers_of_returned(def_use, definitions), 1)
+    has_effect = ops.has_final_gradient[steps] | (ops.is_random[steps] & def_use.is_first)
+    is_wanted = (num_readers > 0) | has_effect
+    must_run = is_wanted & (num_readers == 0)
+    if ops.is_copied.any():
+        # The copies at the end of the forward are reads that no pruned run takes away.
+        is_copied = (reader == num_forward - 1) & ops.is_copied[def_use.storage[reads]]
+        must_run[maker[is_copied]] = True
+    is_pruned = np.zeros(len(steps), dtype=np.bool_)
+    unread = np.flatnonzero(~is_wanted)
+    while len(unread):
+        is_pruned[unread] = True
+        is_gone = is_pruned[reader]
+        num_readers -= np.bincount(maker[is_gone], minlength=len(steps))
+        reader, maker = reader[~is_gone], maker[~is_gone]
+        unread = np.flatnonzero((num_readers == 0) & ~must_run & ~is_pruned)
+    return ~is_pruned
+
+
+def _makers_of_returned(def_use: DefUse, definitions: Ints) -> Ints:
+    """Positions of the runs whose results the step returns."""
+    returned = def_use.ops.returned
+    last = np.searchsorted(def_use.storage, returned, side="right") - 1
+    is_made = def_use.storage[last] == returned
+    return def_use.position[definitions[last[is_made]]]

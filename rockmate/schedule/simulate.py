@@ -1,7 +1,13 @@
-"""Replays a schedule on storage sizes: live bytes at every run, the peak and where it is.
+"""Simulation: live bytes at every run of a schedule, its peak, and its time.
 
-This is the measure by which plans are compared and the figure that is held against the allocator. It knows nothing of blocks,
-options or solvers.
+Plans are compared by these figures, and the peak is what a measurement on the allocator must not
+exceed. A run counts the live values, its result, its workspace, and the states that recomputations
+replay; a run in place counts one memory for its operand and its result. Static storages and
+gradients at rest in `.grad` are not counted. If a recomputed op makes a result of the step as well,
+its second copy counts to the end, which is an upper bound.
+
+The simulator reads the op and storage tables of `schedule.liveness` and the costs. It knows no
+blocks, options or solvers.
 """
 
 from __future__ import annotations
@@ -21,14 +27,14 @@ from rockmate.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule takes.
+    """Memory and time of a schedule.
 
     Attributes:
-        peak_bytes: largest sum of live storages and the running op's own overhead.
-        peak_position: position of that run in `Schedule.steps`.
+        peak_bytes: largest entry of `live_bytes`.
+        peak_position: position of the first run that reaches it, in `Schedule.steps`.
         time_ms: sum of the costs of all runs.
-        live_bytes: for each run, the bytes in use while it runs.
-        saved_bytes: live when the forward has ended, what the user holds included.
+        live_bytes: for each run the bytes of live values, states and workspace while it runs.
+        saved_bytes: bytes live when the forward has ended, outputs included.
     """
 
     peak_bytes: int
@@ -40,59 +46,68 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSimulation:
-    """What a stretch of a schedule takes: the peak of what it makes and is given, and its time."""
+    """Memory and time of a stretch of a schedule.
+
+    Attributes:
+        peak_bytes: largest sum of counted live values and workspace.
+        time_ms: sum of the costs of its runs.
+    """
 
     peak_bytes: int
     time_ms: float
 
 
 def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
-    """Replays `schedule`; see `Simulation`."""
-    num_forward = len(schedule.forward)
-    def_use = schedule.def_use or DefUse.of(graph, schedule.forward, schedule.backward)
-    ops, steps = op_def_use(graph), def_use.steps
+    """Memory and time of a schedule of `graph`."""
+    def_use = schedule.def_use
+    if def_use is None:
+        def_use = DefUse.of(op_def_use(graph), schedule.forward, schedule.backward)
+    return simulate_def_use(def_use, schedule, costs)
+
+
+def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simulation:
+    """Memory and time of a schedule whose definitions and uses are known; needs no graph.
+
+    Args:
+        def_use: definitions and uses of `schedule`.
+        schedule: the runs.
+        costs: costs of the ops.
+    """
+    ops, steps, num_forward = def_use.ops, def_use.steps, len(schedule.forward)
     if not len(steps):
         return Simulation(peak_bytes=0, peak_position=0, time_ms=0.0, live_bytes=(), saved_bytes=0)
+    first, recompute = costs.first_arrays, costs.recompute_arrays
+    overhead_bytes, time_ms = (
+        np.where(def_use.is_first, of_first[steps], of_recompute[steps])
+        for of_first, of_recompute in (
+            (first.overhead_bytes, recompute.overhead_bytes),
+            (first.time_ms, recompute.time_ms),
+        )
+    )
     made_bytes = ops.written_bytes[steps]
     freed_bytes = np.zeros(len(steps), dtype=np.int64)
-    positions, storages = def_use.released(graph)
+    positions, storages = def_use.released()
     np.add.at(freed_bytes, positions, ops.num_bytes[storages])
     if schedule.backward:
         made_bytes[num_forward] += ops.tangent_bytes
-    _add_states(graph, def_use, made_bytes, freed_bytes)
+    _add_states(def_use, made_bytes, freed_bytes)
     after = np.cumsum(made_bytes - freed_bytes)
-    running = (
-        after
-        + freed_bytes
-        + np.where(
-            def_use.is_first,
-            costs.first_arrays.overhead_bytes[steps],
-            costs.recompute_arrays.overhead_bytes[steps],
-        )
-    )
+    running = after + freed_bytes + overhead_bytes
     in_place = list(schedule.in_place)
     running[in_place] -= ops.written_bytes[steps[in_place]]
     peak_position = int(running.argmax())
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
-        time_ms=float(
-            np.cumsum(
-                np.where(
-                    def_use.is_first,
-                    costs.first_arrays.time_ms[steps],
-                    costs.recompute_arrays.time_ms[steps],
-                )
-            )[-1]
-        ),
+        time_ms=float(np.cumsum(time_ms)[-1]),
         live_bytes=tuple(running.tolist()),
         saved_bytes=int(after[num_forward - 1]) if num_forward else 0,
     )
 
 
-def _add_states(graph: Graph, def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:
-    """Adds what each op needs of its first run to run again, which is kept from that to its last."""
-    steps, state_bytes = def_use.steps, op_def_use(graph).state_bytes
+def _add_states(def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:
+    """Adds the state of each recomputed op, which is live from its first run to its last."""
+    steps, state_bytes = def_use.steps, def_use.ops.state_bytes
     runs = np.flatnonzero(state_bytes[steps])
     last = {int(steps[position]): position for position in runs.tolist()}
     for position in runs[def_use.is_first[runs]].tolist():
@@ -112,16 +127,21 @@ def simulate_part(
     uncounted: Collection[Storage] = (),
     recompute: bool = False,
 ) -> PartSimulation:
-    """Replays a stretch of a schedule on its own.
+    """Memory and time of a stretch of a schedule, without the rest of it.
+
+    Values enter and leave a stretch, tangents among them, which `DefUse` does not know. So the last
+    reads come from a backward scan of its own. On a whole forward or backward it agrees with
+    `simulate`, but for the states that recomputations replay: those are not counted here.
 
     Args:
         graph: ops and storages.
         steps: op indices in running order.
-        costs: of each op.
-        before: storages live at the start, counted until their last read here unless they are in `after`.
-        after: storages that stay when the stretch has ended.
-        uncounted: made here, but accounted for elsewhere.
-        recompute: whether forward ops of the stretch run for a second time.
+        costs: costs of the ops.
+        before: storages live at the start; each counts to its last read here, and to the end of the
+            stretch if it is in `after` or not read.
+        after: storages still live when the stretch has ended.
+        uncounted: storages made here that are accounted for elsewhere.
+        recompute: whether the forward ops of the stretch are recomputations.
 
     Returns:
         Peak and time. Storages that are neither made here nor in `before` are not counted.
@@ -144,9 +164,8 @@ def simulate_part(
     live = peak = sum(storage.num_bytes for storage in before)
     time_ms = 0.0
     for op, ending in zip(ops, ends, strict=True):
-        cost = (costs.recompute if recompute and op.phase is Phase.FORWARD else costs.first)[
-            op.index
-        ]
+        table = costs.recompute if recompute and op.phase is Phase.FORWARD else costs.first
+        cost = table[op.index]
         written = sum([storage.num_bytes for storage in op.writes if storage in counted])
         taken = written if ending and reusable_operand(graph, op, ending) else 0
         live += written

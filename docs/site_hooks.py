@@ -55,8 +55,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links from paths of the repository to paths of the site, outside code."""
+    """Rewrites links outside code from paths of the repository to paths of the site."""
     place = page.file.src_uri
+    if place == "index.md":
+        page.meta["hide"] = ["navigation"]
     folder = posixpath.dirname(in_repository(place, set(added_paths())))
 
     def moved(match: re.Match[str]) -> str:

@@ -74,10 +74,11 @@ class RockmateModule(nn.Module):
 
     Give exactly one of `budget`, `memory_limit` and `plan`.
 
-    >>> module = RockmateModule(model, batch, budget=0.5)          # doctest: +SKIP
-    >>> loss = module(**batch).loss                                 # doctest: +SKIP
-    >>> loss.backward()                                             # doctest: +SKIP
-    >>> print(module.plan.summary())                                # doctest: +SKIP
+    Examples:
+        >>> module = RockmateModule(model, batch, budget=0.5)  # doctest: +SKIP
+        >>> loss = module(**batch).loss                        # doctest: +SKIP
+        >>> loss.backward()                                    # doctest: +SKIP
+        >>> print(module.plan.summary())                       # doctest: +SKIP
 
     Args:
         model: a module in training mode, on the device that it trains on.

@@ -54,6 +54,11 @@ class FrontierPoint:
 class PlanningSession:
     """Captures and measures a model once, then plans for any number of budgets; see `Planner`."""
 
+    timings: dict[str, float]
+    allow_chunking: bool | None
+    baseline_peak_bytes: int
+    baseline_ms: float
+
     def __init__(
         self,
         model: nn.Module,
@@ -94,7 +99,7 @@ class PlanningSession:
             UnsupportedModelError: the model cannot be captured as one static graph.
             MachineError: the machine is not known, or its description cannot be used.
         """
-        self.timings: dict[str, float] = {}
+        self.timings = {}
         target = None if machine is None else load_machine(machine)
         with self._timed("capture"):
             step = capture_step(

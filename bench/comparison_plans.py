@@ -126,7 +126,7 @@ def _extent(plan: Plan) -> Record:
     spans_at_hand = chain.carried | {storage for storage in graph.storages if storage.is_output}
     problems = [knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)[0]]
     problems += [
-        knapsack_of(span.forward, span.backward, plan.costs, at_hand=spans_at_hand)[0]
+        knapsack_of(span.forward, span.backward, plan.costs, available=spans_at_hand)[0]
         for span in spans
     ]
     parts = [part for problem in problems for part in reduce(problem).parts]

@@ -388,11 +388,11 @@ def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) ->
 
 def _certificate_text(certificate: LowerBound, search: Searcher, baseline: Simulation) -> str:
     lines = [
-        f"{len(certificate.moments)} moments",
+        f"{len(certificate.points)} program points",
         f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}",
     ]
-    for moment in certificate.moments:
-        lines.append(f"{moment.op.name:<24} {_kib(moment.num_bytes):>24} {len(moment.later):>22}")
+    for point in certificate.points:
+        lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>24} {len(point.after):>22}")
     lines += [
         "",
         f"{'budget':>6} {'KiB':>9} {'no schedule below, ms':>22} {'found, ms':>10} {'gap of the baseline':>20}",

@@ -27,7 +27,7 @@ from checkmate import Curve
 from rockmate import Planner
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.multi_op_program import Instant
+from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
@@ -316,16 +316,16 @@ def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_bound_is_the_largest_that_any_moment_alone_gives(name: str) -> None:
+def test_the_bound_is_the_largest_that_any_point_alone_gives(name: str) -> None:
     graph, costs = small(name)
     bounds, ops = certificate(name), [op for op in graph.ops if op.phase is not Phase.BACKWARD]
     problems = [
-        knapsack_of(ops, moment.later, costs, at_hand=moment.in_use, with_states=True)[0]
-        for moment in bounds.moments
+        knapsack_of(ops, point.after, costs, available=point.live, with_states=True)[0]
+        for point in bounds.points
     ]
     curves = [
-        (moment.num_bytes, Curve(problem))
-        for moment, problem in zip(bounds.moments, problems, strict=True)
+        (point.min_bytes, Curve(problem))
+        for point, problem in zip(bounds.points, problems, strict=True)
     ]
     least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
     for budget_bytes in budgets_between(0, reached(name)[-1][0], 40):
@@ -333,7 +333,7 @@ def test_the_bound_is_the_largest_that_any_moment_alone_gives(name: str) -> None
         assert bounds.bound_ms(budget_bytes) == least_ms + again_ms
 
 
-def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
+def test_two_points_say_more_than_one_near_the_smallest_peak() -> None:
     gained = []
     for name in SMALL:
         bounds = certificate(name)
@@ -348,8 +348,8 @@ def test_two_moments_say_more_than_one_near_the_smallest_peak() -> None:
     assert any(gained)
 
 
-def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.bound.lower_bound, "_MOST_OPS", 0)
+def test_two_points_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
     for name in SMALL:
         bounds = certificate(name)
         assert all(
@@ -360,7 +360,7 @@ def test_two_moments_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch)
 
 def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, int]:
     """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
-    monkeypatch.setattr(rockmate.bound.lower_bound, "_MOST_OPS", 0)
+    monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
     times_ms = [
@@ -377,7 +377,7 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, i
     )
 
 
-def test_two_moments_without_whole_numbers_say_more_where_branches_meet(
+def test_two_points_without_whole_numbers_say_more_where_branches_meet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bounds, baseline, budget_bytes = branched(monkeypatch)
@@ -389,71 +389,71 @@ def test_two_moments_without_whole_numbers_say_more_where_branches_meet(
 
 
 @functools.cache
-def three_moments(name: str, *, is_relaxed: bool) -> list[tuple[float, float, float, float]]:
-    """Of each schedule and the first moment with two of no order behind it: its time, the bound with one of them, and of either order."""
+def three_points(name: str, *, is_relaxed: bool) -> list[tuple[float, float, float, float]]:
+    """For each schedule: its time, the bound with one further point, the bounds of both orders of two."""
     bounds, found = certificate(name), []
-    first = bounds.moments[0]
-    behind = [bounds._moment(op) for op in first.later]  # pyright: ignore[reportPrivateUsage]
+    first = bounds.points[0]
+    behind = [bounds.program_points.at(op) for op in first.after]
     pairs = [
         (one, other)
         for one, other in combinations(behind, 2)
-        if other.op not in one.later and one.op not in other.later
+        if other.op not in one.after and one.op not in other.after
     ]
     least_ms = bounds.bound_ms(reached(name)[-1][0])
     for pair in random.Random(0).sample(pairs, 6):
         for peak_bytes, time_ms in reached(name):
             orders = [
-                bounds._solved((first, *order), peak_bytes, is_relaxed=is_relaxed)
+                bounds._solve((first, *order), peak_bytes, is_relaxed=is_relaxed)
                 for order in permutations(pair)
             ]  # pyright: ignore[reportPrivateUsage]
             less, more = sorted(least_ms + again_ms for again_ms, _ in orders)
-            ones = [bounds._solved((first, one), peak_bytes, is_relaxed=is_relaxed) for one in pair]  # pyright: ignore[reportPrivateUsage]
+            ones = [bounds._solve((first, one), peak_bytes, is_relaxed=is_relaxed) for one in pair]  # pyright: ignore[reportPrivateUsage]
             found.append((time_ms, least_ms + max(again_ms for again_ms, _ in ones), less, more))
     return found
 
 
 @pytest.mark.parametrize("is_relaxed", [True, False])
 @pytest.mark.parametrize("name", SMALL)
-def test_three_moments_hold_whichever_comes_first(name: str, is_relaxed: bool) -> None:
+def test_three_points_hold_whichever_comes_first(name: str, is_relaxed: bool) -> None:
     assert all(
         less <= time_ms / ROUNDING
-        for time_ms, _, less, _ in three_moments(name, is_relaxed=is_relaxed)
+        for time_ms, _, less, _ in three_points(name, is_relaxed=is_relaxed)
     )
 
 
-def test_three_moments_in_one_order_are_found_out() -> None:
+def test_three_points_in_one_order_are_found_out() -> None:
     for is_relaxed in (True, False):
         assert any(
             more > time_ms / ROUNDING
             for name in SMALL
-            for time_ms, _, _, more in three_moments(name, is_relaxed=is_relaxed)
+            for time_ms, _, _, more in three_points(name, is_relaxed=is_relaxed)
         )
 
 
-def test_three_moments_say_more_than_two() -> None:
+def test_three_points_say_more_than_two() -> None:
     assert any(
         less > two + 1e-3 * time_ms
         for name in SMALL
-        for time_ms, two, less, _ in three_moments(name, is_relaxed=True)
+        for time_ms, two, less, _ in three_points(name, is_relaxed=True)
     )
 
 
-def test_three_moments_without_whole_numbers_say_no_less_than_two() -> None:
+def test_three_points_without_whole_numbers_say_no_less_than_two() -> None:
     assert all(
         less >= two - 1e-5 * time_ms
         for name in SMALL
-        for time_ms, two, less, _ in three_moments(name, is_relaxed=True)
+        for time_ms, two, less, _ in three_points(name, is_relaxed=True)
     )
 
 
-def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_points_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     right = rockmate.bound.lower_bound.min_recompute_ms
 
-    def noted(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
-        again_ms, is_solved = right(ops, costs, instants, **named)
-        asked.append(len(instants))
-        return again_ms * (2 if len(instants) == 3 else 1), is_solved
+    def noted(ops: Any, costs: Any, points: list[ProgramPoint], **named: Any) -> tuple[float, bool]:
+        again_ms, is_solved = right(ops, costs, points, **named)
+        asked.append(len(points))
+        return again_ms * (2 if len(points) == 3 else 1), is_solved
 
     monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", noted)
     bounds, baseline, budget_bytes = branched(monkeypatch)
@@ -464,14 +464,18 @@ def test_three_moments_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -
     assert {2, 3} <= set(asked)
 
 
-@pytest.mark.parametrize("changed", [{"room_bytes": 0}, {"in_use": ()}])
-def test_two_moments_that_count_too_much_are_found_out(
-    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["no room", "nothing live"])
+def test_two_points_that_count_too_much_are_found_out(
+    fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = rockmate.bound.lower_bound.min_recompute_ms
 
-    def wrong(ops: Any, costs: Any, instants: list[Instant], **named: Any) -> tuple[float, bool]:
-        return right(ops, costs, [replace(instant, **changed) for instant in instants], **named)
+    def wrong(ops: Any, costs: Any, points: list[ProgramPoint], **named: Any) -> tuple[float, bool]:
+        changed: dict[str, Any] = {
+            "no room": {"min_bytes": named["budget_bytes"]},
+            "nothing live": {"live": frozenset()},
+        }[fault]
+        return right(ops, costs, [replace(point, **changed) for point in points], **named)
 
     monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", wrong)
     beaten = []
@@ -489,7 +493,7 @@ def test_what_pooling_keeps_to_run_again_is_paid_for(monkeypatch: pytest.MonkeyP
     known = [with_states.bound_ms(peak) for peak, _ in reached("pooling")]
     right = rockmate.bound.lower_bound.knapsack_of
     monkeypatch.setattr(
-        rockmate.certificate,
+        rockmate.bound.lower_bound,
         "knapsack_of",
         lambda *args, **named: right(*args, **{**named, "with_states": False}),
     )
@@ -509,10 +513,10 @@ def test_the_bound_is_reached_at_some_peak_where_something_is_recomputed(name: s
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_decides(
+def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_decides(
     name: str,
 ) -> None:
-    """A schedule that keeps so much and makes the rest once runs late ops and reads of earlier moments besides, never less."""
+    """Such a schedule also runs late ops and serves reads before the point, so it is never faster."""
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
     baseline = simulate(graph, baseline_schedule(graph), costs)
@@ -537,14 +541,14 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_moment_dec
 def test_a_bound_that_counts_too_much_memory_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = LowerBound._moment
+    right = ProgramPoints.at
     more_bytes = reached(name)[-1][0] // 12
 
-    def wrong(self: LowerBound, op: Op) -> object:
-        moment = right(self, op)
-        return replace(moment, num_bytes=moment.num_bytes + more_bytes)
+    def wrong(self: ProgramPoints, op: Op) -> ProgramPoint:
+        point = right(self, op)
+        return replace(point, min_bytes=point.min_bytes + more_bytes)
 
-    monkeypatch.setattr(LowerBound, "_moment", wrong)
+    monkeypatch.setattr(ProgramPoints, "at", wrong)
     bounds = certificate(name)
     assert any(
         time_ms < bounds.bound_ms(peak_bytes) * ROUNDING for peak_bytes, time_ms in reached(name)
@@ -554,9 +558,9 @@ def test_a_bound_that_counts_too_much_memory_is_found_out(
 def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = LowerBound._moment
+    right = ProgramPoints.at
     monkeypatch.setattr(
-        LowerBound, "_moment", lambda self, op: replace(right(self, op), in_use=frozenset())
+        ProgramPoints, "at", lambda self, op: replace(right(self, op), live=frozenset())
     )
     bounds = certificate("returning")
     assert any(
@@ -568,15 +572,15 @@ def test_a_bound_that_has_values_paid_for_which_are_held_anyway_is_found_out(
 def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = LowerBound._moment
+    right = ProgramPoints.at
 
-    def wrong(self: LowerBound, op: Op) -> object:
-        moment = right(self, op)
+    def wrong(self: ProgramPoints, op: Op) -> ProgramPoint:
+        point = right(self, op)
         return replace(
-            moment, later=tuple(other for other in self._graph.backward_ops if other is not op)
+            point, after=tuple(other for other in self.graph.backward_ops if other is not op)
         )
 
-    monkeypatch.setattr(LowerBound, "_moment", wrong)
+    monkeypatch.setattr(ProgramPoints, "at", wrong)
     beaten = []
     for name in SMALL:
         bounds = certificate(name)
@@ -588,16 +592,16 @@ def test_a_bound_that_takes_an_op_for_later_than_it_must_be_is_found_out(
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_a_moment_holds_is_held_in_every_schedule(name: str) -> None:
+def test_what_a_point_holds_is_held_in_every_schedule(name: str) -> None:
     graph, costs = small(name)
-    moments = certificate(name).moments
-    assert moments
+    points = certificate(name).points
+    assert points
     for schedule in candidates(name, 150):
         live_bytes = simulate(graph, schedule, costs).live_bytes
-        for moment in moments:
-            position = schedule.steps.index(moment.op.index)
-            assert live_bytes[position] >= moment.num_bytes, f"{moment.op} at {position}"
-            assert set(schedule.steps[: position + 1]).isdisjoint(op.index for op in moment.later)
+        for point in points:
+            position = schedule.steps.index(point.op.index)
+            assert live_bytes[position] >= point.min_bytes, f"{point.op} at {position}"
+            assert set(schedule.steps[: position + 1]).isdisjoint(op.index for op in point.after)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -610,7 +614,7 @@ def test_the_bound_falls_with_the_budget_to_the_time_of_no_recomputation(name: s
     assert values[0] == inf
     assert values[-1] == baseline.time_ms == bounds.bound_ms(1 << 50)
     assert len(set(values)) >= 4
-    most_needed = max(moment.num_bytes for moment in bounds.moments)
+    most_needed = max(point.min_bytes for point in bounds.points)
     assert bounds.bound_ms(most_needed - 1) == inf
 
 
@@ -672,7 +676,7 @@ def test_below_every_schedule_the_bound_is_infinite_or_above_the_baseline() -> N
     assert f"{plan.lower_bound_ms:.1f} ms within the budget" in plan.summary()
 
 
-def test_a_plan_asks_for_two_moments_when_its_bound_is_read_and_not_before(
+def test_a_plan_asks_for_two_points_when_its_bound_is_read_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[object] = []

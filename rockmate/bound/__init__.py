@@ -1,1 +1,1 @@
-"""Lower bounds on the time of every schedule within a budget."""
+"""Lower bounds: the time that no schedule within a budget beats."""

@@ -1,8 +1,14 @@
-"""Ops of the forward -> the knapsack of what to save and what to recompute, as numbers for `checkmate`."""
+"""The knapsack of saved and recomputed values: from ops to the numbers of `checkmate.Knapsack`.
+
+Some readers need values. Each value that the ops make is either saved, which takes its bytes, or
+recomputed, which takes its op's time and needs that op's own inputs on the same terms. Bounds and
+block options both state their problem this way. The order of the runs, and memory while they run,
+are not part of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from checkmate import Knapsack
 from checkmate import Op as KnapsackOp
@@ -15,55 +21,59 @@ def knapsack_of(
     readers: Iterable[Op],
     costs: Costs,
     *,
-    at_hand: Collection[Storage] = (),
+    available: Collection[Storage] = (),
     kept: Collection[Storage] = (),
     with_states: bool = False,
 ) -> tuple[Knapsack, list[Storage]]:
-    """The problem of having at hand what `readers` read, where each value that `ops` make is saved or made again.
+    """The problem of providing all values that `readers` read, and the values of its variables.
 
-    Late ops run in the backward for the first time, so running them costs nothing more.
+    Late ops run in the backward for the first time, so a recomputation of one costs nothing.
 
     Args:
         ops: forward and late ops in order.
         readers: ops whose reads are required.
-        costs: of each op.
-        at_hand: storages that are there in any case and take no bytes that this problem counts.
-        kept: storages that are saved in any case.
-        with_states: what an op keeps of its first run to run again counts as one more value, which it reads and which cannot be made again.
+        costs: costs of the ops.
+        available: storages that are in memory in any case, and whose bytes this problem does not
+            count.
+        kept: storages that are saved in any case, and whose bytes it counts.
+        with_states: counts the state that a recomputation replays as one more value. The op reads
+            it, and it cannot be recomputed.
 
     Returns:
-        The problem, and the storage that each of its values stands for; values beyond those are states.
+        The problem, and the storage behind each of its values; values beyond those are states.
     """
-    values = [storage for op in ops for storage in op.writes if storage not in at_hand]
+    values = [storage for op in ops for storage in op.writes if storage not in available]
     number = {storage: index for index, storage in enumerate(values)}
     value_bytes = [storage.num_bytes for storage in values]
     numbered: list[KnapsackOp] = []
     for op in ops:
-        inputs, outputs = (
-            tuple(number[s] for s in storages if s in number) for storages in (op.reads, op.writes)
-        )
+        inputs, outputs = _numbers(op.reads, number), _numbers(op.writes, number)
         if not outputs:
             continue
         is_late = op.phase is Phase.LATE
         is_recomputable = is_late or op.recompute_target is not None
         if with_states and is_recomputable and not is_late and state_bytes(op):
-            inputs += (len(value_bytes),)
-            numbered.append(
-                KnapsackOp(time_ms=0.0, inputs=(), outputs=inputs[-1:], recomputable=False)
-            )
+            state = (len(value_bytes),)
+            inputs += state
+            numbered.append(KnapsackOp(time_ms=0.0, inputs=(), outputs=state, recomputable=False))
             value_bytes.append(state_bytes(op))
-        time_ms = 0.0 if is_late else costs.recompute[op.index].time_ms
         numbered.append(
             KnapsackOp(
-                time_ms=time_ms, inputs=inputs, outputs=outputs, recomputable=is_recomputable
+                time_ms=0.0 if is_late else costs.recompute[op.index].time_ms,
+                inputs=inputs,
+                outputs=outputs,
+                recomputable=is_recomputable,
             )
         )
+    required = {number[storage] for op in readers for storage in op.reads if storage in number}
     problem = Knapsack(
         ops=tuple(numbered),
         value_bytes=tuple(value_bytes),
-        required=frozenset(
-            number[storage] for op in readers for storage in op.reads if storage in number
-        ),
-        forced=frozenset(number[storage] for storage in kept if storage in number),
+        required=frozenset(required),
+        forced=frozenset(_numbers(kept, number)),
     )
     return problem, values
+
+
+def _numbers(storages: Iterable[Storage], number: Mapping[Storage, int]) -> tuple[int, ...]:
+    return tuple(number[storage] for storage in storages if storage in number)

@@ -1,455 +1,344 @@
-"""A time that no schedule within a budget beats: the certificate that a plan is held against.
+"""Lower bounds on the time of every schedule of a graph within a budget.
 
-Every schedule runs each backward op once. While backward op b runs, some storages are in memory in *every* schedule: what b reads
-and makes, its workspace, gradients made before b on every path and read after it, and what the user holds. What is left of the
-budget holds values of the forward. A backward op that depends on b runs after b, and reads values of the forward: each of them is
-either in memory while b runs, or is made again after it, which costs its op's time and needs that op's own inputs on the same
-terms. The cheapest such choice is a knapsack (`rockmate/knapsack.py`), solved exactly. Its time, with every op's first run, bounds
-the time of every schedule from below; so does the largest of these bounds over all moments b.
+**Problem.** Given a graph, its costs and a budget, find a time that no schedule beats, whichever
+solver made it and however often it recomputes.
 
-A bound is for the schedules of one graph. Where the loss block may run in chunks, each way to do so is a graph with a bound of its own,
-and plans are held against the least of them (`Variants.bounds_within`).
+**Relaxation.** A schedule must fit at every program point; keep one of them. At a point (see
+`bound.program_point`) some storages are live in every schedule. The rest of the budget holds values
+of the forward. Each op after the point reads such values: each of them is either live at the point,
+or recomputed after it, which costs its op's time and needs that op's inputs on the same terms. The
+cheapest choice is a 0/1 knapsack with precedence constraints (`bound.knapsack`). Its time added to
+the time of all first runs is a lower bound, and so is the largest of these over all points.
 
-Relaxed away: everything that happens between b and the reads, and any other moment, or any but one or two more
-(`rockmate/moment_program.py`). docs/internals/algorithms.md has the proofs.
+| relaxed away | consequence |
+|---|---|
+| memory between the point and the later reads | a recomputed value takes time, but no memory |
+| all other program points | a value evicted for two points is paid for once |
+| the forward, and recomputations before the point | they are free |
+
+`tight_bound_ms` restores one or two further points with a 0/1 program (`bound.multi_op_program`).
+
+**Complexity.** One knapsack for each of at most 12 points, solved for all budgets at once by
+`checkmate.Curve`: exactly where its sweep gets through, else by the lower convex hull, which is a
+bound as well. A budget then takes milliseconds. `tight_bound_ms` takes up to seconds for a budget.
+
+**Not done.** More than three points together; memory while values are recomputed; the staged form's
+bound, which is tighter but holds only for staged schedules. A bound is for the schedules of one
+graph: a step that may run in chunks has one graph for each way, and its bound is the least of
+theirs (`bound.protocol.MinBound`).
+
+The proofs are in docs/internals/algorithms.md.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations, permutations
 from math import inf, isinf
-
-import numpy as np
+from typing import NamedTuple
 
 from checkmate import Curve
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.multi_op_program import Instant, min_recompute_ms
+from rockmate.bound.multi_op_program import min_recompute_ms
+from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
-from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
-_MAX_MOMENTS = 12
-_TIGHT = 1.1  # times the least that one moment needs: the budget for which two moments are chosen
-_SECOND = 0.5  # of the budget, which a second moment has to take to be looked at
-_MOST_OPS = 256  # of the forward, for which the program of two moments is written down
-_MOST_OPS_RELAXED = 600  # of the forward, for which it is solved without whole numbers
-_FULL_MOMENTS = 4  # second moments that are then tried
-_WORTH_IT = 1e-4  # of the time of no recomputation, by which one has to lift the bound at half of the peak to be tried elsewhere
-_PROGRAM_S = 10.0  # for a program of several moments: several times what it takes, so that a busy machine seldom changes the answer
+# Budget for which the exact pair is chosen, as a multiple of the bound on the peak.
+_TIGHT_BUDGET_FACTOR = 1.1
+# The exact pair is solved if its second point needs at least this share of the budget.
+_MIN_SECOND_SHARE = 0.5
+# Largest number of forward ops for which a pair is solved with whole numbers.
+_MAX_EXACT_OPS = 256
+# Largest number of forward ops for which sets of points are solved without whole numbers.
+_MAX_RELAXED_OPS = 600
+# Number of further points that are tried with the first one, without whole numbers.
+_NUM_RELAXED_POINTS = 4
+# Such a point is used at other budgets if it lifts the bound at half of the baseline's peak by more
+# than this share of the baseline's time.
+_MIN_LIFT = 1e-4
+# Seconds for one program of several points. This is several times what one takes, so that a busy
+# machine seldom changes the answer.
+_PROGRAM_TIME_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The run of one backward op, and what is in memory then in every schedule.
+class _PointCurve(NamedTuple):
+    """The knapsack of one program point, for every budget.
 
     Attributes:
-        op: the backward op.
-        later: backward ops that depend on it, so that run after it in every schedule.
-        in_use: storages that are in memory.
-        num_bytes: their bytes, with the op's workspace, less what it may take over in place.
+        point: the program point.
+        curve: least recompute time by the bytes left beside the point's own.
+        values: the storage behind each value of the knapsack.
     """
 
-    op: Op
-    later: tuple[Op, ...]
-    in_use: frozenset[Storage]
-    num_bytes: int
+    point: ProgramPoint
+    curve: Curve
+    values: list[Storage]
+
+
+class _Binding(NamedTuple):
+    """The program point that gives the bound of a budget.
+
+    Attributes:
+        index: its index among the points; the first of equal ones.
+        recompute_ms: time that schedules must spend on recomputation because of it.
+    """
+
+    index: int
+    recompute_ms: float
 
 
 class LowerBound:
     """Lower bounds on the time of one graph's schedules."""
 
     def __init__(
-        self, graph: Graph, costs: Costs, least_ms: float, *, solver_time: SolverTime
+        self, graph: Graph, costs: Costs, baseline_ms: float, *, solver_time: SolverTime
     ) -> None:
-        """Bounds for `graph`.
+        """Computes nothing yet.
 
         Args:
             graph: ops and storages.
-            costs: of its ops.
-            least_ms: time of every op's first run.
-            solver_time: what preparing its moments shares with others; a budget's answer may take as much again, a closer one once more.
+            costs: costs of the ops.
+            baseline_ms: time of every op's first run together.
+            solver_time: limit for the solves. The knapsacks are prepared within it, together with
+                whatever else shares it. Each question after that has the same limit anew, so that
+                an answer does not depend on the questions before it: one limit for the bound of a
+                budget, one for its saved values, one for each program of several points.
         """
         self._graph = graph
         self._costs = costs
-        self._least_ms = least_ms
+        self._baseline_ms = baseline_ms
         self._solver_time = solver_time
-        self._known_deciding: dict[int, tuple[int, float]] = {}
-        self._known_closer_ms: dict[int, float] = {}
-        self._known_relaxed_ms: dict[tuple[frozenset[Op], int], float] = {}
-        self._is_looseness_told = False
+        self.program_points = ProgramPoints(graph, costs)
+        self._binding_of: dict[int, _Binding] = {}
+        self._tight_bound_of: dict[int, float] = {}
+        self._relaxed_ms_of: dict[tuple[frozenset[Op], int], float] = {}
+        self._has_warned = False
+
+    # --- bounds -------------------------------------------------------------------------------
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """A time that no schedule of at most `budget_bytes` beats, in milliseconds; infinite if no schedule can fit."""
-        deciding = self._deciding(budget_bytes)
-        return self._least_ms if deciding is None else self._least_ms + deciding[1]
+        """A time that no schedule of at most `budget_bytes` beats; infinite if none can fit."""
+        binding = self._binding_point(budget_bytes)
+        return self._baseline_ms if binding is None else self._baseline_ms + binding.recompute_ms
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
-        """As `bound_ms`, or above: near the smallest peak a second moment is looked at together with the one that decides.
+        """A bound of at least `bound_ms`, from two or three program points together.
 
-        It takes a 0/1 program for that, so the search goes without. Where it is not solved in time, what is proved by then counts. At
-        other budgets, and for larger graphs, linear programs of two and three moments say more where branches meet.
+        Near the smallest peak a 0/1 program looks at two points; if it is not solved in time, its
+        proven bound counts. Linear programs look at two and three points, which says more where
+        branches meet. Both take up to seconds, so the search does without them.
         """
-        if budget_bytes not in self._known_closer_ms:
-            again_ms = max(
-                self._again_at_two_ms(budget_bytes), self._again_beside_branches_ms(budget_bytes)
-            )
-            self._known_closer_ms[budget_bytes] = max(
-                self.bound_ms(budget_bytes), self._least_ms + again_ms
-            )
-        return self._known_closer_ms[budget_bytes]
-
-    def _again_at_two_ms(self, budget_bytes: int) -> float:
-        if (
-            isinf(self.bound_ms(budget_bytes))
-            or self._two_moments is None
-            or self._two_moments[1].num_bytes < _SECOND * budget_bytes
-        ):
-            return 0.0
-        return (
-            self._solved(self._two_moments, budget_bytes)[0] if self._is_solved_where_tight else 0.0
-        )
-
-    def _again_beside_branches_ms(self, budget_bytes: int) -> float:
-        """What the first moment says with each of `_full_moments`, and with the two of them that say most, without whole numbers."""
-        if isinf(self.bound_ms(budget_bytes)):
-            return 0.0
-        return max((self._relaxed_ms(others, budget_bytes) for others in self._joined), default=0.0)
-
-    def _relaxed_ms(self, others: tuple[Moment, ...], budget_bytes: int) -> float:
-        """The least over all orders in which other moments can follow the first."""
-        key = frozenset(moment.op for moment in others), budget_bytes
-        if key not in self._known_relaxed_ms:
-            orders = [
-                order
-                for order in permutations(others)
-                if not any(one.op in other.later for one, other in combinations(order, 2))
-            ]
-            self._known_relaxed_ms[key] = min(
-                self._solved((self.moments[0], *order), budget_bytes, is_relaxed=True)[0]
-                for order in orders
-            )
-        return self._known_relaxed_ms[key]
-
-    @cached_property
-    def _joined(self) -> list[tuple[Moment, ...]]:
-        """What is looked at together with the first moment, the same for every budget: one or two of `_full_moments`."""
-        pairs = list(combinations(self._full_moments, 2))
-        most = max(pairs, key=lambda pair: self._relaxed_ms(pair, self._half_bytes), default=None)
-        return [*((moment,) for moment in self._full_moments), *([] if most is None else [most])]
-
-    @cached_property
-    def _full_moments(self) -> list[Moment]:
-        """Of the moments behind the first, those with most in memory if nothing is recomputed and what need not run before them has not.
-
-        Of equal ones the last; of these, those that say more than one moment does at half of the peak with nothing recomputed: in chains
-        none. The same for every budget; none if there are too many ops.
-        """
-        if len(self._graph.forward_ops) > _MOST_OPS_RELAXED or not self.moments:
-            return []
-        later = set(self.moments[0].later)
-        ops, num_bytes, num_later = self._in_use
-        fullest = {
-            size + self._bytes_to_read(op): op
-            for op, size, after in zip(ops, num_bytes, num_later, strict=True)
-            if op in later and after
-        }
-        full = (
-            self._moment(fullest[size]) for size in sorted(fullest, reverse=True)[:_FULL_MOMENTS]
-        )
-        enough_ms = self.bound_ms(self._half_bytes) - self._least_ms + _WORTH_IT * self._least_ms
-        return [
-            moment for moment in full if self._relaxed_ms((moment,), self._half_bytes) > enough_ms
-        ]
-
-    @cached_property
-    def _half_bytes(self) -> int:
-        return simulate(self._graph, baseline_schedule(self._graph), self._costs).peak_bytes // 2
-
-    def _bytes_to_read(self, op: Op) -> int:
-        """Bytes of the forward's values that backward ops read which may run after `op`, what it reads itself aside."""
-        before = {op, *_ancestors(op)}
-        readers = (other for other in self._in_use[0] if other not in before)
-        values = {
-            storage for other in readers for storage in other.reads if storage not in op.reads
-        }
-        return sum(
-            s.num_bytes
-            for s in values
-            if s.producer is not None and s.producer.phase is not Phase.BACKWARD
-        )
-
-    def _solved(
-        self, moments: Sequence[Moment], budget_bytes: int, *, is_relaxed: bool = False
-    ) -> tuple[float, bool]:
-        """What has to run again where moments come in this order, and whether that is the optimum of their program."""
-        instants = [
-            Instant(
-                op=moment.op,
-                in_use=moment.in_use,
-                room_bytes=budget_bytes - moment.num_bytes,
-                before=_ancestors(moment.op),
-                after=moment.later,
-            )
-            for moment in moments
-        ]
-        with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
-            return min_recompute_ms(
-                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
-                self._costs,
-                instants,
-                readers=self._graph.readers,
-                is_relaxed=is_relaxed,
-                time_limit_s=min(time_limit_s, _PROGRAM_S),
-            )
-
-    @cached_property
-    def _two_moments(self) -> tuple[Moment, Moment] | None:
-        """The moment that decides near the smallest peak, and of those behind it the one of most bytes.
-
-        The same for every budget, so that the bound falls as the budget grows. None if nothing is read behind it, or if there are too
-        many ops.
-        """
-        if len(self._graph.forward_ops) > _MOST_OPS:
-            return None
-        deciding = self._deciding(self._tight_bytes)
-        if deciding is None:
-            return None
-        first = self._curves[deciding[0]][0]
-        ops, num_bytes, num_later = self._in_use
-        later = set(first.later)
-        sizes = {
-            op: size
-            for op, size, after in zip(ops, num_bytes, num_later, strict=True)
-            if op in later and after
-        }
-        if not sizes:
-            return None
-        return first, self._moment(max(sizes, key=sizes.__getitem__))
-
-    @property
-    def _tight_bytes(self) -> int:
-        return int(_TIGHT * self.peak_bound_bytes)
-
-    @cached_property
-    def _is_solved_where_tight(self) -> bool:
-        """Whether the program of two moments is solved in time near the smallest peak; if not, it is not asked again."""
-        assert self._two_moments is not None
-        is_solved = self._solved(self._two_moments, self._tight_bytes)[1]
-        if not is_solved:
-            logger.info(
-                "the lower bound looks at one moment at a time: the program of two was not solved in %.1f s",
-                _PROGRAM_S,
-            )
-        return is_solved
+        if budget_bytes not in self._tight_bound_of:
+            self._tight_bound_of[budget_bytes] = self._compute_tight_bound_ms(budget_bytes)
+        return self._tight_bound_of[budget_bytes]
 
     def saved_values_within(self, budget_bytes: int) -> frozenset[Storage] | None:
-        """Values of the forward in memory at the moment that gives the bound of `budget_bytes`; None if no schedule can fit.
+        """Values of the forward that are live at the binding point; None if no schedule can fit.
 
-        A schedule that keeps them until then and makes the rest again once takes the bound's time, if it fits.
+        A schedule that saves them until then and recomputes the rest once takes the time of
+        `bound_ms`, if it fits.
         """
-        deciding = self._deciding(budget_bytes)
-        if deciding is None:
+        binding = self._binding_point(budget_bytes)
+        if binding is None:
             return None
-        moment, curve, values = self._curves[deciding[0]]
-        with SolverTime(self._solver_time.limit_s).for_one_solve() as time_limit_s:
-            plan = curve.plan(budget_bytes - moment.num_bytes, time_limit_s=time_limit_s)
+        point, curve, values = self._curves[binding.index]
+        with self._solver_time.restarted().for_one_solve() as time_limit_s:
+            plan = curve.plan(budget_bytes - point.min_bytes, time_limit_s=time_limit_s)
         if plan is None:
             return None
-        kept = {*moment.in_use, *(values[value] for value in plan.saved if value < len(values))}
+        saved = {*point.live, *(values[value] for value in plan.saved if value < len(values))}
         return frozenset(
             storage
-            for storage in kept
+            for storage in saved
             if storage.producer is not None and storage.producer.phase is Phase.FORWARD
         )
 
-    def _deciding(self, budget_bytes: int) -> tuple[int, float] | None:
-        """Which moment gives the bound, the first of equal ones, and what has to run again there; None if there are no moments."""
-        if not self._curves:
-            return None
-        if budget_bytes not in self._known_deciding:
-            self._known_deciding[budget_bytes] = self._newly_deciding(budget_bytes)
-        return self._known_deciding[budget_bytes]
-
-    def _newly_deciding(self, budget_bytes: int) -> tuple[int, float]:
-        """Asks moments in order of what they could say at most, until no other could say more."""
-        solver_time = SolverTime(self._solver_time.limit_s)
-        most_ms = [
-            curve.hull_plan_ms(budget_bytes - moment.num_bytes) for moment, curve, _ in self._curves
-        ]
-        decided, decided_ms = 0, -inf
-        for index in sorted(range(len(most_ms)), key=most_ms.__getitem__, reverse=True):
-            if most_ms[index] < decided_ms:
-                break
-            moment, curve, _ = self._curves[index]
-            with solver_time.for_one_solve() as time_limit_s:
-                again_ms = curve.bound_ms(
-                    budget_bytes - moment.num_bytes, time_limit_s=time_limit_s
-                )
-            if (again_ms, -index) > (decided_ms, -decided):
-                decided, decided_ms = index, again_ms
-        self._tell_looseness()
-        return decided, decided_ms
-
-    def _tell_looseness(self) -> None:
-        num_cut_short = self.num_cut_short
-        if num_cut_short and not self._is_looseness_told:
-            self._is_looseness_told = True
-            logger.warning(
-                "the lower bound is from convex hulls at %d moments; raise time_limit_s for a closer one",
-                num_cut_short,
-            )
-
     @property
-    def num_cut_short(self) -> int:
-        """At how many moments a time limit has left the convex hull to answer so far."""
-        return (
-            sum(curve.is_cut_short for _, curve, _ in self._curves)
-            if "_curves" in self.__dict__
-            else 0
-        )
+    def points(self) -> tuple[ProgramPoint, ...]:
+        """The program points that `bound_ms` looks at."""
+        return self.program_points.rising
 
     @property
     def peak_bound_bytes(self) -> int:
         """A peak that no schedule is below."""
-        return max((moment.num_bytes for moment in self.moments), default=0)
+        return max((point.min_bytes for point in self.points), default=0)
+
+    @property
+    def num_cut_short(self) -> int:
+        """Number of program points whose bound is a convex hull because of a time limit so far."""
+        if "_curves" not in self.__dict__:
+            return 0
+        return sum(curve.is_cut_short for _, curve, _ in self._curves)
+
+    # --- one point ----------------------------------------------------------------------------
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
-        """Moments that need more bytes than every moment before them, and the one that needs most.
-
-        What comes later leaves less to recompute. A moment with nothing after it only tells whether there is a schedule at all.
-        """
-        ops, num_bytes, num_later = self._in_use
-        rising: list[Op] = []
-        most = -1
-        for position, op in enumerate(ops):
-            if num_later[position] and num_bytes[position] > most:
-                rising.append(op)
-                most = num_bytes[position]
-        step = max(1, -(-len(rising) // _MAX_MOMENTS))
-        chosen = rising[::-1][::step][::-1]
-        if ops and max(num_bytes) > most:
-            chosen.append(ops[int(np.argmax(num_bytes))])
-        return tuple(map(self._moment, chosen))
-
-    @cached_property
-    def _in_use(self) -> tuple[list[Op], list[int], list[int]]:
-        """The backward ops in order, and for the moment of each the bytes in memory in every schedule and how many ops depend on it."""
-        runs = baseline_schedule(
-            self._graph
-        ).backward  # an op that is no part of the step has no moment
-        ops = [
-            self._graph.ops[index]
-            for index in runs
-            if self._graph.ops[index].phase is Phase.BACKWARD
-        ]
-        place = {op: position for position, op in enumerate(ops)}
-        follows = np.eye(len(ops), dtype=bool)  # [a, b]: b is a, or depends on it
-        readers = {
-            s: [place[r] for r in self._graph.readers.get(s, ()) if r in place]
-            for op in ops
-            for s in op.writes
-        }
-        for position in range(len(ops) - 1, -1, -1):
-            for storage in ops[position].writes:
-                for reader in readers[storage]:
-                    follows[position] |= follows[reader]
-        precedes = np.ascontiguousarray(follows.T)
-        waiting = np.zeros(len(ops), dtype=np.int64)  # gradients made before and read after
-        for storage, positions in readers.items():
-            assert storage.producer is not None
-            made = follows[place[storage.producer]].copy()
-            read = (
-                np.logical_or.reduce([precedes[position] for position in positions], axis=0)
-                if positions
-                else False
-            )
-            made &= storage.is_kept_to_end | np.asarray(read)
-            made[[place[storage.producer], *positions]] = False  # counted with the op's own
-            waiting[made] += storage.num_bytes
-        held = [
-            storage for storage in self._graph.storages if storage.is_output or storage.is_tangent
-        ]
-        num_bytes = []
-        for position, op in enumerate(ops):
-            own = {*op.reads, *op.writes}
-            elsewhere = sum(storage.num_bytes for storage in held if storage not in own)
-            num_bytes.append(self._own_bytes(op) + elsewhere + int(waiting[position]))
-        return ops, num_bytes, (follows.sum(axis=1) - 1).tolist()
-
-    @cached_property
-    def _curves(self) -> list[tuple[Moment, Curve, list[Storage]]]:
+    def _curves(self) -> list[_PointCurve]:
         ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
-        for moment in self.moments:
+        for point in self.points:
             problem, values = knapsack_of(
-                ops, moment.later, self._costs, at_hand=moment.in_use, with_states=True
+                ops, point.after, self._costs, available=point.live, with_states=True
             )
             with self._solver_time.for_one_solve() as time_limit_s:
-                curves.append((moment, Curve(problem, time_limit_s=time_limit_s), values))
+                curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
         return curves
 
-    def _own_bytes(self, op: Op) -> int:
-        own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-        may_work_in_place = reusable_operand(self._graph, op, list(op.reads)) is not None
-        taken = op.writes[0].num_bytes if may_work_in_place else 0
-        return (
-            sum(storage.num_bytes for storage in own)
-            + self._costs.first[op.index].overhead_bytes
-            - taken
-        )
+    def _binding_point(self, budget_bytes: int) -> _Binding | None:
+        """The point that gives the bound of a budget; None if the graph has no points."""
+        if not self._curves:
+            return None
+        if budget_bytes not in self._binding_of:
+            self._binding_of[budget_bytes] = self._find_binding_point(budget_bytes)
+            self._warn_of_hulls()
+        return self._binding_of[budget_bytes]
 
-    def _moment(self, op: Op) -> Moment:
-        before, later = _ancestors(op), _descendants(self._graph, op)
-        in_use = {
-            storage for storage in self._graph.storages if storage.is_output or storage.is_tangent
-        }
-        in_use.update(storage for storage in (*op.reads, *op.writes) if not storage.is_static)
-        for earlier in before:
-            in_use.update(
-                s
-                for s in earlier.writes
-                if s.is_kept_to_end or not later.isdisjoint(self._graph.readers.get(s, ()))
+    def _find_binding_point(self, budget_bytes: int) -> _Binding:
+        """Solves points in descending order of their upper bounds, until no other can say more."""
+        solver_time = self._solver_time.restarted()
+        # The time of a plan on the convex hull is an upper bound on the point's least time.
+        upper_ms = [
+            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in self._curves
+        ]
+        best = _Binding(0, -inf)
+        for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
+            if upper_ms[index] < best.recompute_ms:
+                break
+            point, curve, _ = self._curves[index]
+            room_bytes = budget_bytes - point.min_bytes
+            with solver_time.for_one_solve() as time_limit_s:
+                recompute_ms = curve.bound_ms(room_bytes, time_limit_s=time_limit_s)
+            if (recompute_ms, -index) > (best.recompute_ms, -best.index):
+                best = _Binding(index, recompute_ms)
+        return best
+
+    def _warn_of_hulls(self) -> None:
+        num_cut_short = self.num_cut_short
+        if num_cut_short and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the lower bound comes from convex hulls at %d program points; raise time_limit_s "
+                "for a tighter one",
+                num_cut_short,
             )
-        own = {*op.reads, *op.writes}
-        num_bytes = self._own_bytes(op) + sum(
-            storage.num_bytes for storage in in_use if storage not in own
-        )
-        return Moment(op=op, later=_in_order(later), in_use=frozenset(in_use), num_bytes=num_bytes)
 
+    # --- several points -----------------------------------------------------------------------
 
-def _ancestors(op: Op) -> set[Op]:
-    """Backward ops that `op` depends on through gradients, none of which can run twice."""
-    found: set[Op] = set()
-    pending = [op]
-    while pending:
-        for storage in pending.pop().reads:
-            producer = storage.producer
-            if producer is not None and producer.phase is Phase.BACKWARD and producer not in found:
-                found.add(producer)
-                pending.append(producer)
-    return found
+    def _compute_tight_bound_ms(self, budget_bytes: int) -> float:
+        bound_ms = self.bound_ms(budget_bytes)
+        if isinf(bound_ms):
+            return bound_ms
+        relaxed = (self._relaxed_ms(points, budget_bytes) for points in self._relaxed_sets)
+        recompute_ms = max(self._exact_pair_ms(budget_bytes), max(relaxed, default=0.0))
+        return max(bound_ms, self._baseline_ms + recompute_ms)
 
+    def _exact_pair_ms(self, budget_bytes: int) -> float:
+        """Recompute time that the exact pair demands; 0 where it is not solved."""
+        pair = self._exact_pair
+        if pair is None or pair[1].min_bytes < _MIN_SECOND_SHARE * budget_bytes:
+            return 0.0
+        return self._solve(pair, budget_bytes)[0] if self._is_exact_pair_solvable else 0.0
 
-def _descendants(graph: Graph, op: Op) -> set[Op]:
-    found: set[Op] = set()
-    pending = [op]
-    while pending:
-        for storage in pending.pop().writes:
-            new = [reader for reader in graph.readers.get(storage, ()) if reader not in found]
-            found.update(new)
-            pending += new
-    return found
+    @cached_property
+    def _exact_pair(self) -> tuple[ProgramPoint, ProgramPoint] | None:
+        """The binding point near the smallest peak, and the largest point after it.
 
+        The same pair for every budget, so that the bound falls as the budget grows. None if nothing
+        is read after the first point, or if there are too many ops.
+        """
+        if len(self._graph.forward_ops) > _MAX_EXACT_OPS:
+            return None
+        binding = self._binding_point(self._tight_budget_bytes)
+        if binding is None:
+            return None
+        first = self._curves[binding.index].point
+        second = self.program_points.largest_after(first)
+        return None if second is None else (first, second)
 
-def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:
-    return tuple(sorted(ops, key=lambda op: op.index))
+    @property
+    def _tight_budget_bytes(self) -> int:
+        return int(_TIGHT_BUDGET_FACTOR * self.peak_bound_bytes)
+
+    @cached_property
+    def _is_exact_pair_solvable(self) -> bool:
+        """Whether the pair is solved in time near the smallest peak; if not, it is never used."""
+        assert self._exact_pair is not None
+        is_solved = self._solve(self._exact_pair, self._tight_budget_bytes)[1]
+        if not is_solved:
+            logger.info(
+                "the lower bound looks at one program point at a time: the program of two was not "
+                "solved in %.1f s",
+                _PROGRAM_TIME_LIMIT_S,
+            )
+        return is_solved
+
+    @cached_property
+    def _relaxed_sets(self) -> list[tuple[ProgramPoint, ...]]:
+        """The points that are solved together with the first one, the same for every budget.
+
+        Each of `_relaxed_points` alone, and the pair of them that says most.
+        """
+        single = [(point,) for point in self._relaxed_points]
+        pairs = list(combinations(self._relaxed_points, 2))
+        if not pairs:
+            return [*single]
+        return [*single, max(pairs, key=lambda pair: self._relaxed_ms(pair, self._half_bytes))]
+
+    @cached_property
+    def _relaxed_points(self) -> list[ProgramPoint]:
+        """Points after the first that lift the bound at half of the baseline's peak.
+
+        In chains there are none. Empty as well if there are too many ops.
+        """
+        if len(self._graph.forward_ops) > _MAX_RELAXED_OPS or not self.points:
+            return []
+        fullest = self.program_points.fullest_after(self.points[0], _NUM_RELAXED_POINTS)
+        known_ms = self.bound_ms(self._half_bytes) - self._baseline_ms
+        enough_ms = known_ms + _MIN_LIFT * self._baseline_ms
+        return [p for p in fullest if self._relaxed_ms((p,), self._half_bytes) > enough_ms]
+
+    @cached_property
+    def _half_bytes(self) -> int:
+        baseline = simulate(self._graph, baseline_schedule(self._graph), self._costs)
+        return baseline.peak_bytes // 2
+
+    def _relaxed_ms(self, others: tuple[ProgramPoint, ...], budget_bytes: int) -> float:
+        """Recompute time that the first point and others demand, without whole numbers.
+
+        The least over all orders in which the others can follow the first.
+        """
+        key = frozenset(point.op for point in others), budget_bytes
+        if key not in self._relaxed_ms_of:
+            orders = [
+                order
+                for order in permutations(others)
+                if not any(one.op in other.after for one, other in combinations(order, 2))
+            ]
+            self._relaxed_ms_of[key] = min(
+                self._solve((self.points[0], *order), budget_bytes, is_relaxed=True)[0]
+                for order in orders
+            )
+        return self._relaxed_ms_of[key]
+
+    def _solve(
+        self, points: Sequence[ProgramPoint], budget_bytes: int, *, is_relaxed: bool = False
+    ) -> tuple[float, bool]:
+        """Recompute time that points in this order demand, and whether the program was solved."""
+        with self._solver_time.restarted().for_one_solve() as time_limit_s:
+            return min_recompute_ms(
+                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
+                self._costs,
+                points,
+                budget_bytes=budget_bytes,
+                readers=self._graph.readers,
+                is_relaxed=is_relaxed,
+                time_limit_s=min(time_limit_s, _PROGRAM_TIME_LIMIT_S),
+            )

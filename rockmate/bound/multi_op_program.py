@@ -1,26 +1,40 @@
-"""The least time to run again where several moments of the backward bind: a 0/1 program over what is in memory at each.
+"""Least recompute time when several program points bind: a 0/1 program, or its relaxation.
 
-Each moment by itself is the knapsack of `rockmate/certificate.py`. What has to go at one moment and is wanted before the next has to go
-again there: both are paid for. With moments b1, b2, ... in this order in the schedule, and the stretch of each from its run to the next:
+**Problem.** Given program points b_1, b_2, ... in the order in which they run, and a budget, find
+the least recompute time of all schedules in which the points come in this order. One point alone is
+the knapsack of `bound.lower_bound`. With several, a value evicted for one point, read before the
+next and evicted for that one as well is paid for twice.
 
-| variable | meaning |
-|---|---|
-| saved_i[v] | value v is in memory while b_i runs, to be read after it |
-| again_i[o] | op o runs again in the stretch of b_i |
-| state_i[o] | what o keeps of its first run is in memory while b_i runs |
-| late_i[x] | backward op x, which nothing puts before or behind b_i, runs after it |
-| waiting_i[g] | gradient g is in memory while b_i runs, if that depends on where its maker or its readers stand |
-| again_i_j[o] | op o runs again in the stretch of b_i or of one that follows, to b_j or to the end |
+**Program.** The stretch of b_i goes from its run to that of b_(i+1), or to the end of the step.
 
-The last follows from others; its rows keep the program without whole numbers from being below that of fewer moments.
+| symbol | in the code | meaning |
+|---|---|---|
+| b_i | `points[i]` | program point i |
+| Z_i | `_Stretch.saved` | values that are live at b_i, to be read after it |
+| Q_i | `_Stretch.recompute` | ops that run in the stretch of b_i |
+| - | `_Stretch.state` | ops whose state is live at b_i, for a recomputation after it |
+| late_i | `_Stretch.late` | backward ops without an order against b_i that run after it |
+| waiting_i | `_Stretch._waiting_bytes` | gradients live at b_i, if that depends on the order |
+| Q_i to Q_j | `_recompute_in` | ops that run in the stretch of b_i or of one that follows, to b_j |
+| A_i(v) | `_Stretch.availability` | value v is saved at b_i or recomputed in its stretch |
 
-docs/internals/algorithms.md has the rows and the proof that no schedule takes less.
+The variables Q_i to Q_j follow from others. Their rows keep the relaxation from falling below that
+of fewer points: without them runs are shared out between stretches, half in each.
+
+**Relaxation.** As for one point: memory between the points, and the order of runs in a stretch, are
+left out. Without whole numbers the optimum is at most as large, so it is a bound as well, and takes
+a small part of the time.
+
+**Complexity.** A 0/1 program with about one variable for each op and value in each stretch, solved
+by HiGHS or CBC. If the time limit ends it, the solver's proven bound counts.
+
+**Not done.** Choosing the points and their orders: `bound.lower_bound` does that. The proof that no
+schedule takes less is in docs/internals/algorithms.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
 from math import inf
@@ -29,114 +43,113 @@ import pulp
 
 from checkmate import Status
 from checkmate.backend import has_highs, run
+from rockmate.bound.program_point import ProgramPoint
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Op, Phase, Storage, state_bytes
 
-_HAIR = 1e-6  # of a limit or of all time: above a solver's own tolerance
-_TIME_TOTAL = 1e4  # of all runs together in the program: solvers end where they are within 1e-6 of the optimum
+# Slack of the byte limits, and the share of all recompute time deducted from the optimum. It is
+# above the solvers' own tolerances, so that rounding cuts off no schedule.
+_FEASIBILITY_TOLERANCE = 1e-6
+# Time of all runs together in the program. Solvers stop within an absolute 1e-6 of the optimum, so
+# times are scaled to this total.
+_SCALED_TOTAL = 1e4
 
 Term = pulp.LpVariable | pulp.LpAffineExpression | int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
-    """A moment within a budget.
-
-    Attributes:
-        op: the backward op that runs.
-        in_use: storages in memory then in every schedule.
-        room_bytes: what the budget leaves beside them.
-        before: backward ops that run before it in every schedule.
-        after: those that run after it in every schedule.
-    """
-
-    op: Op
-    in_use: Collection[Storage]
-    room_bytes: int
-    before: Collection[Op]
-    after: Collection[Op]
 
 
 def min_recompute_ms(
     ops: Sequence[Op],
     costs: Costs,
-    instants: Sequence[Instant],
+    points: Sequence[ProgramPoint],
     *,
+    budget_bytes: int,
     readers: Mapping[Storage, Sequence[Op]],
     is_relaxed: bool,
     time_limit_s: float,
 ) -> tuple[float, bool]:
-    """Time of further runs that no schedule in which the instants come in this order does without; and whether it is the optimum.
+    """Recompute time that every schedule needs in which the points come in this order.
 
     Args:
         ops: forward and late ops in order.
-        costs: of each op.
-        instants: the moments, each of which runs after the first of them in every schedule.
-        readers: of each storage.
-        is_relaxed: without whole numbers, which takes a small part of the time and gives a little less.
-        time_limit_s: after which the bound that the solver has proved so far counts, 0 if there is none.
+        costs: costs of the ops.
+        points: the program points; all others run after the first in every schedule.
+        budget_bytes: limit on the bytes in memory at each point.
+        readers: readers of each storage.
+        is_relaxed: solves the program without whole numbers.
+        time_limit_s: seconds, after which the bound counts that the solver has proved so far, or 0.
 
     Returns:
-        The time in milliseconds, infinite if there is no such schedule, and True if the program was solved to the end.
+        The time in milliseconds, infinite if there is no such schedule, and whether the program was
+        solved to the end.
     """
-    return _MomentProgram(ops, costs, instants, readers, is_relaxed=is_relaxed).solve(time_limit_s)
+    program = _Program(ops, costs, points, budget_bytes, readers, is_relaxed=is_relaxed)
+    return program.solve(time_limit_s)
 
 
 class _Stretch:
-    """The part of a step from one moment to the next, or to the end: what is saved there, what runs again then, what comes later."""
+    """The variables of one program point and of the stretch from it to the next, or to the end.
 
-    def __init__(self, program: _MomentProgram, number: int) -> None:
+    Attributes:
+        live: storages that are live at the point in every schedule.
+        saved: for each other value whether it is live at the point, to be read after it.
+        recompute: for each recomputable op whether it runs in the stretch.
+        state: for each op with a state whether the state is live at the point.
+        late: for each backward op without an order against the point whether it runs after it.
+    """
+
+    def __init__(self, program: _Program, number: int) -> None:
         self._program = program
         self._number = number
-        instants = program.instants
-        self.in_use = instants[number].in_use
+        points = program.points
+        self.live = points[number].live
         self.saved = {
-            s: self._choose("saved", s.index)
+            storage: self._variable("saved", storage.index)
             for op in program.ops
-            for s in op.writes
-            if s not in self.in_use
+            for storage in op.writes
+            if storage not in self.live
         }
-        self.recompute = {op: self._choose("again", op.index) for op in program.repeatable}
-        self.state = (
-            {op: self._choose("state", op.index) for op in program.kept}
-            if number + 1 < len(instants)
-            else self.recompute
-        )
-        early = {op for other in instants[: number + 1] for op in (*other.before, other.op)}
+        self.recompute = {op: self._variable("again", op.index) for op in program.recomputable}
+        # In the last stretch, an op's state is live at the point if the op runs after it.
+        self.state = self.recompute
+        if number + 1 < len(points):
+            self.state = {op: self._variable("state", op.index) for op in program.states}
+        early = {op for point in points[: number + 1] for op in (*point.before, point.op)}
         self._early = dict.fromkeys(sorted(early, key=lambda op: op.index))
-        self._sure = {op for other in instants[number:] for op in other.after} | {
-            other.op for other in instants[number + 1 :]
-        }
-        is_open = number > 0  # of what may run before the first moment nothing is said
-        open_ops = (
-            [op for op in program.backward if op not in self._early and op not in self._sure]
-            if is_open
-            else []
-        )
-        self.late = {op: self._choose("late", op.index) for op in open_ops}
+        self._after = {op for point in points[number:] for op in point.after}
+        self._after.update(point.op for point in points[number + 1 :])
+        # At the first point only the ops after it matter, all of which are ordered against it.
+        unordered = [
+            op
+            for op in program.backward
+            if number > 0 and op not in self._early and op not in self._after
+        ]
+        self.late = {op: self._variable("late", op.index) for op in unordered}
 
-    def _choose(self, what: str, index: int) -> pulp.LpVariable:
-        return self._program.choose(f"{what}_{self._number}_{index}")
+    def _variable(self, kind: str, index: int) -> pulp.LpVariable:
+        return self._program.variable(f"{kind}_{self._number}_{index}")
 
     def is_late(self, op: Op) -> Term:
-        """1 where a backward op runs after the moment."""
-        return self.late.get(op, int(op in self._sure))
+        """1 where a backward op runs after the point."""
+        return self.late.get(op, int(op in self._after))
 
-    def has(self, storage: Storage, recompute: Mapping[Op, Term]) -> Term:
-        """At least 1 where the value is at hand: saved at the moment, or made by `recompute`."""
-        if storage in self.in_use or storage not in self.saved:
+    def availability(self, storage: Storage, recompute: Mapping[Op, Term]) -> Term:
+        """At least 1 where a value is live at the point or made by `recompute`."""
+        if storage in self.live or storage not in self.saved:
             return 1
         assert storage.producer is not None
         return self.saved[storage] + recompute.get(storage.producer, 0)
 
-    def bytes_at_moment(self) -> pulp.LpAffineExpression:
-        """Of what the program decides on."""
+    def bytes_at_point(self) -> pulp.LpAffineExpression:
+        """Bytes live at the point, beside those of every schedule."""
         saved = pulp.lpSum(storage.num_bytes * saved for storage, saved in self.saved.items())
-        states = pulp.lpSum(size * self.state[op] for op, size in self._program.kept.items())
-        return saved + states + (self._waiting() if self._number else 0)
+        states = pulp.lpSum(size * self.state[op] for op, size in self._program.states.items())
+        return saved + states + (self._waiting_bytes() if self._number else 0)
 
-    def _waiting(self) -> pulp.LpAffineExpression:
-        """Bytes of gradients, those in use aside, that are made before the moment and wanted after it; a reader is late if its maker is."""
+    def _waiting_bytes(self) -> pulp.LpAffineExpression:
+        """Bytes of further gradients that are made before the point and read after it.
+
+        Adds the rows that say so, and that a reader runs after the point if its maker does.
+        """
         program, readers, terms = self._program.program, self._program.readers, list[Term]()
         for maker in (*self.late, *self._early):
             for storage in maker.writes:
@@ -144,25 +157,36 @@ class _Stretch:
                 for reader in found if maker in self.late else ():
                     program += self.late[reader] >= self.late[maker]
                 ends: list[Term] = [self.late[reader] for reader in found]
-                if storage.is_kept_to_end or not self._sure.isdisjoint(readers.get(storage, ())):
+                if storage.is_kept_to_end or not self._after.isdisjoint(readers.get(storage, ())):
                     ends = [1]
-                if storage in self.in_use or not storage.num_bytes or not ends:
+                if storage in self.live or not storage.num_bytes or not ends:
                     continue
-                is_waiting = self._choose("waiting", storage.index)
+                is_waiting = self._variable("waiting", storage.index)
                 for end in ends:
                     program += is_waiting + self.late.get(maker, 0) >= end
                 terms.append(storage.num_bytes * is_waiting)
         return pulp.lpSum(terms)
 
 
-class _MomentProgram:
-    """The program, written down."""
+class _Program:
+    """The program of several points as PuLP rows.
+
+    Attributes:
+        program: the rows.
+        ops: forward and late ops in order.
+        points: the program points.
+        readers: readers of each storage.
+        backward: backward ops that run after the first point.
+        recomputable: ops that may run after the first point.
+        states: bytes of the state of each op that has one.
+    """
 
     def __init__(
         self,
         ops: Sequence[Op],
         costs: Costs,
-        instants: Sequence[Instant],
+        points: Sequence[ProgramPoint],
+        budget_bytes: int,
         readers: Mapping[Storage, Sequence[Op]],
         *,
         is_relaxed: bool,
@@ -170,79 +194,79 @@ class _MomentProgram:
         self.program = pulp.LpProblem("moments", pulp.LpMinimize)
         self._is_relaxed = is_relaxed
         self._costs = costs
+        self._budget_bytes = budget_bytes
         self.ops = ops
-        self.instants = instants
+        self.points = points
         self.readers = readers
-        self.backward = instants[0].after
-        self.repeatable = [
+        self.backward = points[0].after
+        self.recomputable = [
             op for op in ops if op.phase is Phase.LATE or op.recompute_target is not None
         ]
-        self.kept = {
+        self.states = {
             op: state_bytes(op)
-            for op in self.repeatable
+            for op in self.recomputable
             if op.phase is Phase.FORWARD and state_bytes(op)
         }
-        self._stretches = [_Stretch(self, number) for number in range(len(instants))]
-        self._write()
+        self._stretches = [_Stretch(self, number) for number in range(len(points))]
+        self._add_rows()
 
-    def choose(self, name: str) -> pulp.LpVariable:
-        """A further variable, 0 or 1; without whole numbers it may lie between."""
-        return self.program.add_variable(
-            name, 0, 1, cat=pulp.LpContinuous if self._is_relaxed else pulp.LpBinary
-        )
-
-    @cached_property
-    def _most_ms(self) -> float:
-        return len(self._stretches) * sum(self._again_ms.values())
-
-    @cached_property
-    def _again_ms(self) -> dict[Op, float]:
-        return {
-            op: self._costs.recompute[op.index].time_ms
-            for op in self.repeatable
-            if op.phase is Phase.FORWARD
-        }
-
-    @property
-    def _scale(self) -> float:
-        return _TIME_TOTAL / max(self._most_ms, 1e-9)
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A further variable, 0 or 1; in the relaxation anything between."""
+        kind = pulp.LpContinuous if self._is_relaxed else pulp.LpBinary
+        return self.program.add_variable(name, 0, 1, cat=kind)
 
     def solve(self, time_limit_s: float) -> tuple[float, bool]:
         """As `min_recompute_ms`."""
         outcome = run(self.program, time_limit_s, "highs" if has_highs() else "cbc")
         if outcome.status is Status.INFEASIBLE:
             return inf, True
-        return max(
-            0.0, outcome.bound / self._scale - _HAIR * self._most_ms
-        ), outcome.status is Status.OPTIMAL
+        tolerance_ms = _FEASIBILITY_TOLERANCE * self._total_ms
+        least_ms = max(0.0, outcome.bound / self._scale - tolerance_ms)
+        return least_ms, outcome.status is Status.OPTIMAL
 
-    def _write(self) -> None:
+    @cached_property
+    def _recompute_ms(self) -> dict[Op, float]:
+        return {
+            op: self._costs.recompute[op.index].time_ms
+            for op in self.recomputable
+            if op.phase is Phase.FORWARD
+        }
+
+    @cached_property
+    def _total_ms(self) -> float:
+        return len(self._stretches) * sum(self._recompute_ms.values())
+
+    @property
+    def _scale(self) -> float:
+        return _SCALED_TOTAL / max(self._total_ms, 1e-9)
+
+    def _add_rows(self) -> None:
         objective = [
             stretch.recompute[op] * (ms * self._scale)
             for stretch in self._stretches
-            for op, ms in self._again_ms.items()
+            for op, ms in self._recompute_ms.items()
         ]
         self.program.setObjective(pulp.lpSum(objective))
-        for stretch, instant in zip(self._stretches, self.instants, strict=True):
-            _bound_bytes(self.program, stretch.bytes_at_moment(), instant.room_bytes)
+        for stretch, point in zip(self._stretches, self.points, strict=True):
+            self._limit_bytes(stretch.bytes_at_point(), self._budget_bytes - point.min_bytes)
         for stretch, following in pairwise(self._stretches):
             for op, is_late in following.late.items():
-                self._add(stretch.is_late(op), is_late)
+                self._add_row(stretch.is_late(op), is_late)
         for begin, end in combinations(range(len(self._stretches) + 1), 2):
-            self._want(begin, end)
+            self._add_reads(begin, end)
 
-    def _is_after(self, number: int, op: Op) -> Term:
-        """1 where a backward op runs after a moment; all do after the first, and none after the end."""
-        return (
-            self._stretches[number].is_late(op)
-            if 0 < number < len(self._stretches)
-            else int(number == 0)
-        )
+    def _limit_bytes(self, total: pulp.LpAffineExpression, room_bytes: int) -> None:
+        """Limits the bytes at a point, in shares of the room, with the tolerance as slack."""
+        scale = 1 / max(room_bytes, 1)
+        self.program += total * scale <= max(room_bytes, 0) * scale + _FEASIBILITY_TOLERANCE
 
-    def _want(self, begin: int, end: int) -> None:
-        """What is read from one moment to another, or to the end, is saved at the first or made again in between."""
-        stretch, recompute = self._stretches[begin], self._again_in(begin, end)
-        for op in self.kept if stretch.state is not stretch.recompute else ():
+    def _add_reads(self, begin: int, end: int) -> None:
+        """Demands each value that is read between two points, or from one to the end of the step.
+
+        It is saved at the first point or recomputed in between.
+        """
+        stretch, recompute = self._stretches[begin], self._recompute_in(begin, end)
+        for op in self.states if stretch.state is not stretch.recompute else ():
             self.program += stretch.state[op] >= recompute[op]
         rows: dict[tuple[Storage, Op | None], Term] = {
             (storage, op): runs for op, runs in recompute.items() for storage in op.reads
@@ -254,21 +278,16 @@ class _MomentProgram:
             elif is_between:
                 rows.update({(storage, None): 1 for storage in op.reads})
         for (storage, _), runs in rows.items():
-            self._add(stretch.has(storage, recompute), runs)
+            self._add_row(stretch.availability(storage, recompute), runs)
         if end < len(self._stretches):
             for storage, saved in self._stretches[end].saved.items():
-                self._add(stretch.has(storage, recompute), saved)
+                self._add_row(stretch.availability(storage, recompute), saved)
 
-    def _add(self, at_hand: Term, wanted: Term) -> None:
-        """A row `at_hand` >= `wanted`, unless that holds in any case."""
-        if not isinstance(at_hand, int) and not (isinstance(wanted, int) and wanted <= 0):
-            self.program += at_hand >= wanted
-
-    def _again_in(self, begin: int, end: int) -> dict[Op, pulp.LpVariable]:
-        """Whether each op runs again from one moment to another, or to the end."""
+    def _recompute_in(self, begin: int, end: int) -> dict[Op, pulp.LpVariable]:
+        """For each op whether it runs between two points, or from one to the end of the step."""
         if end == begin + 1:
             return self._stretches[begin].recompute
-        found = {op: self.choose(f"again_{begin}_{end}_{op.index}") for op in self.repeatable}
+        found = {op: self.variable(f"again_{begin}_{end}_{op.index}") for op in self.recomputable}
         for op, runs in found.items():
             recompute = [stretch.recompute[op] for stretch in self._stretches[begin:end]]
             for one in recompute:
@@ -276,8 +295,13 @@ class _MomentProgram:
             self.program += runs <= pulp.lpSum(recompute)
         return found
 
+    def _is_after(self, number: int, op: Op) -> Term:
+        """1 where a backward op runs after a point; none runs after the end of the step."""
+        if 0 < number < len(self._stretches):
+            return self._stretches[number].is_late(op)
+        return int(number == 0)
 
-def _bound_bytes(program: pulp.LpProblem, total: pulp.LpAffineExpression, room_bytes: int) -> None:
-    """The row in shares of the room, a hair loose: no schedule that fits is cut off by rounding."""
-    scale = 1 / max(room_bytes, 1)
-    program += total * scale <= max(room_bytes, 0) * scale + _HAIR
+    def _add_row(self, available: Term, wanted: Term) -> None:
+        """Adds `available` >= `wanted`, unless it holds in any case."""
+        if not isinstance(available, int) and not (isinstance(wanted, int) and wanted <= 0):
+            self.program += available >= wanted

@@ -1,4 +1,4 @@
-"""What a plan is held against: a time that no schedule within its budget beats, worked out when it is asked for, or read from a file."""
+"""Lower bounds on step time as plans see them: computed when asked for, or loaded with a plan."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Protocol
 
 
 class Bounds(Protocol):
-    """Lower bounds on the time of the schedules of one graph or of several, in milliseconds; infinite where none can fit."""
+    """Lower bounds on the time of the schedules of one graph, or of several.
+
+    Times are in milliseconds, infinite where no schedule fits the budget.
+    """
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """What is proved fast: in a few milliseconds for a budget, once the graphs are there."""
+        """The quick bound: a few milliseconds for a budget, once the graphs exist."""
         ...
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
-        """The same or above, which may take seconds."""
+        """A bound that is at least the quick one, and may take seconds."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBound:
-    """One bound for the one budget that is asked for.
+    """A bound that was computed before, for the one budget that it is asked for.
 
     Attributes:
-        ms: the bound; 0 where nothing is proved.
+        ms: the bound; 0 if nothing is proved.
     """
 
     ms: float = 0.0
@@ -40,20 +43,24 @@ class StoredBound:
 
 @dataclass(frozen=True, slots=True)
 class MinBound:
-    """What bounds the schedules of several graphs, of which any may run: the least of their bounds.
+    """The bound of a step that may run as any of several graphs: the least of their bounds.
 
     Attributes:
-        each: of every graph; called when a bound is asked for, which may take seconds the first time.
+        each: gives the bounds of every graph. It is called when a bound is asked for, and may take
+            seconds the first time.
     """
 
     each: Callable[[], Iterable[Bounds]]
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """The least."""
+        """The least of the quick bounds."""
         return min((bounds.bound_ms(budget_bytes) for bounds in self.each()), default=inf)
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
-        """The least of the closer ones. Those are not worked out of graphs whose quick bound is no less than the least known."""
+        """The least of the tight bounds.
+
+        A graph is skipped if its quick bound is no less than the least tight bound so far.
+        """
         least_ms = inf
         for bounds in sorted(self.each(), key=lambda bounds: bounds.bound_ms(budget_bytes)):
             if bounds.bound_ms(budget_bytes) >= least_ms:

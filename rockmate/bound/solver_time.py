@@ -1,4 +1,4 @@
-"""The time that solvers may take, shared out over problems of which nobody knows beforehand how hard they are."""
+"""Wall time shared by many solves, whose difficulty is not known beforehand."""
 
 from __future__ import annotations
 
@@ -6,31 +6,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-_SHARE = 0.5  # of what is left, for one solve: a hard problem leaves something for all that come after it
-_LEAST_S = (
-    1e-3  # for a solve that comes too late: the solvers then answer from what takes polynomial time
-)
+# Share of the remaining time that one solve gets: a hard problem leaves time for those after it.
+_SHARE = 0.5
+# Seconds for a solve that comes too late: solvers then answer from what takes polynomial time.
+_LEAST_S = 1e-3
 
 
 class SolverTime:
-    """Wall time for many solves together.
+    """One time limit for many solves together.
+
+    A solver that is out of time still does what takes polynomial time, on top of the limit.
 
     Attributes:
-        limit_s: for all of them, in seconds; what a solver does in polynomial time once it is out of time comes on top.
-        spent_s: taken by those that have run.
+        limit_s: seconds for all solves together.
+        spent_s: seconds that solves have taken so far.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """`ValueError` if there is none."""
+        """Starts with nothing spent.
+
+        Args:
+            limit_s: seconds for all solves together.
+
+        Raises:
+            ValueError: the limit is not above 0.
+        """
         if not limit_s > 0:
             msg = f"time_limit_s is {limit_s}; it must be above 0"
             raise ValueError(msg)
         self.limit_s = limit_s
         self.spent_s = 0.0
 
+    def restarted(self) -> SolverTime:
+        """The same limit with nothing spent.
+
+        For questions whose answer must not depend on which questions were asked before.
+        """
+        return SolverTime(self.limit_s)
+
     @contextmanager
     def for_one_solve(self) -> Iterator[float]:
-        """Gives the seconds that the solve inside may take, half of what is left, and counts those that it takes."""
+        """Gives the seconds that the solve inside may take, and counts those that it takes.
+
+        It may take half of the remaining time.
+        """
         begin = monotonic()
         try:
             yield max(_LEAST_S, _SHARE * (self.limit_s - self.spent_s))

@@ -116,7 +116,7 @@ class OptionSolver:
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()
         problem, values = knapsack_of(
-            block.forward, block.backward, self.costs, at_hand=self._uncounted, kept=kept
+            block.forward, block.backward, self.costs, available=self._uncounted, kept=kept
         )
         solutions = self.solve(problem, self.max_options)
         return [{values[value] for value in solution.saved} for solution in solutions]

@@ -36,7 +36,7 @@ class KnapsackFamily:
         held = {storage for storage in graph.storages if storage.is_output}
         self._held_bytes = sum(storage.num_bytes for storage in held)
         problem, self._values = knapsack_of(
-            graph.forward_ops, graph.backward_ops, costs, at_hand=held
+            graph.forward_ops, graph.backward_ops, costs, available=held
         )
         with solver_time.for_one_solve() as time_limit_s:
             self._curve = Curve(problem, time_limit_s=time_limit_s)

@@ -264,14 +264,14 @@ def _rewrite_text(before: Counter[str], after: Counter[str]) -> str:
 def _costs_text(graph: Graph, costs: Costs) -> str:
     lines = [
         f"{len(graph.ops)} ops, {costs.num_distinct} distinct calls",
-        f"{'op':<28} {'phase':<9} {'makes, bytes':>12} {'time, ms':>9} {'overhead, bytes':>16}",
+        f"{'op':<28} {'phase':<9} {'makes, bytes':>12} {'time, ms':>9} {'workspace, bytes':>17}",
     ]
     seen = set()
     for op, cost in zip(graph.ops, costs.first, strict=True):
         if cost not in seen:
             seen.add(cost)
             lines.append(
-                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} {cost.overhead_bytes:>16,}"
+                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} {cost.overhead_bytes:>17,}"
             )
     return "\n".join(lines)
 
@@ -325,14 +325,14 @@ def _improvement_text(levels: RotorFamily, budget_bytes: int) -> str:
     one_level = KnapsackFamily(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
     limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
-        "one level": [
+        "knapsack": [
             schedule for limit in limits if (schedule := one_level.saving(limit)) is not None
         ],
-        "several levels": [maker() for maker in levels.makers()],
+        "rotor": [maker() for maker in levels.makers()],
     }
     lines = [
         f"budget {_kib(budget_bytes)} KiB",
-        f"{'':<14} {'proposed':>19}  {'room made':>19}  {'room spent':>19}",
+        f"{'':<14} {'start':>19}  {'repaired':>19}  {'refined':>19}",
         f"{'family':<14} {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}",
     ]
     for family, proposals in schedules.items():
@@ -373,15 +373,15 @@ def _size_and_time(simulation: Simulation) -> str:
 
 def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) -> str:
     lines = [
-        f"nothing recomputed: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
+        f"baseline: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
         f"budget {BUDGET_FRACTION}: {_kib(budget_bytes)} KiB; smallest peak: {_kib(search.minimum().simulation.peak_bytes)} KiB",
-        "budget, KiB  peak, KiB  of nothing recomputed  time, ms  times as long  recomputed ops",
+        "budget, KiB  peak, KiB  of baseline  time, ms  of baseline  recomputed ops",
     ]
     for budget, candidate in search.frontier():
         found = candidate.simulation
         lines.append(
-            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} {found.peak_bytes / baseline.peak_bytes:>22.3f} {found.time_ms:>9.3f} "
-            f"{found.time_ms / baseline.time_ms:>14.3f} {candidate.schedule.num_recomputations():>15}"
+            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} {found.peak_bytes / baseline.peak_bytes:>12.3f} {found.time_ms:>9.3f} "
+            f"{found.time_ms / baseline.time_ms:>12.3f} {candidate.schedule.num_recomputations():>15}"
         )
     return "\n".join(lines)
 
@@ -389,13 +389,13 @@ def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) ->
 def _certificate_text(certificate: LowerBound, search: Searcher, baseline: Simulation) -> str:
     lines = [
         f"{len(certificate.points)} program points",
-        f"{'while it runs':<24} {'in memory for sure, KiB':>24} {'backward ops after it':>22}",
+        f"{'while it runs':<24} {'live in any schedule, KiB':>26} {'backward ops after it':>22}",
     ]
     for point in certificate.points:
-        lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>24} {len(point.after):>22}")
+        lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>26} {len(point.after):>22}")
     lines += [
         "",
-        f"{'budget':>6} {'KiB':>9} {'no schedule below, ms':>22} {'found, ms':>10} {'gap of the baseline':>20}",
+        f"{'budget':>6} {'KiB':>9} {'lower bound, ms':>22} {'plan, ms':>10} {'gap of the baseline':>20}",
     ]
     for fraction in _BOUND_FRACTIONS:
         budget_bytes = int(fraction * baseline.peak_bytes)
@@ -425,7 +425,7 @@ def _simulation_text(graph: Graph, costs: Costs, chosen: Candidate, budget_bytes
     lines = [
         f"budget           {budget_bytes:>10,} bytes",
         f"predicted peak   {found.peak_bytes:>10,} bytes, in run {found.peak_position}: {op.name} of the {half}",
-        f"kept to backward {found.saved_bytes:>10,} bytes",
+        f"saved values     {found.saved_bytes:>10,} bytes",
         f"predicted time   {found.time_ms:>10.3f} ms",
         "live at the peak:",
     ]
@@ -459,7 +459,7 @@ def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> li
     index = schedule.steps[position]
     cost = (costs.recompute if index in schedule.steps[:position] else costs.first)[index]
     if cost.overhead_bytes:
-        rows.append((f"overhead of {graph.ops[index].name}", cost.overhead_bytes))
+        rows.append((f"workspace of {graph.ops[index].name}", cost.overhead_bytes))
     rows += [
         (f"random state of {op.name}", state_bytes(op))
         for op in _states_held(graph, schedule, position)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
-from rockmate import planner as planner_file
+from rockmate.planning import session as planner_file
 from rockmate.planning import chunk_variants as variants_file
 
 LARGEST = (4, 48)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import Planner, RockmateModule, step, step_family
-from rockmate import module as module_file
+from rockmate import plan_cache
 from rockmate.capture import symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
@@ -484,7 +484,7 @@ def test_larger_inputs_are_planned_for_without_a_capture(work: Work) -> None:
 def test_what_was_planned_outlives_the_sizes_that_took_it_over(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_file, "_MAX_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     model = Branching()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
     work.captures.clear()

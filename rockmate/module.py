@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockmate._torch.members import share_members
 from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.errors import (
     InvalidBudgetError,
@@ -164,8 +165,7 @@ class RockmateModule(nn.Module):
     def _wrap(self, model: nn.Module) -> None:
         super().__init__()
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = getattr(model, name)
+        share_members(self, model)
         self.__dict__["_wrapped"] = model
         self.__dict__["_forward_of_model"] = _with_signature_of(model)
         self._plans = PlanCache(model)

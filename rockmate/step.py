@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockmate._torch.members import is_compiled
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
@@ -220,7 +221,7 @@ def capture_step(
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         msg = "the model has been through torch.compile, whose graphs cannot be captured again. Pass the model itself."
         raise UnsupportedModelError(msg)
     if not model.training:

@@ -25,7 +25,7 @@ X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
 
 def rockmate_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "rockmate"]
+    return [record.message for record in caplog.records if record.name.startswith("rockmate")]
 
 
 def step_of(

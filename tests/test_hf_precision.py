@@ -59,11 +59,11 @@ def test_autocast_around_the_call_though_the_sample_was_planned_without(
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         ours = run(module, models[0], autocast)
         assert_alike(ours, run(models[1], models[1], autocast))
-        lines = [record.message for record in caplog.records if record.name == "rockmate"]
+        lines = [record.message for record in caplog.records if record.name.startswith("rockmate")]
         assert len(lines) == 1
         assert "autocast" in lines[0]
         run(module, models[0], nullcontext)  # the first plan is still there
-    assert len([record for record in caplog.records if record.name == "rockmate"]) == 1
+    assert len([record for record in caplog.records if record.name.startswith("rockmate")]) == 1
 
 
 def test_a_gradient_scaler() -> None:

@@ -210,7 +210,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [
         record
         for record in caplog.records
-        if record.name == "rockmate" and record.levelno >= logging.WARNING
+        if record.name.startswith("rockmate") and record.levelno >= logging.WARNING
     ]
 
 

@@ -1,8 +1,11 @@
-"""What is allocated while a function runs, from the allocator's own events.
+"""Measures allocations while a function runs, from the allocator's own events.
 
-CPU: the legacy autograd profiler reports each allocation and release in order (the newer one writes to standard error and costs
-tens of milliseconds a session). CUDA: the caching allocator's counters. Scratch memory that oneDNN or MKL take from elsewhere is
-not seen by either.
+On CPU the legacy autograd profiler reports each allocation and release in order. The public
+`torch.profiler` reports them too, but writes to standard error and costs tens of milliseconds a
+session. On CUDA the counters of the caching allocator serve, which are public.
+
+Neither sees scratch memory that oneDNN or MKL take from elsewhere. The legacy profiler is fragile:
+its configuration is positional, and PyTorch has announced its removal.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from typing import Any
 import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.utils import _pytree as pytree
 
+from rockmate._torch.pytree import tree_leaves
+
+# A profiler label. Events count from the moment it is entered.
 _MARK = "rockmate: measured from here"
 
 
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
-    """Bytes by which the allocator's peak during `function` exceeds what the elements of its result take.
+    """Bytes by which the peak during `function` exceeds the elements of its result.
 
-    The function's result must be the only thing that it leaves allocated.
+    The function must leave nothing allocated but its result.
     """
     return workspace_bytes(lambda: (function, ()), device)
 
@@ -30,9 +35,11 @@ def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int
 def workspace_bytes(
     prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
 ) -> int:
-    """Bytes by which the allocator's peak during a function exceeds what it leaves allocated, all counted beyond what there was before.
+    """Bytes by which the peak during a function exceeds what it leaves allocated.
 
-    So what it releases of its arguments counts on top: the peak is as far above what is left. What its result has no numbers in counts too.
+    Both are relative to the state before the call. Arguments that the function releases therefore
+    add to the result: they lower what is left, not the peak. Padding counts as well, that is memory
+    of the result beyond its elements.
 
     Args:
         prepare: returns the function and its arguments, which it allocates.
@@ -40,9 +47,8 @@ def workspace_bytes(
     """
     if device.type == "cuda":
         return _peak_beyond_rest_cuda(prepare, device)
-    (result, _), threads = _record(
-        lambda: _after_mark(prepare)
-    )  # kept until here: their release is no event of the function
+    # The arguments live until here, so that their release is no event of the function.
+    (result, _), threads = _record(lambda: _after_mark(prepare))
     live = peak = 0
     for thread in threads:
         is_after = False
@@ -52,11 +58,11 @@ def workspace_bytes(
             elif event.kind() == "memory_alloc" and is_after:
                 live += event.cpu_memory_usage()
                 peak = max(peak, live)
-    return peak - live + _unused_bytes(result)
+    return peak - live + _padding_bytes(result)
 
 
 def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Bytes that a function leaves allocated, its result included; and the result."""
+    """Bytes that a function leaves allocated, its result included, and the result."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         result = function()
@@ -87,18 +93,18 @@ def _peak_beyond_rest_cuda(
     return (
         torch.cuda.max_memory_allocated(device)
         - torch.cuda.memory_allocated(device)
-        + _unused_bytes(result)
+        + _padding_bytes(result)
     )
 
 
-def _unused_bytes(result: Any) -> int:
-    """Of the memory that the result's numbers stand in: a reduced loss is one number in memory as large as what was reduced."""
-    numbers = [
-        value
-        for value in pytree.tree_leaves(result)
-        if isinstance(value, torch.Tensor) and value.numel() == 1
-    ]
-    return sum(number.untyped_storage().nbytes() - number.element_size() for number in numbers)
+def _padding_bytes(result: Any) -> int:
+    """Bytes of scalar results beyond their one element.
+
+    A reduced loss is one number in a storage as large as what was reduced.
+    """
+    leaves = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+    scalars = [tensor for tensor in leaves if tensor.numel() == 1]
+    return sum(scalar.untyped_storage().nbytes() - scalar.element_size() for scalar in scalars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +112,9 @@ class Timeline:
     """The CPU allocator's live bytes while a function ran.
 
     Attributes:
-        points: (seconds since the start, bytes allocated beyond those at the start), after each allocation and release, in order.
-        marks: name of a `torch.profiler.record_function` range -> seconds at which it was first entered.
+        points: after each allocation and release, in order: seconds since the start, and bytes
+            allocated in excess of those at the start.
+        marks: name of a `torch.profiler.record_function` range -> seconds at its first entry.
         duration_s: seconds from start to end, recording included.
     """
 
@@ -117,15 +124,15 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest excess over what was allocated at the start."""
+        """The largest number of bytes in `points`."""
         return max((live for _, live in self.points), default=0)
 
 
 def timeline(function: Callable[[], Any]) -> Timeline:
-    """Record every allocation and release of `function` on the CPU.
+    """Records every allocation and release of `function` on the CPU.
 
-    The sizes of releases are right for what `function` allocates itself; run it once beforehand, so that what it makes on first
-    use, and what it would release of older allocations, is settled.
+    The size of a release is right for memory that `function` allocates itself. Run `function` once
+    beforehand, so that caches are filled and older allocations are released.
     """
     result, threads = _record(function)
     del result
@@ -146,6 +153,7 @@ def timeline(function: Callable[[], Any]) -> Timeline:
 
 def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
     """The function's result, and the profiler's events of each thread, in order."""
+    # In order: state, report_input_shapes, profile_memory, with_stack, with_flops, with_modules.
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
     )

@@ -1,4 +1,4 @@
-"""Autocast, off while captured ops run: its casts are in the graph."""
+"""Autocast switched off while captured ops run: its casts are in the graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import torch
 
 
 def autocast_off() -> contextlib.AbstractContextManager[None]:
-    """Runs ops as they were captured; the user's autocast would cast what the graph leaves as it is. Costs nothing where it is off."""
+    """Runs ops as they were captured, where the user's autocast would cast their operands again.
+
+    Costs nothing where autocast is off.
+    """
     enabled = autocast_dtypes()
     return _switched_off(enabled) if enabled else contextlib.nullcontext()
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
-    """For each kind of device on which autocast is on, what it casts to."""
+    """Kind of device -> dtype of autocast, for each kind on which it is on.
+
+    `torch.is_autocast_enabled` answers for one kind. The private name answers for all in one call,
+    which each training call makes.
+    """
     if not torch._C._is_any_autocast_enabled():
         return {}
     return {

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from rockmate._torch import fake as fake_tensors
+from rockmate._torch.fake import FakeTensor, FakeTensorMode
+from rockmate._torch.members import tensor_tables
 from rockmate.errors import UnsupportedModelError
 
 _aten = torch.ops.aten
@@ -56,9 +58,7 @@ def fake_device_tensors(
         )
         raise UnsupportedModelError(msg)
     made = _StandIns()
-    places = [
-        table for module in model.modules() for table in (module._parameters, module._buffers)
-    ]
+    places = [table for module in model.modules() for table in tensor_tables(module)]
     before = [dict(table) for table in places]
     try:
         for table in places:
@@ -83,7 +83,7 @@ def move_to(joint: fx.GraphModule, device: torch.device) -> None:
         value = node.meta.get("val")
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, FakeTensor):
-                item.fake_device = device
+                fake_tensors.move_to(item, device)
 
 
 class _StandIns:

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
+from rockmate._torch.storage import storage_id
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.opaque_module import install, record_calls, traced_as_ops
@@ -31,11 +33,9 @@ from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
     attributes_kept,
-    compile_flags,
     eager_kernels,
     random_state_kept,
     tensors_kept,
-    value_checks_deferred,
 )
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
@@ -65,8 +65,6 @@ def capture_joint(
         InvalidSampleError: the model rejects the sample, or no output depends on anything that requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph; the message names the line.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
     # Copies, since a sample that passes one tensor twice would be captured as a model with one input.
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
@@ -77,7 +75,7 @@ def capture_joint(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(compile_flags())
         stack.enter_context(known_masks(args, kwargs))
-        stack.enter_context(value_checks_deferred())
+        stack.enter_context(value_checks_as_ops())
         stack.enter_context(eager_kernels())
         stack.enter_context(training_only_features_off(model))
         stack.enter_context(random_state_kept(tensors))
@@ -86,12 +84,11 @@ def capture_joint(
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         try:
-            joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
+            captured = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
             raise explain_failure(error, model, modules.innermost) from error
-        captured = joint.graph_module
         install(captured.graph, calls)
     if forward.notice:
         logger.warning(
@@ -196,7 +193,7 @@ def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
     seen: set[int] = set()
     result = []
     for tensor in flat:
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         result.append(tensor.clone() if tensor.requires_grad and key in seen else tensor)
         seen.add(key)
     return result

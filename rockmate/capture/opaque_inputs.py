@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rockmate._torch.storage import storage_id
+
 _Place = tuple[
     int, tuple[int, ...], tuple[int, ...], int
 ]  # position of the input, shape, strides, elements from its first
@@ -38,7 +40,7 @@ class ReleasableInputs:
         """
         self._positions = tuple(positions)
         self._starts = {  # by memory: position, type, first element
-            inputs[position].untyped_storage()._cdata: (
+            storage_id(inputs[position]): (
                 position,
                 inputs[position].dtype,
                 inputs[position].storage_offset(),
@@ -73,7 +75,7 @@ class ReleasableInputs:
             return tensor.detach()
         if self._note is not None:
             self._note(tensor)
-        start = self._starts.get(tensor.untyped_storage()._cdata)
+        start = self._starts.get(storage_id(tensor))
         if start is None or start[1] != tensor.dtype:
             return (
                 tensor.detach()

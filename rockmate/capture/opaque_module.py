@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.members import tensor_tables
+from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, InvalidSampleError, UnsupportedModelError
@@ -122,12 +123,12 @@ class OpaqueCall:
     def observe(self) -> None:
         """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
         buffers = self.copied_buffers()
-        before = {name: buffer._version for name, buffer in buffers.items()}
+        before = {name: version_of(buffer) for name, buffer in buffers.items()}
         with self.random_state_kept() as draws:
             self._observe_saved(buffers)
             self.draws = draws()
         self.changes_buffers = any(
-            buffer._version != before[name] for name, buffer in buffers.items()
+            version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
         with self.random_state_kept():
             self.saved_bytes = self._measured_bytes(self.copied_buffers())
@@ -182,11 +183,14 @@ class OpaqueCall:
         copied = []
         for tensor in self.inputs[: self.num_arguments]:
             memory = tensor.untyped_storage()
-            if memory._cdata not in copies:
-                copies[memory._cdata] = memory.clone()
+            if storage_id(memory) not in copies:
+                copies[storage_id(memory)] = memory.clone()
             copied.append(
                 tensor.new_empty(0).set_(
-                    copies[memory._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()
+                    copies[storage_id(memory)],
+                    tensor.storage_offset(),
+                    tensor.shape,
+                    tensor.stride(),
                 )
             )
         return [*copied, *self.inputs[self.num_arguments :]]
@@ -396,9 +400,9 @@ class _Run:
         given = {*_keys(inputs)}
         values = []
         for tensor, layout in zip(self.outputs, layouts, strict=True):
-            shares = tensor.untyped_storage()._cdata in given
+            shares = storage_id(tensor) in given
             values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
-            given.add(tensor.untyped_storage()._cdata)
+            given.add(storage_id(tensor))
         return values
 
 
@@ -440,9 +444,9 @@ class _Graph:
             found, layouts, strict=True
         ):  # each is memory of its own: the plan counts it so
             made = layout.empty().zero_() if gradient is None else gradient
-            value = layout.laid_out(made.clone() if made.untyped_storage()._cdata in seen else made)
+            value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
             values.append(value if gradient is not None else undefined_gradient(value))
-            seen.add(made.untyped_storage()._cdata)
+            seen.add(storage_id(made))
         return values
 
 
@@ -455,11 +459,10 @@ class _Memory:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.keys = _keys(tensors)
         self.num_bytes = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+            storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
         }
         self._references = {
-            tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage())
-            for tensor in tensors
+            storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors
         }
 
     def held(self) -> set[int]:
@@ -479,12 +482,12 @@ class _Saved:
     def note(self, tensor: Tensor) -> None:
         """Adds a tensor that is saved."""
         self.count += 1
-        self.keys.add(tensor.untyped_storage()._cdata)
+        self.keys.add(storage_id(tensor))
 
 
 def _keys(tensors: Iterable[Tensor]) -> list[int]:
     """What tells the tensors' storages apart while they are alive."""
-    return [tensor.untyped_storage()._cdata for tensor in tensors]
+    return [storage_id(tensor) for tensor in tensors]
 
 
 # --- finding and recording -----------------------------------------------------------------------------------------------------
@@ -600,7 +603,7 @@ def _in_their_places(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str
     places = {
         f"{path}.{name}" if path else name: tensor
         for path, part in module.named_modules()
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        for name, tensor in (item for table in tensor_tables(part) for item in table.items())
     }
     return {
         place: replacement[id(tensor)]
@@ -611,7 +614,7 @@ def _in_their_places(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each tensor has been changed in place."""
-    return [tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _changes_its_input(name: str) -> UnsupportedModelError:

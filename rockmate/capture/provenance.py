@@ -11,7 +11,6 @@ import contextlib
 import linecache
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.proxy import TracerBase
 
+from rockmate._torch import graphs
+from rockmate._torch.aot import sequence_number
+from rockmate._torch.graphs import on_node_created
 from rockmate.capture import fake_device
 
 
@@ -69,13 +70,11 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     trail = ModuleStack()
 
     def enter(path: str) -> Callable[..., None]:
-        return lambda module, inputs: trail.entered.append(
-            (torch.autograd._get_sequence_nr(), path)
-        )
+        return lambda module, inputs: trail.entered.append((sequence_number(), path))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         first, path = trail.entered.pop()
-        trail.spans.append((first, torch.autograd._get_sequence_nr(), path))
+        trail.spans.append((first, sequence_number(), path))
 
     def note_module(node: fx.Node) -> None:
         if trail.entered:
@@ -95,7 +94,7 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_PASSED_OVER = (_TORCH, __file__, fake_device.__file__, "<")
+_PASSED_OVER = (_TORCH, __file__, fake_device.__file__, graphs.__file__, "<")
 """Code that does not count: what stands in for PyTorch's own functions is called from the user's line."""
 
 
@@ -125,26 +124,3 @@ def _user_line() -> str:
         code = linecache.getline(name, frame.f_lineno).strip()
         return f'  File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {code}'
     return ""
-
-
-_LOCK = (
-    threading.RLock()
-)  # the tracer's class is shared by all threads; one capture looks for several things
-
-
-@contextlib.contextmanager
-def on_node_created(note: Callable[[fx.Node], None]) -> Iterator[None]:
-    """Calls `note` with each node that is traced meanwhile."""
-    with _LOCK:
-        create_node = TracerBase.create_node
-
-        def create_noted(self: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
-            node = create_node(self, *args, **kwargs)
-            note(node)
-            return node
-
-        TracerBase.create_node = create_noted
-        try:
-            yield
-        finally:
-            TracerBase.create_node = create_node

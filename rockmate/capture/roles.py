@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from rockmate._torch.graphs import module_without_code
 from rockmate.capture.structure import Structure
 
 
@@ -73,8 +73,7 @@ class Capture:
 
 def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> Capture:
     """The capture on a copy of its graph, where `twins` stand for its own nodes; no code is written for it, since none is run."""
-    with _use_lazy_graph_module(True):
-        joint = _make_graph_module(capture.joint, graph)
+    joint = module_without_code(capture.joint, graph)
     return replace(
         capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs)
     )

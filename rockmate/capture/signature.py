@@ -7,26 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.members import (
+    forward_hooks,
+    has_tensor_hooks,
+    member_tables_of,
+    module_hooks_of,
+    other_hook_keys,
+    tensor_hooks_of,
+)
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 
 _ONLY_TENSORS = {torch.Tensor}
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
-_PARTS = itemgetter("_modules", "_parameters", "_buffers")
-_STATE, _TENSOR_HOOKS = (
-    attrgetter("requires_grad", "dtype", "device", "shape"),
-    attrgetter("_backward_hooks"),
-)
-_HOOKS = itemgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
+_STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 _IS_TRAINING = attrgetter("training")  # a scripted module has it elsewhere than other attributes
 _RECORDERS = "transformers.utils.output_capturing"  # whose hooks a Hugging Face model adds to itself when it is first called
 
@@ -277,15 +278,10 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
     """Keys of the hooks that run around the module's forward or change its backward, those aside that only record hidden states."""
     acting = [
         key
-        for key, hook in module._forward_hooks.items()
+        for key, hook in forward_hooks(module).items()
         if getattr(hook, "__module__", None) != _RECORDERS
     ]
-    return (
-        *module._forward_pre_hooks,
-        *acting,
-        *module._backward_hooks,
-        *module._backward_pre_hooks,
-    )
+    return (*acting, *other_hook_keys(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +320,7 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if tensor._backward_hooks),
+            frozenset(name for name, tensor in named if has_tensor_hooks(tensor)),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -366,8 +362,8 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
-        self._modules = tuple(model.modules())
-        self._attributes = [vars(module) for module in self._modules]
+        self._watched = tuple(model.modules())
+        self._attributes = [vars(module) for module in self._watched]
         self._numbers = [
             (attributes, name, value)
             for attributes in self._attributes
@@ -390,7 +386,7 @@ class ModelWatch:
 
     def _members(self) -> list[Any]:
         """Submodules, parameters and buffers of each module, behind the mappings that they stand in."""
-        parts = list(chain.from_iterable(map(_PARTS, self._attributes)))
+        parts = list(chain.from_iterable(map(member_tables_of, self._attributes)))
         return [member for part in parts if part for member in (part, *part.values())]
 
     def _state_of(self, members: list[Any]) -> tuple[Any, ...]:
@@ -399,10 +395,10 @@ class ModelWatch:
         return (
             list(map(_STATE, tensors)),
             list(map(torch.Tensor.stride, tensors)),
-            list(map(bool, map(_TENSOR_HOOKS, tensors))),
-            list(map(_IS_TRAINING, self._modules)),
-            list(map(hook_keys, self._modules))
-            if any(chain.from_iterable(map(_HOOKS, self._attributes)))
+            list(map(bool, map(tensor_hooks_of, tensors))),
+            list(map(_IS_TRAINING, self._watched)),
+            list(map(hook_keys, self._watched))
+            if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
             _autocast_state(),
         )

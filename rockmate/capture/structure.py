@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from rockmate._torch import pytree
 from rockmate.errors import UnsupportedModelError
 
 _CONSTANT_TYPES = (

@@ -23,11 +23,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
 
+from rockmate._torch.fake import ConstantSource, DimDynamic, FakeTensor, FakeTensorMode, ShapeEnv
+from rockmate._torch.ops import is_op
+from rockmate._torch.storage import storage_id
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture, Role, with_graph
 from rockmate.capture.signature import CallSignature
@@ -384,7 +384,7 @@ class _Template:
 
     def _viewed_memory(self, node: fx.Node) -> int | None:
         """The storage of what the node is a view of, by its schema; None if it is no view."""
-        if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
+        if not (is_op(node.target) and node.target.is_view):
             return None
         viewed = self._values[node.all_input_nodes[0]]
         return viewed.memory if isinstance(viewed, _TensorTemplate) else None
@@ -397,7 +397,7 @@ class _Template:
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
             msg = "the graph has a sparse, lazily conjugated or lazily negated tensor"
             raise UnsupportedModelError(msg)
-        storage = value.untyped_storage()._cdata
+        storage = storage_id(value)
         memory = self._memories.setdefault(storage, len(self._first)) if viewed is None else viewed
         self._memories[storage] = (
             memory  # of a view: so that items and views of it are found there, too

@@ -7,12 +7,13 @@ import logging
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from rockmate._torch.aot import without_decompositions
+from rockmate._torch.members import tensor_tables
 from rockmate.errors import UnsupportedModelError
 
 logger = logging.getLogger("rockmate")
@@ -28,61 +29,9 @@ _KERNELS = (
 CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
 
 
-@contextlib.contextmanager
-def compile_flags() -> Iterator[None]:
-    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true."""
-    from torch._functorch import config
-
-    compiler = torch.compiler
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
-    try:
-        # Eager's backward runs outside the user's autocast. Not every supported release knows the setting.
-        known = (
-            {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
-        )
-        with config.patch(known):
-            yield
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag = before
-
-
-@contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
-    """Keeps ops whole that PyTorch's Python dispatcher would trace as a formula: eager runs their kernel, which rounds otherwise."""
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    overloads = [
-        getattr(packet, name)
-        for packet in map(torch.ops.aten.__getattr__, _KERNELS)
-        for name in packet.overloads()
-    ]
-    formulas = [
-        (op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels
-    ]
-    try:
-        for op, key, _ in formulas:
-            del op.py_kernels[key]
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, key, formula in formulas:
-            op.py_kernels[key] = formula
-            op._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def value_checks_deferred() -> Iterator[None]:
-    """Captures `torch._check_tensor_all` as an assertion among the ops, instead of reading the tensor; `rewrite` leaves such ops out."""
-
-    def assert_all(condition: torch.Tensor, message: Any = None) -> None:
-        torch._assert_async(condition.all())
-
-    check = torch._check_tensor_all
-    torch._check_tensor_all = assert_all
-    try:
-        yield
-    finally:
-        torch._check_tensor_all = check
+def eager_kernels() -> contextlib.AbstractContextManager[None]:
+    """Traces as one op what eager runs as one kernel: a formula of smaller ops rounds otherwise."""
+    return without_decompositions(_KERNELS)
 
 
 @contextlib.contextmanager
@@ -136,9 +85,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def tensors_kept(model: nn.Module) -> Iterator[None]:
     """Puts parameters and buffers back where the tracer leaves its own: in a module with two names, which it swaps once for each."""
-    places: list[dict[str, Any]] = [
-        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
-    ]
+    places = [table for module in model.modules() for table in tensor_tables(module)]
     before = [dict(tensors) for tensors in places]
     try:
         yield

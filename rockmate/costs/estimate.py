@@ -32,6 +32,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from rockmate._torch.ops import is_op, schema_of
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op, call_key
@@ -251,7 +252,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The value of an ATen call's argument, by its name in the schema."""
-    arguments = node.target._schema.arguments  # pyright: ignore
+    arguments = schema_of(node.target).arguments  # pyright: ignore
     place, default = next(
         (place, each.default_value) for place, each in enumerate(arguments) if each.name == name
     )
@@ -259,7 +260,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _packet(target: Any) -> Any:
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return target.overloadpacket if is_op(target) else target
 
 
 def _ignores_values(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from rockmate._torch.allocator import workspace_bytes
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.engine import is_profiling
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
@@ -49,7 +50,7 @@ def measure_costs(
         RockmateError: a profiler is running.
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
     """
-    if torch.autograd._profiler_enabled():
+    if is_profiling():
         msg = "a profiler is running, and planning needs PyTorch's own to see what ops allocate. Plan before you start it."
         raise RockmateError(msg)
     calls: dict[Hashable, _Call] = {}

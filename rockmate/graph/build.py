@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage, target_name
@@ -78,7 +80,7 @@ class _Builder:
 
     def _add_input(self, node: fx.Node) -> None:
         is_tangent = self.roles[node].kind is RoleKind.TANGENT
-        known = self.by_identity.get(node.meta["val"].untyped_storage()._cdata)
+        known = self.by_identity.get(storage_id(node.meta["val"]))
         if known is not None:  # a tied parameter comes in under each of its names
             self.storage_of[node] = known
             return
@@ -98,13 +100,13 @@ class _Builder:
             len(self.storages), num_bytes, root, is_static=is_static, is_tangent=is_tangent
         )
         self.storages.append(storage)
-        self.by_identity[memory._cdata] = storage
+        self.by_identity[storage_id(memory)] = storage
         self.storage_of[root] = storage
         return storage
 
     def _add_call(self, node: fx.Node) -> None:
         target, value = node.target, node.meta.get("val")
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if is_op(target) and schema_of(target).is_mutable:
             msg = f"{target} changes its arguments in place inside the captured graph ({node.name}), which is not supported"
             raise UnsupportedModelError(msg)
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
@@ -116,7 +118,7 @@ class _Builder:
         if _is_getitem(node):
             self._add_getitem(node)
         elif isinstance(value, torch.Tensor):
-            known = self.by_identity.get(value.untyped_storage()._cdata)
+            known = self.by_identity.get(storage_id(value))
             if known is None:
                 self._add_op(node, [(value, node)])
             else:
@@ -134,11 +136,7 @@ class _Builder:
         tensors = {
             index: value for index, value in enumerate(values) if isinstance(value, torch.Tensor)
         }
-        known = [
-            index
-            for index, value in tensors.items()
-            if value.untyped_storage()._cdata in self.by_identity
-        ]
+        known = [index for index, value in tensors.items() if storage_id(value) in self.by_identity]
         if len(known) == len(tensors):  # split, unbind: views only
             self.view_base[node] = node.all_input_nodes[0]
             return
@@ -157,7 +155,9 @@ class _Builder:
         writes = {}
         for value, root in made:
             memory = value.untyped_storage()
-            known = self.by_identity.get(memory._cdata)  # two outputs of one op may share memory
+            known = self.by_identity.get(
+                storage_id(memory)
+            )  # two outputs of one op may share memory
             if known is None:
                 known = self._new_storage(value, root)
             self.storage_of[root] = known
@@ -179,7 +179,7 @@ class _Builder:
     def _add_getitem(self, node: fx.Node) -> None:
         parent = node.args[0]
         assert isinstance(parent, fx.Node)
-        storage = self.by_identity[node.meta["val"].untyped_storage()._cdata]
+        storage = self.by_identity[storage_id(node.meta["val"])]
         self.storage_of[node] = storage
         if parent in self.view_base:  # an item of a view: split
             self.view_base[node] = parent

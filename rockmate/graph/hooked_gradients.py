@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.fake import mode_of
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.graph.ir import Graph, Op
 
@@ -68,7 +69,7 @@ def _added(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
     with graph.inserting_before(graph.output_node()):
         total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     fake = left.meta["val"]
-    with fake.fake_mode:
+    with mode_of(fake):
         total.meta.update(val=torch.add(fake, right.meta["val"]))
     return total
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.ops.rng import CPU_STATE_BYTES
 
@@ -295,6 +296,6 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
 def target_name(node: fx.Node) -> str:
     return (
         str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
+        if is_op(node.target)
         else getattr(node.target, "__name__", str(node.target))
     )

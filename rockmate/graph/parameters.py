@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from rockmate._torch.members import tensor_tables
+
 
 class Binding:
     """Finds the present parameters and buffers of a module by the names that the capture gave them.
@@ -22,7 +24,8 @@ class Binding:
     def _place(model: nn.Module, name: str) -> tuple[Mapping[str, torch.Tensor | None], str]:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+        parameters, buffers = tensor_tables(owner)
+        return (parameters if leaf in parameters else buffers), leaf
 
     def __getitem__(self, name: str) -> torch.Tensor:
         holder, leaf = self.places[name]

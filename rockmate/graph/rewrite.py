@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.fake import mode_of
+from rockmate._torch.storage import storage_id
 from rockmate.graph.value_numbering import clean
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
@@ -160,7 +162,7 @@ def _copy_out(node: fx.Node, behind: fx.Node | None = None) -> None:
     with node.graph.inserting_after(behind or node):
         copy = node.graph.call_function(_aten.clone.default, (node,))
     copy.meta = dict(node.meta)
-    with node.meta["val"].fake_mode:
+    with mode_of(node.meta["val"]):
         copy.meta["val"] = torch.empty_like(node.meta["val"])
     for user in users:
         user.replace_input_with(node, copy)
@@ -178,16 +180,14 @@ def _move_views(node: fx.Node, left: set[int]) -> None:
                     (user.args, user.kwargs), lambda argument: argument.meta["val"]
                 )
                 assert callable(user.target)
-                with node.meta["val"].fake_mode:
+                with mode_of(node.meta["val"]):
                     user.meta["val"] = user.target(*args, **kwargs)
                 moved.append(user)
 
 
 def _memories(value: Any) -> set[int]:
     values = value if isinstance(value, tuple | list) else (value,)
-    return {
-        tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)
-    }
+    return {storage_id(tensor) for tensor in values if isinstance(tensor, torch.Tensor)}
 
 
 def _copy_slices_read_late(graph: fx.Graph) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.signature import CallSignature
 from rockmate.graph.blocks import BlockChain
@@ -391,7 +392,7 @@ def _call_text(node: fx.Node) -> str:
 
 
 def _target_text(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if is_op(target):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', str(target))}"
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.storage import storage_id
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -236,10 +238,10 @@ def _is_number(value: Any, wanted: int) -> bool:
 
 def _is_pure(target: Any) -> bool:
     """Whether equal calls of it give equal results and do nothing else."""
-    if isinstance(target, torch._ops.OpOverload):
+    if is_op(target):
         return (
             target.namespace in _NAMESPACES
-            and not target._schema.is_mutable
+            and not schema_of(target).is_mutable
             and not is_random(target)
         )
     return target is operator.getitem or target in _OWN
@@ -285,4 +287,4 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def _memories(node: fx.Node) -> list[int]:
     """The identity of each storage that its tensors lie in."""
-    return [tensor.untyped_storage()._cdata for tensor in _tensors(node)]
+    return [storage_id(tensor) for tensor in _tensors(node)]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+
+from rockmate._torch.fake import is_fake
 
 _aten = torch.ops.aten
 CHUNK_BYTES = (

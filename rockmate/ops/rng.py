@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.ops import is_op
 from rockmate.ops.kernels import dropout_mask
 
 CPU_STATE_BYTES = 5056
@@ -22,10 +23,7 @@ def is_random(target: Any) -> bool:
         target, "draws", False
     ):  # an untraced submodule says so itself
         return True
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return is_op(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _generator(device: torch.device) -> torch.Generator:

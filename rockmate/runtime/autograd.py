@@ -26,6 +26,17 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.engine import (
+    below_autograd,
+    fast_apply,
+    has_functorch_transforms,
+    keeps_graph,
+    record_function,
+    unwrap_if_dead,
+    will_execute,
+)
+from rockmate._torch.members import all_hooks_of
+from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
@@ -33,11 +44,6 @@ from rockmate.ops.unused_gradient import is_undefined
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.emit import Argument, ArgumentKind, Program
 from rockmate.runtime.gradient_sink import GradientSink
-
-# A label in profiles; torch.profiler.record_function takes 30 times as long.
-_profiled: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
-_unwrap_if_dead: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
-_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
 class Runner:
@@ -55,11 +61,7 @@ class Runner:
         self.parameter_names = [
             role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
         ]
-        self.dispatch = (
-            torch._C._AutoDispatchBelowAutograd
-            if program.runs_below_autograd
-            else contextlib.nullcontext
-        )
+        self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
         self.delivered_names = program.delivered
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
         outputs = {
@@ -113,7 +115,7 @@ class Runner:
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
         given = inputs
         inputs = [
-            self.input_layouts[index].of(_unwrap_if_dead(tensor))
+            self.input_layouts[index].of(unwrap_if_dead(tensor))
             for index, tensor in enumerate(given)
         ]
         self._refuse_shared(given)
@@ -124,7 +126,7 @@ class Runner:
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
-        is_plain = not self.parameter_names and not torch._C._are_functorch_transforms_active()
+        is_plain = not self.parameter_names and not has_functorch_transforms()
         apply = _apply if is_plain else PlannedStep.apply  # which refuses such transforms
         outputs = apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
         for (
@@ -138,7 +140,7 @@ class Runner:
         """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
         if not self.changed_inputs:
             return
-        memory = [tensor.untyped_storage()._cdata for tensor in inputs]
+        memory = [storage_id(tensor) for tensor in inputs]
         shared = [index for index in self.changed_inputs if memory.count(memory[index]) > 1]
         if shared:
             msg = f"input {shared[0]} is changed in place by the model and shares memory with another input. Pass a copy of one of them."
@@ -191,7 +193,7 @@ class PlannedStep(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with _profiled("rockmate::forward"), autocast_off(), runner.dispatch():
+        with record_function("rockmate::forward"), autocast_off(), runner.dispatch():
             values = program.forward(runner.read_in_forward.present(inputs))
         for place in runner.updates:
             role = program.results[place]
@@ -228,7 +230,7 @@ class PlannedStep(torch.autograd.Function):
         kept = list(ctx.kept)
         for place, alias in zip(program.held, saved[len(runner.read_in_backward) :], strict=True):
             kept[place] = alias
-        if torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore
+        if keeps_graph():
             kept = [
                 tensor.clone() for tensor in kept
             ]  # the planned backward works in place on what it is given
@@ -238,7 +240,7 @@ class PlannedStep(torch.autograd.Function):
         sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
         arguments = [sources[place] for place in runner.backward_order]
         del saved, kept, sources  # the list of arguments is the only holder of what was kept
-        with _profiled("rockmate::backward"), autocast_off(), runner.dispatch():
+        with record_function("rockmate::backward"), autocast_off(), runner.dispatch():
             values = program.backward(arguments)
             sink.close()
         inputs = [None] * ctx.num_inputs
@@ -253,8 +255,7 @@ class PlannedStep(torch.autograd.Function):
         return None, None, None, None, None, *inputs, *parameters
 
 
-# `PlannedStep.apply` without its Python, which looks at every argument for what functorch has left, at the cost of several ops.
-_apply: Any = super(torch.autograd.Function, PlannedStep).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply = fast_apply(PlannedStep)
 
 
 class _Statics:
@@ -313,10 +314,7 @@ class _Anchor:
 
     def runs_to_leaves(self) -> bool:
         """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
-        try:
-            return torch._C._will_engine_execute_node(self.node)
-        except RuntimeError:  # raised inside autograd.grad
-            return False
+        return will_execute(self.node)
 
 
 def _is_awaited(parameters: Iterable[torch.Tensor]) -> bool:
@@ -326,7 +324,7 @@ def _is_awaited(parameters: Iterable[torch.Tensor]) -> bool:
     Python. Otherwise the running engine visits the parameters in passing when the step is done, at a tenth of the cost of a visit from
     within the backward.
     """
-    return is_distributed() or any(chain.from_iterable(map(_HOOKS, parameters)))
+    return is_distributed() or any(chain.from_iterable(map(all_hooks_of, parameters)))
 
 
 def _order(program: Program, num_outputs: int) -> list[int]:

@@ -12,12 +12,12 @@ FullyShardedDataParallel is refused: it gathers a layer's parameters in hooks ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from rockmate._torch.distributed import active_data_parallel, holds_sharded_parameters
+from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.runtime.gradient_sink import GradientSink, nothing
 
@@ -32,33 +32,13 @@ REPLICATED = (
     "DistributedDataParallel, which Trainer does by itself."
 )
 
-_POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` if FSDP holds parameters of `model`, or DataParallel wraps it."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(REPLICATED)
-    if any(
-        hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, _tensors(module)))
-        for module in model.modules()
-    ):
+    if any(map(holds_sharded_parameters, model.modules())):
         raise UnsupportedModelError(SHARDED)
-
-
-def _tensors(module: nn.Module) -> list[Any]:
-    # FSDP's first generation puts views of its flat parameter in the places of parameters, as plain attributes.
-    return [
-        *module._parameters.values(),
-        *(value for value in vars(module).values() if isinstance(value, torch.Tensor)),
-    ]
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return any(
-        hasattr(of, "_fsdp_flattened") or hasattr(of, "device_mesh")
-        for of in (tensor, getattr(tensor, "_base", None))
-    )
 
 
 def is_distributed() -> bool:
@@ -68,7 +48,7 @@ def is_distributed() -> bool:
 
 def finds_unused_parameters() -> bool:
     """Whether a DistributedDataParallel is calling its module that will look for unused parameters."""
-    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    active = active_data_parallel()
     return active is not None and active.find_unused_parameters and not active.static_graph
 
 
@@ -79,13 +59,12 @@ class LastHooksSink(GradientSink):
 
     def rests_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """What the engine has to accumulate for each: a gradient that a tensor hook must see whole, or nothing at all."""
-        if not self._waiting and not any(map(_POST_ACCUMULATE_HOOKS, parameters)):
+        if not self._waiting and not any(map(accumulation_hooks_of, parameters)):
             return [None] * len(parameters)
         return list(map(self._rest_of, parameters))
 
     def _rest_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if (
-            parameter._post_accumulate_grad_hooks and id(parameter) not in self._waiting
-        ):  # they fire with a gradient only
+        # Accumulation hooks fire with a gradient only.
+        if has_accumulation_hooks(parameter) and id(parameter) not in self._waiting:
             return nothing(parameter.shape, parameter.dtype, parameter.device)
         return self._waiting.pop(id(parameter), None)

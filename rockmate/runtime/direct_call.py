@@ -1,34 +1,37 @@
-"""An ATen op called by PyTorch's own Python function for it, where that makes the very same call.
+"""Replaces ATen ops in emitted code by PyTorch's generated Python functions for them.
 
-An emitted graph names its ops as `torch.ops.aten.mm.default`, which looks up the schema and boxes its arguments with each call. The
-function that PyTorch generates for Python (`torch.mm`) enters the dispatcher with the same op in half the time, which is what a step of
-small ops is made of. Whether it is the same op with the same arguments is not believed but seen: both are called with the dispatcher
-listening, and nothing is run.
+An emitted graph names its ops as `torch.ops.aten.mm.default`. Such a call looks up the schema and
+boxes its arguments. The generated function, here `torch.mm`, enters the dispatcher with the same op
+in half the time; decision 17 has the measurements.
+
+A function replaces an op only if the dispatcher receives the same op with the same arguments from
+both. Both calls are intercepted at the dispatcher when the code is written, and nothing is run. So
+no table of names has to follow PyTorch's versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_FUNCTIONS_OF_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-_HALF_NUMBER = torch.zeros((), dtype=torch.float16)
+from rockmate._torch.dispatch import dispatched_call, generated_functions
+from rockmate._torch.ops import OpOverload, is_op
+
+_FLOAT16 = torch.zeros((), dtype=torch.float16)
 
 
 def call_directly(graph: fx.Graph) -> None:
-    """Gives the ops of a graph their direct functions, in place; `meta["val"]` of the nodes they read are fake tensors of their kind."""
+    """Replaces the ops of a graph by their generated functions, in place.
+
+    `meta["val"]` of each operand is a fake tensor. An op with an operand without it is left alone.
+    """
     for node in graph.nodes:
-        is_known = all("val" in read.meta for read in node.all_input_nodes)
-        if (
-            node.op == "call_function"
-            and isinstance(node.target, torch._ops.OpOverload)
-            and is_known
-        ):
+        is_known = all("val" in operand.meta for operand in node.all_input_nodes)
+        if node.op == "call_function" and is_op(node.target) and is_known:
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda argument: argument.meta["val"]
             )
@@ -36,27 +39,27 @@ def call_directly(graph: fx.Graph) -> None:
 
 
 def direct_function(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """PyTorch's Python function that calls `op` with these arguments when it is given them; None if there is none.
+    """The generated function that calls `op` with these very arguments; None if there is none.
 
     Args:
-        op: an op of ATen; others have no such function.
+        op: an op of ATen; other namespaces have no such functions.
         args: its positional arguments; tensors may be fake.
         kwargs: its keyword arguments.
     """
     if op.namespace != "aten":
         return None
     kinds = (tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
-    known = _known(op)
-    if kinds not in known:
-        known[kinds] = next(_same_calls(op, args, kwargs), None)
-    return known[kinds]
+    cache = _function_of_kinds(op)
+    if kinds not in cache:
+        cache[kinds] = _find_function(op, args, kwargs)
+    return cache[kinds]
 
 
 @lru_cache(maxsize=1024)
-def _known(op: torch._ops.OpOverload) -> dict[Any, Callable[..., Any] | None]:
-    """What has been found for an op, by the kinds of arguments on which the choice among overloads depends."""
+def _function_of_kinds(op: OpOverload) -> dict[Any, Callable[..., Any] | None]:
+    """Kinds of arguments -> function found. PyTorch chooses an overload by these kinds alone."""
     return {}
 
 
@@ -68,72 +71,48 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
-def _same_calls(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[Callable[..., Any]]:
-    name = op._schema.name.removeprefix("aten::")
-    wanted = _heard(op, args, kwargs)
-    for holder in (torch, _FUNCTIONS_OF_NN, torch.Tensor):
-        function: Any = getattr(holder, name, None)
-        is_generated = type(function) in (
-            type(torch.mm),
-            type(torch.Tensor.mm),
-        )  # else it is Python, and does more
-        if is_generated and wanted is not None and _is_same(wanted, _heard(function, args, kwargs)):
-            yield function
-
-
-class _Heard(Exception):
-    """The first op that reached the dispatcher, carried out before anything is run."""
-
-
-class _Listening(TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        raise _Heard(func, tuple(args), dict(kwargs or {}))
-
-
-def _heard(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
-    """The op that a call reaches first, with its arguments; None if the function does not take them."""
-    try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Listening():
-            function(*args, **kwargs)
-    except _Heard as heard:
-        return heard.args
-    except (TypeError, RuntimeError, ValueError, IndexError):
+def _find_function(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    expected = dispatched_call(op, args, kwargs)
+    if expected is None:
         return None
+    for function in generated_functions(op):
+        call = dispatched_call(function, args, kwargs)
+        if (
+            call is not None
+            and call.op is expected.op
+            and _are_equal(call.args, expected.args)
+            and _are_equal(call.kwargs, expected.kwargs)
+        ):
+            return function
     return None
 
 
-def _is_same(mine: Any, theirs: Any) -> bool:
-    """Whether two calls, or two arguments of them, are the same: tensors are one object, or numbers that stand for one."""
-    if mine is theirs:
+def _are_equal(left: Any, right: Any) -> bool:
+    """Whether two arguments are equal, tensors by identity or by the number they stand for."""
+    if left is right:
         return True
-    if type(mine) is not type(theirs):
+    if type(left) is not type(right):
         return False
-    if isinstance(mine, torch.Tensor):
-        return _number(mine) is not None and _number(mine) == _number(theirs)
-    if isinstance(mine, list | tuple):
-        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(
-            _is_same(value, theirs[name]) for name, value in mine.items()
+    if isinstance(left, torch.Tensor):
+        return _wrapped_number(left) is not None and _wrapped_number(left) == _wrapped_number(right)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(
+            _are_equal(value, right[name]) for name, value in left.items()
         )
-    return bool(mine == theirs)
+    return bool(left == right)
 
 
-def _number(tensor: torch.Tensor) -> tuple[torch.dtype, Any] | None:
-    """Type and value of a Python number that was made a tensor for the call, which promotes no other; None for another tensor."""
+def _wrapped_number(tensor: torch.Tensor) -> tuple[torch.dtype, Any] | None:
+    """Dtype and value of a tensor that PyTorch made of a Python number; None for other tensors.
+
+    Such a tensor does not take part in type promotion, by which it is recognized.
+    """
     if type(tensor) is not torch.Tensor or tensor.ndim or tensor.device.type != "cpu":
         return None
-    is_wrapped = torch.result_type(_HALF_NUMBER, tensor) != torch.promote_types(
-        _HALF_NUMBER.dtype, tensor.dtype
-    )
+    promoted = torch.promote_types(_FLOAT16.dtype, tensor.dtype)
+    is_wrapped = torch.result_type(_FLOAT16, tensor) != promoted
     return (tensor.dtype, tensor.item()) if is_wrapped else None

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
+from rockmate._torch.graphs import boxed_module
+from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
@@ -171,9 +172,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
 def _is_own(target: Any) -> bool:
     """Whether it is an op of PyTorch or a function of this package."""
     return (
-        target.namespace in _NAMESPACES
-        if isinstance(target, torch._ops.OpOverload)
-        else isinstance(target, types.FunctionType)
+        target.namespace in _NAMESPACES if is_op(target) else isinstance(target, types.FunctionType)
     )
 
 
@@ -209,9 +208,7 @@ def _kept_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
 
 def _compile(graph: fx.Graph) -> fx.GraphModule:
     call_directly(graph)
-    graph.set_codegen(_BoxedCodeGen())
-    graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return boxed_module(graph)
 
 
 def _delivery_order(graph: Graph, schedule: Schedule) -> list[str]:

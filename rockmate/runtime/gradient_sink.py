@@ -19,6 +19,8 @@ from functools import lru_cache
 
 import torch
 
+from rockmate._torch.engine import accumulate, dispatch_keys
+from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate.graph.ir import SlicedMatmul
 from rockmate.ops.unused_gradient import is_undefined
 
@@ -76,11 +78,8 @@ class GradientSink:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Takes the parameters that the forward ran with, by name; hooks fire in the dispatcher's state at this moment."""
-        self._parameters = parameters
-        self._dispatch_keys = (
-            torch._C._dispatch_tls_local_include_set(),
-            torch._C._dispatch_tls_local_exclude_set(),
-        )
+        self._leaves = parameters
+        self._dispatch_keys = dispatch_keys()
         self._waiting: dict[int, torch.Tensor] = {}
         self._unused: set[int] = set()  # parameters of which a use has come to nothing
         self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
@@ -94,7 +93,7 @@ class GradientSink:
 
         One that is marked as unused leaves all as it is, as autograd does.
         """
-        parameter = self._parameters[name]
+        parameter = self._leaves[name]
         if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
             return
         if is_undefined(gradient):
@@ -123,7 +122,7 @@ class GradientSink:
 
     def finish(self, name: str) -> None:
         """Fires the hooks of parameter `name`, whose gradient has been accepted as not final; none if the step has not used it."""
-        parameter = self._parameters[name]
+        parameter = self._leaves[name]
         if not parameter.requires_grad or id(parameter) in self._unused - self._begun:
             return
         if self.fires_hooks and id(parameter) in self._waiting:
@@ -140,7 +139,7 @@ class GradientSink:
         is_enough = (
             len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
         )
-        if is_enough or parameter._post_accumulate_grad_hooks:
+        if is_enough or has_accumulation_hooks(parameter):
             self.close()
 
     def close(self) -> None:
@@ -154,24 +153,8 @@ class GradientSink:
     def _accumulate(
         self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]
     ) -> None:
-        """Lets autograd's engine add gradients to the `.grad` of parameters and fire all that is hooked to that.
-
-        `torch.autograd.backward(parameters, gradients)`, entered where that enters the engine: what it checks in Python before, for any
-        tensors of a user's, holds here and takes three times as long as the rest.
-        """
-        engine = torch.autograd.Variable._execution_engine
-        with torch._C._ForceDispatchKeyGuard(
-            *self._dispatch_keys
-        ):  # the ops around run below autograd, which a hook may need
-            engine.run_backward(
-                parameters,
-                gradients,
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+        """Lets the engine add gradients to `.grad` and fire the hooks of the parameters."""
+        accumulate(parameters, gradients, self._dispatch_keys)
 
     def accept_product(
         self,
@@ -183,7 +166,7 @@ class GradientSink:
         is_final: bool,
     ) -> None:
         """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
-        parameter = self._parameters[name]
+        parameter = self._leaves[name]
         if not parameter.requires_grad:
             return
         if self._must_see_whole(parameter):
@@ -214,7 +197,7 @@ class GradientSink:
 
         Rows are numbered anew without the untouched ones, and ATen's own kernel adds up the tokens of each, in its order.
         """
-        parameter = self._parameters[name]
+        parameter = self._leaves[name]
         if not parameter.requires_grad:
             return
         backward = torch.ops.aten.embedding_dense_backward
@@ -240,7 +223,9 @@ class GradientSink:
 
     def _must_see_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
-        return bool(parameter._backward_hooks or (self._waiting and id(parameter) in self._waiting))
+        return bool(
+            has_tensor_hooks(parameter) or (self._waiting and id(parameter) in self._waiting)
+        )
 
 
 def _add_by_slices(

@@ -12,9 +12,9 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import distributed
 
+from rockmate._torch.distributed import default_store
 from rockmate.bound.protocol import StoredBound
 from rockmate.plan.plan import Plan
 
@@ -31,7 +31,7 @@ def broadcast_plan(plan: Plan, *, asked_for: Any) -> Plan:
         or distributed.get_world_size() == 1
     ):
         return plan
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = default_store()
     asked = f"{plan.snapshot.fingerprint} {plan.snapshot.call_fingerprint} {asked_for} {sorted(plan.options.items())}"
     key = f"rockmate/{hashlib.sha256(asked.encode()).hexdigest()}"
     own = replace(

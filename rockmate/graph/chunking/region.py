@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.rules import (
     Form,
@@ -450,7 +451,7 @@ def _num_own(node: fx.Node) -> int:
 
 def _memories(node: fx.Node) -> set[int]:
     value = node.meta.get("val")
-    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
+    return {storage_id(value)} if isinstance(value, torch.Tensor) else set()
 
 
 def _held_outputs(capture: Capture) -> set[int]:

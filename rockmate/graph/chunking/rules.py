@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.ops import is_op, schema_of
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -87,7 +88,7 @@ def call_name(node: fx.Node) -> str:
     """The name of what a node calls."""
     return (
         str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
+        if is_op(node.target)
         else getattr(node.target, "__name__", str(node.target))
     )
 
@@ -257,12 +258,12 @@ def _rule(node: fx.Node) -> _Rule:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of its result is made from the elements at the same place of its operands, broadcast."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not is_op(target):
         return _RULES.get(target) is _elementwise
     pointwise = (
         torch.Tag.pointwise in target.tags
         and not is_random(target)
-        and len(target._schema.returns) == 1
+        and len(schema_of(target).returns) == 1
     )
     return pointwise or _RULES.get(target) is _elementwise
 

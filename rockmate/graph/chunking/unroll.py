@@ -27,6 +27,8 @@ import torch
 from torch import fx
 
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.fake import mode_of
+from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Capture, Role, RoleKind, with_graph
 from rockmate.graph.chunking.linearity import check_linear, depending_on, reading_from
 from rockmate.graph.chunking.region import (
@@ -261,14 +263,14 @@ def _as_captured(node: fx.Node) -> Iterator[None]:
         if isinstance(value, torch.Tensor)
         else next(item for item in value if isinstance(item, torch.Tensor))
     )
-    with fake.fake_mode, torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
+    with mode_of(fake), torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
 
 def _memories(node: fx.Node) -> set[int]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    return {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
+    return {storage_id(item) for item in values if isinstance(item, torch.Tensor)}
 
 
 class _Unroller:

@@ -1,0 +1,103 @@
+"""The joint forward and backward graph of a module, and what a capture sets for its duration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def joint_graph(
+    stack: contextlib.ExitStack, forward: nn.Module, tensors: Sequence[torch.Tensor]
+) -> fx.GraphModule:
+    """Forward and backward of `forward(*tensors)` as one functional ATen graph, with descriptors.
+
+    `torch.export` gives the forward alone; `torch.compile` keeps the joint graph to itself.
+
+    Args:
+        stack: holds what the trace needs for its duration.
+        forward: the module; it returns a tuple of tensors.
+        tensors: its arguments.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    return aot_export_joint_with_descriptors(stack, forward, tuple(tensors)).graph_module
+
+
+@contextlib.contextmanager
+def compile_flags() -> Iterator[None]:
+    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true.
+
+    Model code then reads no tensor values. Only `torch.compile` and `torch.export` set the flags
+    publicly. The backward is traced outside the user's autocast, where eager runs it; not every
+    known version has that setting.
+    """
+    from torch._functorch import config
+
+    compiler = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    has_setting = hasattr(config, "backward_pass_autocast")
+    try:
+        with config.patch({"backward_pass_autocast": "off"} if has_setting else {}):
+            yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def without_decompositions(names: Sequence[str]) -> Iterator[None]:
+    """Traces ATen ops as they are that PyTorch's Python dispatcher would trace as a formula.
+
+    The formulas of composite ops stand in tables of the overloads, which have no public access.
+
+    Args:
+        names: of the ops; those that the installed version does not have are passed over.
+    """
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    packets = [packet for name in names if (packet := getattr(torch.ops.aten, name, None))]
+    overloads: list[Any] = [
+        getattr(packet, overload) for packet in packets for overload in packet.overloads()
+    ]
+    formulas = [
+        (op, key, op.py_kernels[key]) for op in overloads for key in keys if key in op.py_kernels
+    ]
+    try:
+        for op, key, _ in formulas:
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, formula in formulas:
+            op.py_kernels[key] = formula
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def value_checks_as_ops() -> Iterator[None]:
+    """Captures `torch._check_tensor_all` as an assertion op instead of reading the tensor.
+
+    Model code calls the check; there is no setting that defers it.
+    """
+
+    def assert_all(condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
+        torch._assert_async(condition.all())
+
+    check = torch._check_tensor_all
+    torch._check_tensor_all = assert_all
+    try:
+        yield
+    finally:
+        torch._check_tensor_all = check
+
+
+def sequence_number() -> int:
+    """Number of autograd nodes made so far in this thread.
+
+    It stands in `node.meta["seq_nr"]` of a joint graph, where it ties a backward op to its forward
+    op. The public profiler reports it only after a run.
+    """
+    return torch.autograd._get_sequence_nr()

@@ -1,0 +1,79 @@
+"""Which op a call reaches, and the Python functions that PyTorch generates for ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rockmate._torch.ops import OpOverload
+
+# Types of the functions that PyTorch generates. Other functions of the same name are Python code,
+# which may do more than call the op.
+_GENERATED_TYPES = (type(torch.mm), type(torch.Tensor.mm))
+_NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchedCall:
+    """An op as the dispatcher receives it, with its arguments."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def generated_functions(op: OpOverload) -> Iterator[Callable[..., Any]]:
+    """The functions of Python that PyTorch generates under an op's name; none for most ops.
+
+    They stand in `torch`, in `torch.Tensor` and in the private module that `torch.nn.functional`
+    calls. No public table says which function calls which op.
+    """
+    name = op._schema.name.removeprefix("aten::")
+    for holder in (torch, _NN_FUNCTIONS, torch.Tensor):
+        function: Any = getattr(holder, name, None)
+        if type(function) in _GENERATED_TYPES:
+            yield function
+
+
+def dispatched_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DispatchedCall | None:
+    """The op that a call reaches first. Nothing is run.
+
+    `TorchDispatchMode` is documented for subclassing and lives in a private module; autograd's own
+    layer above it has no public switch that leaves version counters alone.
+
+    Returns:
+        None if the function does not take the arguments.
+    """
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Recorder():
+            function(*args, **kwargs)
+    except _Intercepted as intercepted:
+        return intercepted.call
+    except (TypeError, RuntimeError, ValueError, IndexError):
+        return None
+    return None
+
+
+class _Intercepted(Exception):
+    """Carries the first dispatched call out of the function, before anything is run."""
+
+    def __init__(self, call: DispatchedCall) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+class _Recorder(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise _Intercepted(DispatchedCall(func, tuple(args), dict(kwargs or {})))

@@ -1,0 +1,97 @@
+"""Questions to the running backward, and gradients accumulated from within it.
+
+These are the most fragile interfaces of this package: they belong to the engine, are undocumented,
+and PyTorch uses them for its own needs alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# A label in profiles. The public `torch.profiler.record_function` takes 30 times as long when no
+# profiler is on.
+record_function: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
+# A context that runs ops below autograd's layer of the dispatcher. `no_grad` records as little and
+# passes through that layer, at 1 to 2 us an op. Version counters keep counting, which
+# `torch.inference_mode` stops.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+# Takes a tensor out of the wrapper of a `torch.func` transform that has ended. `Function.apply`
+# does so with each argument; `fast_apply` does not.
+unwrap_if_dead: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was called with `retain_graph=True`.
+
+    The backward of an autograd function is not told.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward runs a node; False inside `torch.autograd.grad`.
+
+    It tells `loss.backward()`, which runs the node of every leaf, from `torch.autograd.grad` and
+    from `backward(inputs=...)`. The backward of an autograd function is not told.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # raised inside `autograd.grad`
+        return False
+
+
+def has_functorch_transforms() -> bool:
+    """Whether a `torch.func` transform is active. Only `Function.apply` asks this publicly."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """The dispatcher's included and excluded keys in this thread, for `accumulate`."""
+    return (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+
+
+def accumulate(
+    parameters: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tensor], keys: tuple[Any, Any]
+) -> None:
+    """Lets the engine add gradients to `.grad` and fire all hooks of the parameters.
+
+    This is `torch.autograd.backward(parameters, gradients)` without its checks in Python. They hold
+    here and take three times as long as the rest. Restoring the dispatcher's state has no public
+    way.
+
+    Args:
+        parameters: leaves.
+        gradients: one each.
+        keys: from `dispatch_keys`, taken where ops pass through autograd. Hooks may need it.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    with torch._C._ForceDispatchKeyGuard(*keys):
+        engine.run_backward(
+            parameters,
+            tuple(gradients),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its Python, which searches every argument for functorch's wrappers.
+
+    To be called only where no `torch.func` transform is active.
+    """
+    return operator.attrgetter("apply")(super(torch.autograd.Function, function))
+
+
+def is_profiling() -> bool:
+    """Whether an autograd profiler is on. The public profilers do not say so."""
+    return torch.autograd._profiler_enabled()

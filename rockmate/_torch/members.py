@@ -1,0 +1,68 @@
+"""The dictionaries of a module, and the hooks of modules and tensors.
+
+The public ways (`named_parameters`, `register_*_hook`) list or add. They tell neither which object
+stands under a name in one module, nor whether any hook is registered, nor can they put a tensor
+back under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+# Fast readers for `ModelWatch`, which runs with each training call. The argument is `vars(module)`.
+member_tables_of = itemgetter("_modules", "_parameters", "_buffers")
+module_hooks_of = itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+# Readers of a tensor's hooks.
+tensor_hooks_of = attrgetter("_backward_hooks")
+accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+all_hooks_of = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameters and buffers by name, as dictionaries that can be written."""
+    return module._parameters, module._buffers  # pyright: ignore[reportReturnType]
+
+
+def submodule_table(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The module's children by name, absent ones included."""
+    return module._modules
+
+
+def share_members(wrapper: nn.Module, module: nn.Module) -> None:
+    """Gives `wrapper` the dictionaries of `module`: a registration in one appears in the other."""
+    for name in MEMBER_TABLES:
+        wrapper.__dict__[name] = getattr(module, name)
+
+
+def forward_hooks(module: nn.Module) -> Mapping[int, Any]:
+    """The module's forward hooks by key."""
+    return module._forward_hooks
+
+
+def other_hook_keys(module: nn.Module) -> tuple[int, ...]:
+    """Keys of the hooks ahead of the module's forward and around its backward."""
+    return (*module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook sees, or changes, the tensor's gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a hook runs after the parameter's gradient has been accumulated."""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` has wrapped the model. `OptimizedModule` is private, too."""
+    return hasattr(model, "_orig_mod")

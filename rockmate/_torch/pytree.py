@@ -1,0 +1,9 @@
+"""Nested containers as PyTorch's own tracing takes them apart.
+
+Libraries register their containers here (Hugging Face its model outputs), so no other pytree
+library sees the same leaves. The public `torch.utils.pytree` is missing in some known versions.
+"""
+
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]

@@ -1,0 +1,27 @@
+"""Memory identity: which tensors share a storage, and whether a tensor was written in place."""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["StorageWeakRef", "base_of", "storage_id", "version_of"]
+
+
+def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """A number that is equal for tensors of one storage, as long as that storage lives.
+
+    `data_ptr()` is the public way. It is 0 for every fake tensor and for every empty storage.
+    """
+    storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
+    return storage._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of in-place writes to a tensor's memory. No public name gives it."""
+    return tensor._version
+
+
+def base_of(tensor: object) -> torch.Tensor | None:
+    """The tensor that a differentiable view was taken from; None for any other object."""
+    return getattr(tensor, "_base", None)

@@ -196,7 +196,7 @@ def _head(results: Sequence[ModelResult]) -> list[str]:
         f"Machine: {hardware}, load average {min(loads):.1f} to {max(loads):.1f} at the models' starts. "
         f"{versions_text(first)}. Commit {commits}.",
         "",
-        f"Command: {commands}. Models and their natural modules: `bench/branched_models.py`, `bench/unet.py`; "
+        f"Command: {commands}. Models and their natural modules: `bench/models`, `bench/unet.py`; "
         f"the chains ({', '.join(CHAINS)}): `bench/models.py`.",
         "",
         "Peaks are the excess over what was allocated when the forward was called, `.grad` in place and the outputs held: by the "

@@ -9,9 +9,9 @@ from torch import nn
 
 import checkmate
 from bench import branched, models
-from bench.branched_models import modules_at
 from bench.comparison_plans import recorded_programs
 from bench.comparison_table import ModelResult
+from bench.models.branched import modules_at
 
 MACHINE = {
     "processor": "P", "machine": "M", "num_cores": 2, "num_threads": 1, "load_average": 0.5, "python": "3", "torch": "2",

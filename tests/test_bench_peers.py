@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import measure, models, peers
+from bench.peers import segments
 
 # Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(
@@ -153,7 +154,7 @@ def test_peers_leave_no_trace(model: str) -> None:
 
 
 def test_no_segment_spans_the_code_of_the_model() -> None:
-    runs = peers._runs(models.build("t5-small", tiny=True))
+    runs = segments._runs(models.build("t5-small", tiny=True))
     assert [len(run.layers) for run in runs] == [2, 2]  # encoder, decoder
     for peer in (peers.checkpoint_segments, peers.checkpoint_in_sequence):
         with (

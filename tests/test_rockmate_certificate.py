@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import rockmate.bound.lower_bound
 import rockmate.planning.session
-from bench.branched_models import _HRNet  # pyright: ignore[reportPrivateUsage]
+from bench.models.branched_images import HRNet
 from checkmate import Curve
 from rockmate import Planner
 from rockmate.bound.knapsack import knapsack_of
@@ -362,7 +362,7 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, i
     """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
     monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
-    graph = capture_step(_HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
+    graph = capture_step(HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
     times_ms = [
         1e-6 * (op.written_bytes + sum(storage.num_bytes for storage in op.reads))
         for op in graph.ops

@@ -1,0 +1,179 @@
+"""Fingerprints of plans: what every model's plans cost, and a digest of each schedule.
+
+    python -m bench.fingerprint --output plans.jsonl                        # minutes on one core
+    python -m bench.fingerprint --compare bench/results/fingerprint.jsonl
+    python -m bench.fingerprint --tiny --model mlp --compare bench/results/fingerprint_tiny.jsonl
+
+The comparison shows whether a change of code changes a plan. Op costs are estimated for one CPU.
+So equal code gives equal plans on every machine with the same versions of PyTorch, transformers and
+the solvers. Nothing is run or timed. The models are those of `bench.plan_quality` and
+`bench.branched`.
+
+Each model gives one line of kind `model`, with its baseline and smallest peak, and one line of kind
+`plan` for each budget. The line of an infeasible budget has the smallest feasible peak instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench import branched, models, plan_quality
+from rockmate import InfeasibleBudgetError, Plan, Planner
+
+Record = dict[str, Any]
+
+MODELS = tuple(
+    dict.fromkeys(
+        (
+            *plan_quality.MODELS,
+            *plan_quality.TWO_LAYER_MODELS,
+            *models.BRANCHED,
+            *branched.CHAINS,
+        )
+    )
+)
+MACHINE = "cpu-avx2"
+SMALLEST = "minimum"
+BUDGETS = (0.9, 0.7, 0.5, 0.35, 0.25, SMALLEST)
+"""Fractions of the baseline's peak, then the smallest feasible peak."""
+TIME_LIMIT_S = 600.0
+"""Of one solve. No solve comes near it: one that stops at its limit gives no reproducible plan."""
+TOLERANCE = 1e-9
+"""Relative, of times: the order of a sum may differ between processors."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes or compares fingerprints; 1 if one differs from the expected one."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    expected = _read(options.compare) if options.compare else []
+    known = {record["model"] for record in expected}
+    names = options.model or [name for name in MODELS if not expected or name in known]
+    found = _measure(names, options)
+    if not options.compare:
+        return 0
+    lines = differences(found, [record for record in expected if record["model"] in names])
+    sys.stdout.write("".join(f"{line}\n" for line in lines) or f"{len(found)} lines are equal\n")
+    return 1 if lines else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fingerprint", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model", action="append", choices=MODELS, help="repeatable; default: all models"
+    )
+    parser.add_argument("--tiny", action="store_true", help="the variants that tests use")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines to FILE")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="print the differences from FILE"
+    )
+    options = parser.parse_args(arguments)
+    if not (options.output or options.compare):
+        parser.error("one of --output FILE and --compare FILE is needed")
+    return options
+
+
+def _measure(names: Iterable[str], options: argparse.Namespace) -> list[Record]:
+    """The records of all models, each written to the output as soon as its model is finished."""
+    found: list[Record] = []
+    with options.output.open("w") if options.output else io.StringIO() as file:
+        for name in tqdm(names, unit="model"):
+            records = list(fingerprint(name, is_tiny=options.tiny))
+            file.writelines(f"{json.dumps(record)}\n" for record in records)
+            file.flush()
+            found += records
+    return found
+
+
+def _read(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fingerprint(name: str, *, is_tiny: bool = False) -> Iterator[Record]:
+    """The records of one model: first its baseline, then each budget.
+
+    Args:
+        name: of the model, in `bench.models.REGISTRY`.
+        is_tiny: take the variant that tests use.
+    """
+    workload = models.build(name, tiny=is_tiny)
+    planner = Planner(workload.model, workload.sample, machine=MACHINE, time_limit_s=TIME_LIMIT_S)
+    yield {
+        "kind": "model",
+        "model": name,
+        "baseline_peak_bytes": planner.baseline_peak_bytes,
+        "baseline_ms": planner.baseline_ms,
+        "minimum_peak_bytes": planner.minimum_peak_bytes,
+    }
+    for budget in BUDGETS:
+        record = {"kind": "plan", "model": name, "budget": budget}
+        budget_bytes = planner.minimum_peak_bytes if isinstance(budget, str) else budget
+        try:
+            yield record | _plan_record(planner.plan(budget_bytes))
+        except InfeasibleBudgetError as error:
+            yield record | {"infeasible_below_bytes": error.minimum_bytes}
+
+
+def _plan_record(plan: Plan) -> Record:
+    schedule, ops = plan.schedule, plan.snapshot.ops
+    return {
+        "peak_bytes": plan.predicted_peak_bytes,
+        "time_ms": plan.predicted_ms,
+        "bound_ms": plan.lower_bound_ms,
+        "num_forward": len(schedule.forward),
+        "schedule": _digest(ops[index].name for index in schedule.steps),
+        "in_place": _digest(map(str, sorted(schedule.in_place))),
+    }
+
+
+def _digest(words: Iterable[str]) -> str:
+    return hashlib.sha1(" ".join(words).encode()).hexdigest()[:12]
+
+
+def differences(found: Sequence[Record], expected: Sequence[Record]) -> list[str]:
+    """One line of text for each field that differs and for each record without a partner."""
+    ours, theirs = ({_key(record): record for record in side} for side in (found, expected))
+    lines = []
+    for key in dict.fromkeys((*theirs, *ours)):
+        if key not in ours or key not in theirs:
+            lines.append(f"{_label(key)}: {'unexpected' if key in ours else 'missing'}")
+            continue
+        own, other = ours[key], theirs[key]
+        for field in dict.fromkeys((*other, *own)):
+            if not _is_equal(own.get(field), other.get(field)):
+                lines.append(
+                    f"{_label(key)}: {field} is {own.get(field)}, expected {other.get(field)}"
+                )
+    return lines
+
+
+def _key(record: Record) -> tuple[str, str]:
+    return record["model"], str(record.get("budget", ""))
+
+
+def _label(key: tuple[str, str]) -> str:
+    model, budget = key
+    return f"{model} at {budget}" if budget else model
+
+
+def _is_equal(own: object, other: object) -> bool:
+    if isinstance(own, float) and isinstance(other, float):
+        return math.isclose(own, other, rel_tol=TOLERANCE)
+    return own == other
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`torch.compile` with the min-cut partitioner at an activation memory budget.
+
+Compiled callables are cached, since the first call of each costs some milliseconds that no step of
+a training loop pays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import lookup_backend
+from torch._functorch import config as functorch_config
+
+from bench.models import Workload
+from bench.peers.checkpoint import replaced_forwards
+
+# One process compiles many settings of one model. Past the limit Dynamo would silently run eager.
+_COMPILATION = {
+    "recompile_limit": 10_000,
+    "accumulated_recompile_limit": 10_000,
+    "fail_on_recompile_limit_hit": True,
+}
+
+
+def min_cut(budget: float, solver: str) -> Callable[..., Any]:
+    """A backend: AOT eager with the min-cut partitioner at an `activation_memory_budget`.
+
+    Args:
+        budget: 1.0 saves what is fastest, 0.0 the inputs of the compiled module.
+        solver: Of the knapsack: "dp", or "ilp", which needs scipy.
+    """
+    aot_eager = lookup_backend("aot_eager")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        with functorch_config.patch(
+            activation_memory_budget=budget, activation_memory_budget_solver=solver
+        ):
+            return aot_eager(graph, inputs)
+
+    return backend
+
+
+@contextmanager
+def compiled(workload: Workload, *, backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The whole model compiled; the first call inside compiles, and later contexts use its code."""
+    with dynamo_config.patch(**_COMPILATION):
+        yield _compiled_model(workload, backend)
+
+
+@contextmanager
+def compiled_by_layer(workload: Workload, *, backend: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Each layer compiled by itself; equal layers share the code."""
+    with (
+        dynamo_config.patch(**_COMPILATION),
+        replaced_forwards(_compiled_forwards(workload, backend)),
+    ):
+        yield workload.model
+
+
+@functools.cache
+def _compiled_model(workload: Workload, backend: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(workload.model, backend=backend)
+
+
+@functools.cache
+def _compiled_forwards(
+    workload: Workload, backend: Callable[..., Any]
+) -> Mapping[nn.Module, Callable[..., Any]]:
+    return {
+        layer: torch.compile(layer.forward, backend=backend)
+        for layer in workload.layers(workload.model)
+    }

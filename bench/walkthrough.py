@@ -164,7 +164,7 @@ def sections() -> Iterator[Section]:
         graph,
         chain,
         costs,
-        certificate=certificate,
+        lower_bound=certificate,
         solver_time=SolverTime(_TIME_LIMIT_S),
     )
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
@@ -326,7 +326,9 @@ def _improvement_text(levels: RotorFamily, budget_bytes: int) -> str:
     limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
         "knapsack": [
-            schedule for limit in limits if (schedule := one_level.saving(limit)) is not None
+            schedule
+            for limit in limits
+            if (schedule := one_level.fastest_saving(limit)) is not None
         ],
         "rotor": [maker() for maker in levels.makers()],
     }

@@ -11,21 +11,72 @@ from rockmate.planning.session import PlanningSession
 class Planner(PlanningSession):
     """Captures and measures a model once, then plans for any number of budgets.
 
+    To make a planner takes seconds: it captures the joint graph of forward and backward, measures
+    each distinct op once and finds the smallest peak. Each budget then takes milliseconds to
+    seconds. `RockmateModule` does all of this in one call for one budget.
+
+    >>> planner = Planner(model, batch)                             # doctest: +SKIP
+    >>> planner.baseline_peak_bytes, planner.minimum_peak_bytes     # doctest: +SKIP
+    >>> plan = planner.plan(0.4)                                    # doctest: +SKIP
+    >>> print(plan.summary(), plan.lower_bound_ms)                  # doctest: +SKIP
+    >>> module = planner.module_of(plan)                            # doctest: +SKIP
+
+    Args:
+        model: a module in training mode, on the device that it will train on. With `machine`, it
+            may be on any device, the meta device included.
+        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments. The plan holds for its shapes, dtypes and constants. Tensor values do not
+            matter.
+        differentiable: "loss" gives only the loss a backward, if the output has a loss. "all" gives
+            one to every output that has one in eager mode.
+        outputs: "loss" returns None for all output tensors but the loss, so their memory is
+            released.
+        gradients: "accumulated" adds each parameter's gradient to `.grad` as soon as it is final.
+            "returned" returns all gradients at the end of the backward, which
+            `torch.autograd.grad` needs. They are then all in memory together.
+        time_limit_s: wall time of all solves of the default strategy together, those for chunks
+            included. One solve takes at most half of the rest. A problem cut short is answered from
+            its convex hull, found in polynomial time. The lower bound of a budget may take
+            as long again, and so may each budget of "checkmate".
+        progress: shows a progress bar while ops are measured.
+        machine: estimates costs for a machine instead of measuring them here: a name as "h100", or
+            the path of a description (see `rockmate.costs.machine`). For a model on another kind of
+            device, there are plans and a frontier, but no module.
+        untraced: paths of submodules to leave out of the capture, for control flow that depends on
+            tensor values. Each runs as it is, with its memory and time measured. The rest is
+            planned around it. Recurrent layers are always left out.
+        allow_chunking: whether the loss block may run in chunks of its rows, which adds the same
+            numbers in another order. None uses chunks for budgets that nothing else meets, True
+            wherever they are faster, False never.
+
+    Raises:
+        InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
+        UnsupportedModelError: the model cannot be captured as one static graph.
+        MachineError: the machine is unknown, or its description cannot be used.
+
     Attributes:
-        timings: seconds spent in "capture", "costs" and "solve"; planning for one more budget is not among them.
+        timings: seconds spent in "capture", "costs" and "solve". Planning for one more budget is
+            not included.
         allow_chunking: as given.
-        baseline_peak_bytes: the activation peak with nothing recomputed.
-        baseline_ms: time of one forward and backward with nothing recomputed.
-        minimum_peak_bytes: the smallest budget for which there is a plan whatever the ops are measured to take: without chunks, unless
-            they are allowed wherever they are faster. Plans in chunks meet smaller ones; `InfeasibleBudgetError.minimum_bytes` tells the
-            smallest of all.
+        baseline_peak_bytes: the activation peak without recomputation.
+        baseline_ms: the time of one forward and backward without recomputation, in milliseconds.
+        minimum_peak_bytes: the smallest budget that has a plan whatever the measured op times:
+            without chunks, unless `allow_chunking` is True. Plans in chunks meet smaller budgets;
+            `InfeasibleBudgetError.minimum_bytes` is the smallest of all.
     """
 
     def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
-        """A module that trains within `budget`; see `plan`. It refuses calls of other shapes, which `RockmateModule` itself plans for."""
+        """A module that trains within a budget; arguments and errors as for `plan`.
+
+        It refuses calls of other shapes. `RockmateModule(...)` makes a module that plans for them.
+        """
         return RockmateModule.of(self._step.model, self.planned_call(budget, strategy=strategy))
 
     def module_of(self, plan: Plan) -> RockmateModule:
-        """A module that runs a plan of this planner, or that another made for the same step; `PlanMismatchError` if it was another."""
+        """A module that runs a plan which any planner made for the same step.
+
+        Raises:
+            PlanMismatchError: the plan was made for another step.
+        """
         self._step.check_present()
         return RockmateModule.of(self._step.model, self.planned_call_of(plan))

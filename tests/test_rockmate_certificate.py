@@ -529,7 +529,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_deci
             assert any(op.is_random or op.state_bytes for op in graph.forward_ops)
             continue
         assert all(storage.producer.phase is Phase.FORWARD for storage in kept if storage.producer)
-        simulation = simulate(graph, one_level.keeping(kept), costs)
+        simulation = simulate(graph, one_level.schedule_saving(kept), costs)
         bound_ms = found.bound_ms(budget_bytes)
         num_reached += simulation.time_ms <= bound_ms * (1 + 1e-9)
         assert simulation.peak_bytes > budget_bytes or simulation.time_ms >= bound_ms * (1 - 1e-9)

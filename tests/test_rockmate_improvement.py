@@ -138,10 +138,10 @@ def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
 def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
     """One change at a time, against the simulator at every run."""
     for graph, costs, schedule, simulation in cases(name, 25):
-        for position in LiveRanges(graph, costs, schedule, simulation).is_recomputed():
+        for position in LiveRanges(graph, costs, schedule, simulation).recomputed_positions():
             ranges = LiveRanges(graph, costs, schedule, simulation)
-            ranges.drop(position, ranges.extra_for_drop(position))
-            assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.bytes_in_use.max()
+            ranges.drop(position, ranges.extensions_for_drop(position))
+            assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.live_bytes.max()
 
 
 @dataclass
@@ -157,13 +157,13 @@ class Given:
     def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         return self.schedules[0]
 
-    def saving(self, max_saved_bytes: int) -> Schedule | None:
+    def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
         return self.schedules[1]
 
-    def several_levels(self) -> list[ScheduleMaker]:
+    def from_rotor(self) -> list[ScheduleMaker]:
         return [partial(replace, schedule) for schedule in self.schedules[2:7]]
 
-    def smallest(self) -> list[ScheduleMaker]:
+    def min_peak(self) -> list[ScheduleMaker]:
         return [partial(replace, schedule) for schedule in self.schedules[7:]]
 
 
@@ -215,7 +215,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         assert backwards[budget_bytes] == plan.schedule
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.planning.local_search._NOT_FAR", inf)
+            patch.setattr("rockmate.planning.oscillation.SKIP_OSCILLATION_BELOW_GAP", inf)
             shares.append(plan.predicted_ms / greedy.plan(budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99
@@ -236,7 +236,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     workload = models.build("unet", tiny=True).with_loss_inside()
     num_simulated = []
     for most_ops in (1_000_000, 10):
-        monkeypatch.setattr("rockmate.planning.refine._LONG_STEP", most_ops)
+        monkeypatch.setattr("rockmate.planning.refine.LONG_STEP_OPS", most_ops)
         planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
         budgets = budgets_between(
             planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4

@@ -77,9 +77,7 @@ def test_what_was_asked_before_changes_nothing_and_is_not_made_again() -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0, TOP_BYTES + 1])
 def test_a_budget_that_no_rung_can_be_above_is_refused(budget_bytes: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"a budget of {budget_bytes:,} bytes is not between 1 and the 1,000"
-    ):
+    with pytest.raises(ValueError, match=f"the budget is {budget_bytes:,} bytes; .* 1,000 bytes"):
         rungs([budget_bytes])
 
 

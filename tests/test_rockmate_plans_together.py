@@ -16,8 +16,8 @@ import rockmate
 from bench import models
 from rockmate import InvalidBudgetError, Plan, Planner
 from rockmate.planning.candidate import Candidate, linspace_int
-from rockmate.planning.chunk_variants import _MANY
-from rockmate.planning.tightening import TriedStarts
+from rockmate.planning.chunk_variants import JOINT_PLANNING_THRESHOLD
+from rockmate.planning.joint_search import TriedStarts
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import simulate
 
@@ -81,16 +81,16 @@ def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(
 ) -> None:
     planner = planner_of("resnet50")
     neighbours = Counter[tuple[Schedule, int]]()
-    improved = TriedStarts.improved
+    refine = TriedStarts.refine
 
     def counted(
-        attempts: TriedStarts, start: Candidate, budget_bytes: int, known_ms: float
+        tried: TriedStarts, start: Candidate, budget_bytes: int, incumbent_ms: float
     ) -> Candidate | None:
-        found = improved(attempts, start, budget_bytes, known_ms)
+        found = refine(tried, start, budget_bytes, incumbent_ms)
         neighbours[start.schedule, budget_bytes] += found is not None
         return found
 
-    monkeypatch.setattr(TriedStarts, "improved", counted)
+    monkeypatch.setattr(TriedStarts, "refine", counted)
     planner.plans(budgets_of(planner))
     assert max(neighbours.values()) == 1
     assert len(neighbours) > NUM_BUDGETS
@@ -124,7 +124,7 @@ def test_more_room_takes_no_longer_than_a_budget_that_is_met_just_below_the_mini
 
 def test_a_few_are_those_of_the_planner_one_by_one() -> None:
     planner = planner_of("unet")
-    budgets = budgets_of(planner)[: _MANY - 1]
+    budgets = budgets_of(planner)[: JOINT_PLANNING_THRESHOLD - 1]
     assert [plan.schedule for plan in planner.plans(budgets).values()] == [
         planner.plan(budget).schedule for budget in budgets
     ]
@@ -133,15 +133,17 @@ def test_a_few_are_those_of_the_planner_one_by_one() -> None:
 def test_where_few_fit_they_are_planned_one_by_one() -> None:
     planner = planner_of("unet")
     fitting = budgets_of(planner)[:2]
-    plans = planner.plans([*range(1, _MANY), *fitting])
+    plans = planner.plans([*range(1, JOINT_PLANNING_THRESHOLD), *fitting])
     assert {budget: plan.schedule for budget, plan in plans.items()} == {
         budget: planner.plan(budget).schedule for budget in fitting
     }
     assert planner.plans([]) == {}
-    assert planner.plans(range(1, 2 * _MANY), progress=True) == {}
+    assert planner.plans(range(1, 2 * JOINT_PLANNING_THRESHOLD), progress=True) == {}
 
 
-@pytest.mark.parametrize("num_budgets", [_MANY - 1, _MANY + 15])
+@pytest.mark.parametrize(
+    "num_budgets", [JOINT_PLANNING_THRESHOLD - 1, JOINT_PLANNING_THRESHOLD + 15]
+)
 def test_budgets_without_a_plan_are_left_out(num_budgets: int) -> None:
     planner = planner_of("llama")
     low, high = planner.minimum_peak_bytes // 2, planner.baseline_peak_bytes
@@ -170,12 +172,16 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     model: nn.Module = Stack(3).train()
     sample = torch.randn(64, 16)
     planner = Planner(model, sample, machine=MACHINE)
-    budgets = linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
+    budgets = linspace_int(
+        planner.minimum_peak_bytes, planner.baseline_peak_bytes, JOINT_PLANNING_THRESHOLD
+    )
     rows = rockmate.sweep(
         model, sample, budgets=budgets, strategies=("none", "rockmate"), machine=MACHINE
     )
     ours = [row for row in rows if row.strategy == "rockmate"]
-    assert [row.strategy for row in rows] == ["none"] * _MANY + ["rockmate"] * _MANY
+    assert [row.strategy for row in rows] == ["none"] * JOINT_PLANNING_THRESHOLD + [
+        "rockmate"
+    ] * JOINT_PLANNING_THRESHOLD
     assert [(row.budget_bytes, row.predicted_ms) for row in ours] == [
         (budget, plan.predicted_ms) for budget, plan in planner.plans(budgets).items()
     ]
@@ -185,15 +191,17 @@ def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
-    budgets = f"0.6:1.0:{_MANY}"
+    budgets = f"0.6:1.0:{JOINT_PLANNING_THRESHOLD}"
     before = rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
     lines = (tmp_path / "sweep.jsonl").read_text()
-    assert len(before) == _MANY == len(lines.splitlines())
+    assert len(before) == JOINT_PLANNING_THRESHOLD == len(lines.splitlines())
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockmate.planning.local_search.ImprovingSearch._below_larger", interrupted)
+    monkeypatch.setattr(
+        "rockmate.planning.joint_search.JointSearch._from_larger_budgets", interrupted
+    )
     with pytest.raises(KeyboardInterrupt):
         rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
     assert (tmp_path / "sweep.jsonl").read_text() == lines
@@ -221,7 +229,9 @@ def test_an_interrupt_while_a_few_are_planned_keeps_the_rows_before(
 
 def test_measured_rows_are_of_the_plans_made_together() -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
-    rows = rockmate.sweep(model, sample, budgets=f"0.6:1.0:{_MANY}", measure=True, num_steps=1)
+    rows = rockmate.sweep(
+        model, sample, budgets=f"0.6:1.0:{JOINT_PLANNING_THRESHOLD}", measure=True, num_steps=1
+    )
     assert all(row.is_measured and not row.broken_promise for row in rows)
     times = [row.predicted_ratio or 0.0 for row in rows]
     assert times == sorted(times, reverse=True)
@@ -231,7 +241,9 @@ def test_a_plan_made_together_trains() -> None:
     model, sample = Stack(3).train(), torch.randn(64, 16)
     planner = Planner(model, sample)
     plan = planner.plans(
-        linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, _MANY)
+        linspace_int(
+            planner.minimum_peak_bytes, planner.baseline_peak_bytes, JOINT_PLANNING_THRESHOLD
+        )
     )[planner.minimum_peak_bytes]
     module = planner.module_of(plan)
     assert module.plan.schedule == plan.schedule

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench.unet import UNet
 from rockmate import Planner, RockmateModule
 from rockmate.graph.ir import Graph, Op, Phase
-from rockmate.planning.moves import (
+from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
     insertion_points,
@@ -143,7 +143,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.planning.refine._LEAST_OWN", inf)
+            patch.setattr("rockmate.planning.refine._MIN_DEFERRED_SHARE", inf)
             shares.append(plan.predicted_ms / without.plan(plan.budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99

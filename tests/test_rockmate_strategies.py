@@ -32,7 +32,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.knapsack_family import KnapsackFamily
-from rockmate.planning.local_search import _SMALLEST_SHRINKAGE
+from rockmate.planning.min_peak import MIN_SHRINK_STEP
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
 from rockmate.schedule.schedule import baseline_schedule
@@ -41,13 +41,13 @@ from rockmate.schedule.simulate import simulate
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
     least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
-    certificate = LowerBound(graph, costs, least_ms, solver_time=SolverTime(30.0))
+    lower_bound = LowerBound(graph, costs, least_ms, solver_time=SolverTime(30.0))
     return make_search(
         strategy,
         graph,
         partition(graph),
         costs,
-        certificate=certificate,
+        lower_bound=lower_bound,
         solver_time=SolverTime(30.0),
     )
 
@@ -97,9 +97,7 @@ def test_below_its_minimum_the_error_says_it_and_there_the_plan_exists(strategy:
     if (
         strategy == "rockmate"
     ):  # sought in steps of at least so much, with ops counted; improved by their times, a plan may end below
-        assert (
-            (1 - _SMALLEST_SHRINKAGE) * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
-        )
+        assert (1 - MIN_SHRINK_STEP) * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
     else:
         assert plan.predicted_peak_bytes == minimum_bytes
     assert f"{plan.predicted_ratio:.2f}x" in str(caught.value)
@@ -146,7 +144,9 @@ def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -
         graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time
     ).makers()
     one = KnapsackFamily(graph, chain, costs, solver_time=solver_time)
-    saving = [one.saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)]
+    saving = [
+        one.fastest_saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)
+    ]
     members = [
         *(maker() for maker in several),
         *(schedule for schedule in saving if schedule is not None),

@@ -1,4 +1,8 @@
-"""The choice among families of schedules for a budget: solvers propose, the simulator judges every schedule on the peak that counts."""
+"""The search of the strategies to compare with: the fastest member of a family, as it is.
+
+Solvers propose schedules, the simulator judges each by its peak. Nothing is repaired or refined.
+`Searcher` is the interface of all searches.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,47 @@ from typing import Protocol
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, nondominated
+from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, frontier_at
 from rockmate.planning.family import Family, ScheduleMaker
 from rockmate.schedule.schedule import baseline_schedule
 
-FRONTIER_POINTS = 17  # of a curve, where every budget has a schedule of its own
+# Number of budgets of a frontier for searches that solve each budget by itself.
+FRONTIER_POINTS = 17
 
 
 class Searcher(Protocol):
-    """What finds a schedule for a budget."""
+    """A search for the fastest schedule within any budget."""
 
     @property
     def num_unproved(self) -> int:
-        """How many solves so far have stopped at their time limit."""
+        """The number of solves that have stopped at their time limit so far."""
         ...
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """The fastest schedule known whose simulated peak is at most `budget_bytes`; None if that is below the minimum."""
+        """The fastest schedule found with a simulated peak of at most `budget_bytes`.
+
+        None if the budget is below the minimum.
+        """
         ...
 
     def frontier(self) -> list[tuple[int, Candidate]]:
-        """Budgets and the best within them: growing budgets, falling times."""
+        """Budgets and the best candidate of each: budgets grow, times fall."""
         ...
 
     def minimum(self) -> Candidate:
-        """The schedule of the smallest peak."""
+        """The candidate with the smallest peak."""
         ...
 
 
-class Search:
-    """The choice among families whose members are taken as they are."""
+class FamilySearch:
+    """The choice among the members of families, none of them changed.
+
+    Args:
+        graph: ops and storages.
+        costs: of its ops.
+        families: schedules, each family in order of growing solver budget.
+        num_unproved: number of solves behind the families that stopped at their time limit.
+    """
 
     def __init__(
         self,
@@ -47,24 +62,16 @@ class Search:
         *,
         num_unproved: int = 0,
     ) -> None:
-        """Judges a grid of every family.
-
-        Args:
-            graph: ops and storages.
-            costs: of its ops.
-            families: schedules in order of growing solver budget.
-            num_unproved: how many solves behind the families stopped early.
-        """
         self.num_unproved = num_unproved
-        judged = partial(evaluate, graph, costs=costs)
-        self._families = [Family(makers, judged) for makers in families]
+        simulated = partial(evaluate, graph, costs=costs)
+        self._families = [Family(makers, simulated) for makers in families]
         self._grid = [
-            judged(baseline_schedule(graph)),
+            simulated(baseline_schedule(graph)),
             *(candidate for family in self._families for candidate in family.grid()),
         ]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """The fastest member whose simulated peak is at most `budget_bytes`; None if that is below the minimum."""
+        """See `Searcher`."""
         if budget_bytes < self.minimum().peak_bytes:
             return None
         near_budget = [
@@ -73,11 +80,10 @@ class Search:
         return feasible([*self._grid, *near_budget], budget_bytes)[0]
 
     def frontier(self) -> list[tuple[int, Candidate]]:
-        """Budgets and the best within them: growing budgets, falling times."""
-        return nondominated(
-            sorted({candidate.peak_bytes for candidate in self._grid}), self.best_within
-        )
+        """See `Searcher`; the budgets are the peaks of the grid's members."""
+        budgets = sorted({candidate.peak_bytes for candidate in self._grid})
+        return frontier_at(budgets, self.best_within)
 
     def minimum(self) -> Candidate:
-        """The schedule of the smallest peak."""
+        """See `Searcher`."""
         return min(self._grid, key=by_peak)

@@ -1,7 +1,8 @@
-"""Block -> options: the ways to run it, by what it saves.
+"""The options of a block: the ways to run it, by the bytes that it saves.
 
-Which values to save and which to recompute is a precedence-constrained knapsack, solved by `checkmate` at every useful level of
-saved bytes; each answer is then replayed on its own for its peaks. Equal blocks are solved once.
+To choose the values to save and to recompute is a precedence-constrained knapsack. `checkmate`
+solves it at every useful level of saved bytes. Each answer is then simulated by itself for its
+peaks. Equal blocks are solved once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rockmate.graph.ir import Graph, Phase, Storage, state_bytes
 from rockmate.planning.lowering import backward_steps
 from rockmate.schedule.simulate import PartSimulation, simulate_part
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,12 @@ class BlockOption:
     """One way to run a block.
 
     Attributes:
-        saved: positions in `storages_of(block)` of what is kept from its forward to its backward, the output boundary left out.
-        saved_bytes: their bytes, the output boundary and random states included.
-        forward: peak beside the input, and time, of the forward that saves them.
-        backward: peak beside the input, gradients included, and time of the backward, recomputation included.
+        saved: positions in `storages_of(block)` of the values saved from its forward to its
+            backward, without the output boundary.
+        saved_bytes: the bytes of the saved values, with the output boundary and random states.
+        forward: time of the forward that saves them, and its peak beside the input.
+        backward: time of the backward with its recomputation, and its peak beside the input,
+            gradients included.
     """
 
     saved: tuple[int, ...]
@@ -41,31 +44,42 @@ class BlockOption:
 
 @dataclass(frozen=True, slots=True)
 class SolvedBlock:
-    """The options of a block, and whether the solver got to the end."""
+    """The options of a block, and whether they are proved optimal."""
 
     options: tuple[BlockOption, ...]
     is_proved: bool
 
 
 class SolvedBlocks:
-    """Options by structure and costs, so that graphs which have blocks in common can share them.
+    """The options of solved blocks by structure and costs; graphs with equal blocks share them.
 
     Attributes:
-        of: by key of the block.
+        by_key: the options by the key of a block.
     """
 
     def __init__(self) -> None:
-        """Nothing is solved yet."""
-        self.of: dict[Hashable, SolvedBlock] = {}
+        self.by_key: dict[Hashable, SolvedBlock] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def number_of(self, kind: Hashable) -> int:
-        """A number that stands for `kind` in keys: blocks are many, and what their ops are is long."""
+        """A number that replaces `kind` in keys: a kind of op is long, and many blocks name it."""
         return self._numbers.setdefault(kind, len(self._numbers))
 
 
 class OptionSolver:
-    """Solves blocks, each distinct one once."""
+    """Computes the options of blocks, each distinct block once.
+
+    Args:
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        max_options: largest number of options of a block.
+        solver_time: the time that all solves share.
+        solved: blocks whose options are known already; those solved here are added.
+
+    Attributes:
+        num_unproved: number of distinct blocks whose solve stopped at its time limit.
+    """
 
     def __init__(
         self,
@@ -77,7 +91,6 @@ class OptionSolver:
         solver_time: SolverTime,
         solved: SolvedBlocks | None = None,
     ) -> None:
-        """Nothing is solved yet, but for what others put in `solved`."""
         self.graph = graph
         self.chain = chain
         self.costs = costs
@@ -94,18 +107,18 @@ class OptionSolver:
 
     @property
     def num_distinct(self) -> int:
-        """Distinct blocks asked for so far."""
+        """The number of distinct blocks asked for so far."""
         return len(self._used)
 
     def options(self, block: Block) -> tuple[BlockOption, ...]:
-        """The block's options, from the one that saves most to the one that saves least."""
+        """The options of a block, from the most saved bytes to the least."""
         kinds = tuple(self._kinds[op.index] for op in (*block.forward, *block.backward))
         key = kinds, wiring_of(block), self.max_options
-        solved = self._solved.of.get(key)
+        solved = self._solved.by_key.get(key)
         if solved is None:
             num_unproved = self.num_unproved
             options = self._solve(block)
-            solved = self._solved.of[key] = SolvedBlock(
+            solved = self._solved.by_key[key] = SolvedBlock(
                 options, is_proved=self.num_unproved == num_unproved
             )
         elif key not in self._used and not solved.is_proved:
@@ -122,20 +135,21 @@ class OptionSolver:
         return [{values[value] for value in solution.saved} for solution in solutions]
 
     def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
-        """The problem's Pareto set, or so many points of it; counts and reports one that is not solved to proven optimality."""
+        """At most so many points of the problem's Pareto set; unproved ones are logged."""
         with self.solver_time.for_one_solve() as time_limit_s:
             solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
         if any(solution.status is not Status.OPTIMAL for solution in solutions):
             self.num_unproved += 1
             logger.warning(
-                "a block of %d ops was not solved to the end in %.3g s",
-                len(problem.ops),
+                "the solver stopped at its time limit of %.3g s on a block of %d ops; raise "
+                "time_limit_s for a proved optimum",
                 time_limit_s,
+                len(problem.ops),
             )
         return solutions
 
     def forward_only(self, block: Block) -> PartSimulation:
-        """The forward that saves nothing but its output."""
+        """Peak and time of the forward that saves only the output boundary."""
         after = {block.output} if block.output else set()
         part = simulate_part(
             self.graph,
@@ -145,9 +159,8 @@ class OptionSolver:
             after=after,
             uncounted=self._uncounted,
         )
-        output_bytes = (
-            block.output.num_bytes if block.output else 0
-        )  # counted, even if the user or an earlier block holds it
+        # The output counts even if the user or an earlier block holds it.
+        output_bytes = block.output.num_bytes if block.output else 0
         return PartSimulation(peak_bytes=max(part.peak_bytes, output_bytes), time_ms=part.time_ms)
 
     def _solve(self, block: Block) -> tuple[BlockOption, ...]:
@@ -157,7 +170,7 @@ class OptionSolver:
         return tuple(self._measure(block, saved, position, gradients) for saved in sets)
 
     def _gradients(self, block: Block) -> tuple[set[Storage], set[Storage]]:
-        """Those that the block's backward is given, and what it leaves."""
+        """The gradients that the block's backward reads from outside, and those it leaves live."""
         own = set(block.backward)
         made = {storage for op in block.backward for storage in op.writes}
         given = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
@@ -211,7 +224,7 @@ class OptionSolver:
 
 
 def storages_at(block: Block, positions: Sequence[int]) -> set[Storage]:
-    """The storages of `block` at the given positions of `storages_of`."""
+    """The storages of a block at these positions of `storages_of`."""
     storages = storages_of(block)
     return {storages[position] for position in positions}
 

@@ -1,11 +1,9 @@
-"""The order of the backward: gradients of parameters as soon as they can be made.
+"""An order of the backward that lowers the peak where branches meet.
 
-Autograd takes the gradient of a layer's input first and that of its weight second, so that the layer's saved input, the gradient of
-its output and the gradient of its input are in memory together. A gradient of a parameter leaves memory once it is made, and the
-saved input may go with it: made first, the three never meet. No moment of the step then holds more than before.
-
-Where branches meet, autograd's order says nothing of memory: it takes the branches in the reverse of the order in which they ran. The
-search may take them in another (`memory_minimizing_order`), which schedules hold and the graph does not.
+Autograd runs the backward of parallel branches in the reverse of their forward order, whatever
+memory that takes. The search may choose another order, which a schedule holds and the graph does
+not. A greedy list scheduling: of the ready ops, the one that leaves the fewest live bytes runs
+next. It is a heuristic. The problem itself is NP-hard (register sufficiency).
 """
 
 from __future__ import annotations
@@ -20,34 +18,35 @@ from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
-_LOWER = 0.99  # of a peak, at most which another counts as lower
+# Largest ratio of an order's baseline peak to that of the graph's order to be used.
+_MAX_PEAK_RATIO = 0.99
 
 
 def memory_minimizing_order(graph: Graph, costs: Costs) -> tuple[Op, ...] | None:
-    """Late and backward ops in an order with which the peak of the step with nothing recomputed is lower; None if the graph's is as good.
+    """Late and backward ops in an order that lowers the baseline's peak; None if none is found.
 
-    Where the peak stays, the order hardly matters to plans, for better or worse.
+    An order that does not lower the baseline's peak hardly changes plans.
     """
     order = _greedy_min_live(graph)
-    known, found = (
+    own, found = (
         simulate(graph, schedule, costs)
         for schedule in (baseline_schedule(graph), baseline_schedule(graph, order))
     )
-    return order if found.peak_bytes <= _LOWER * known.peak_bytes else None
+    return order if found.peak_bytes <= _MAX_PEAK_RATIO * own.peak_bytes else None
 
 
 def _greedy_min_live(graph: Graph) -> tuple[Op, ...]:
-    """Late and backward ops: of those that can run, the one that leaves least in memory comes next, late ops right before they are read.
+    """Late and backward ops, greedily: the ready op that leaves the fewest live bytes is next.
 
-    All that the forward makes is taken to be in memory until its last read.
+    A late op runs right before its first reader. All values of the forward are assumed live until
+    their last read.
     """
-    behind = _kept_in_order(graph)
     num_awaited = {op: len(_awaited(op)) for op in graph.backward_ops if op.phase is Phase.BACKWARD}
     followers: dict[Op, list[Op]] = defaultdict(list)
     for op in num_awaited:
         for other in _awaited(op):
             followers[other].append(op)
-    for earlier, later in behind:
+    for earlier, later in _fixed_pairs(graph):
         num_awaited[later] += 1
         followers[earlier].append(later)
     num_reads = {
@@ -67,18 +66,19 @@ def _greedy_min_live(graph: Graph) -> tuple[Op, ...]:
             num_awaited[follower] -= 1
             if not num_awaited[follower]:
                 ready.append(follower)
-    order.update(dict.fromkeys(graph.backward_ops))  # late ops that only the user or nobody reads
+    # What remains are late ops that no backward op reads.
+    order.update(dict.fromkeys(graph.backward_ops))
     return tuple(order)
 
 
 def _awaited(op: Op) -> set[Op]:
-    """The backward ops that make what `op` reads; late ops wait for none."""
+    """The backward ops whose results `op` reads."""
     makers = {storage.producer for storage in op.reads if storage.producer is not None}
     return {maker for maker in makers if maker.phase is Phase.BACKWARD}
 
 
 def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
-    """The late ops that have to run before `op`, `placed` aside, in order."""
+    """The late ops that `op` needs and that are not yet placed, in order."""
     found: set[Op] = set()
     pending = [op]
     while pending:
@@ -96,7 +96,7 @@ def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
 
 
 def _growth(graph: Graph, op: Op, num_reads: dict[Storage, int]) -> int:
-    """Bytes by which what is in memory grows as `op` runs, where so many reads are left of each storage."""
+    """The growth of live bytes as `op` runs, given the number of reads left of each storage."""
     made = sum(
         storage.num_bytes
         for storage in op.writes
@@ -109,10 +109,12 @@ def _growth(graph: Graph, op: Op, num_reads: dict[Storage, int]) -> int:
     )
 
 
-def _kept_in_order(graph: Graph) -> list[tuple[Op, Op]]:
-    """Pairs of backward ops that stay in the graph's order: those that draw, and those that read one parameter or make of its gradient.
+def _fixed_pairs(graph: Graph) -> list[tuple[Op, Op]]:
+    """Pairs of backward ops that keep the graph's order, so that no number changes.
 
-    The sum of contributions is rounded as before, and hooks of the parameter see what they saw.
+    These are neighbours among random ops, and among the ops that read one parameter or contribute
+    to its gradient. A sum of contributions is then rounded as in eager mode, and the parameter's
+    hooks see the same values.
     """
     parameters = {
         role.name: graph.storage_of[node]

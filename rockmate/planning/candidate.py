@@ -1,4 +1,4 @@
-"""A schedule with the simulator's verdict on it, and choices among such."""
+"""A simulated schedule, and choices among several: by time, by peak, by budget."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from rockmate.graph.ir import Graph
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
-MAX_EXCESS = 1.5  # peak over budget, of a schedule from which room is made at first
+# Largest ratio of peak to budget of a schedule that repair starts from.
+MAX_EXCESS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule with the simulator's verdict on it.
+    """A schedule with the simulator's verdict.
 
     Attributes:
         schedule: the schedule.
         simulation: its peak and time.
-        is_proved: False where a solver stopped at its time limit on the way to this very schedule, or answered for a smaller budget.
+        is_proved: False if a solver stopped at its time limit on the way to this schedule, or
+            solved for a smaller budget.
     """
 
     schedule: Schedule
@@ -39,47 +41,52 @@ class Candidate:
 
 
 def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
-    """The schedule, simulated."""
+    """Simulates a schedule."""
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 
-def is_worth_refining(start: Candidate, budget_bytes: int, known_ms: float) -> bool:
-    """Whether a schedule fits, or is faster than what is known: making room takes time."""
-    return start.peak_bytes <= budget_bytes or start.time_ms < known_ms
+def is_worth_refining(start: Candidate, budget_bytes: int, incumbent_ms: float) -> bool:
+    """Whether a start fits, or is faster than the incumbent; repair takes time and adds time."""
+    return start.peak_bytes <= budget_bytes or start.time_ms < incumbent_ms
 
 
 def fastest(one: Candidate, other: Candidate | None) -> Candidate:
-    """The faster of the two, of equal ones that of the smaller peak."""
+    """The faster of two candidates; the smaller peak breaks ties."""
     return one if other is None else min(one, other, key=by_time)
 
 
 def by_time(candidate: Candidate) -> tuple[float, int]:
-    """Sorts the fastest first, of equal ones that of the smaller peak."""
+    """Sort key: the fastest first; the smaller peak breaks ties."""
     return candidate.time_ms, candidate.peak_bytes
 
 
 def by_peak(candidate: Candidate) -> tuple[int, float]:
-    """Sorts the smallest peak first, of equal ones the faster."""
+    """Sort key: the smallest peak first; the shorter time breaks ties."""
     return candidate.peak_bytes, candidate.time_ms
 
 
 def feasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """Those within the budget, the fastest first."""
+    """The candidates within the budget, the fastest first."""
     return sorted((c for c in candidates if c.peak_bytes <= budget_bytes), key=by_time)
 
 
-def infeasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """Those that exceed the budget, by half of it at most, in order."""
+def repairable(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
+    """The candidates above the budget by a factor up to `MAX_EXCESS`, the smallest peak first."""
     return sorted(
         (c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes),
         key=by_peak,
     )
 
 
-def nondominated(
+def frontier_at(
     budgets: Sequence[int], best_within: Callable[[int], Candidate | None]
 ) -> list[tuple[int, Candidate]]:
-    """Growing budgets and the best within them, less those whose time is no shorter than that of a smaller one."""
+    """The nondominated pairs of budget and best candidate: budgets grow, times fall.
+
+    Args:
+        budgets: in growing order.
+        best_within: the best candidate of a budget; None if there is none.
+    """
     points: list[tuple[int, Candidate]] = []
     for budget_bytes in budgets:
         best = best_within(budget_bytes)
@@ -89,12 +96,12 @@ def nondominated(
 
 
 def linspace_int(low: int, high: int, num_points: int) -> list[int]:
-    """Budgets from `low` to `high`, both included."""
+    """Whole numbers at equal distances from `low` to `high`, both included."""
     return [low + (high - low) * step // (num_points - 1) for step in range(num_points)]
 
 
-def subsample(length: int, num_points: int) -> list[int]:
-    """Indices below `length`, both ends among them, evenly spread."""
+def subsample_indices(length: int, num_points: int) -> list[int]:
+    """At most `num_points` indices below `length` at equal distances, both ends included."""
     if length <= num_points:
         return list(range(length))
     return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]

@@ -1,7 +1,9 @@
-"""The whole graph as one staged program: Checkmate without blocks, for small models and for comparison.
+"""The strategy "checkmate": the whole graph as one staged program, without blocks.
 
-What the program leaves out, so that its schedules fit when replayed: no run takes over its operand's memory in place, and random ops
-run once, since a second run needs the generator's state. Recomputation starts with the backward.
+For small models, and to compare with. The program (`checkmate.staged`) is stricter than the
+simulator, so its schedules fit when simulated: no op reuses its operand's memory in place. Random
+ops run once, since a second run needs the generator's state. Recomputation starts with the
+backward.
 """
 
 from __future__ import annotations
@@ -13,27 +15,31 @@ from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_sta
 from rockmate.costs.cost import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.candidate import Candidate, linspace_int, nondominated
+from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
 from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
+# Number of budgets of a frontier; each takes a solve.
 _FRONTIER_POINTS = 9
-_RESOLUTION = 0.01  # of the peak with nothing recomputed, to which the smallest peak is found
+# The smallest peak is found to this share of the baseline peak.
+_MIN_PEAK_TOLERANCE = 0.01
 
 
 class CheckmateSearch:
-    """One solve for each budget."""
+    """One solve for each budget, when it is asked for.
+
+    Args:
+        graph: ops and storages.
+        costs: of its ops.
+        time_limit_s: limit on the solve of one budget.
+
+    Attributes:
+        num_unproved: always 0. A candidate without proof says so itself.
+    """
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
-        """Takes the graph; nothing is solved before it is asked for.
-
-        Args:
-            graph: ops and storages.
-            costs: of its ops.
-            time_limit_s: cap on the solve of one budget.
-        """
         self.num_unproved = 0
         self._graph = graph
         self._costs = costs
@@ -49,29 +55,33 @@ class CheckmateSearch:
         self._minimum: Candidate | None = None
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """The optimum of the staged program for `budget_bytes`; where that has no schedule, the smallest one if it fits.
+        """The optimum of the staged program; where that is infeasible, the minimum if it fits.
 
-        Runs in place take a schedule's peak below the budget that the program needs for it.
+        Reuse of memory in place takes a schedule's peak below the budget that its program needs.
 
         Raises:
-            SolverLimitError: neither a schedule nor a proof that there is none was found in the time limit.
+            SolverLimitError: the time limit passed without a schedule or a proof that there is
+                none.
         """
         best = self._optimum(budget_bytes)
-        if best is None and self.minimum().simulation.peak_bytes <= budget_bytes:
+        if best is None and self.minimum().peak_bytes <= budget_bytes:
             best = self.minimum()
         return best
 
     def _optimum(self, budget_bytes: int) -> Candidate | None:
-        if budget_bytes >= self._baseline.simulation.peak_bytes:
+        if budget_bytes >= self._baseline.peak_bytes:
             return self._baseline
         if budget_bytes not in self._solved:
             self._solved[budget_bytes] = self._solve_within(budget_bytes)
         return self._solved[budget_bytes]
 
     def _solve_within(self, budget_bytes: int) -> Candidate | None:
-        """The optimum; where what ops keep of their first run to run again, which the program does not count, exceeds: with room for it."""
+        """The optimum; solved again with room for the states that ops save, if those exceed.
+
+        The program does not count states, and the second answer is not proved optimal.
+        """
         best = self._solve_candidate(budget_bytes)
-        if best is None or best.simulation.peak_bytes <= budget_bytes:
+        if best is None or best.peak_bytes <= budget_bytes:
             return best
         best = self._solve_candidate(budget_bytes - sum(op.state_bytes for op in self._ops))
         return None if best is None else replace(best, is_proved=False)
@@ -80,20 +90,21 @@ class CheckmateSearch:
         solution = self.solve(budget_bytes)
         if solution.status is Status.NOT_FOUND:
             msg = (
-                f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} bytes in {self._time_limit_s:.0f} s. "
-                "Raise time_limit_s, or use the default strategy, which plans block by block."
+                f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} "
+                f"bytes in {self._time_limit_s:.0f} s. Raise time_limit_s, or use the default "
+                "strategy, which plans block by block."
             )
             raise SolverLimitError(msg)
         if solution.status is Status.FEASIBLE:
             logger.warning(
-                "the whole graph was not solved to the end for %d bytes in %.0f s",
+                "the optimum of the whole graph for %d bytes was not proved in %.0f s",
                 budget_bytes,
                 self._time_limit_s,
             )
         return self._candidate(solution) if solution.found else None
 
     def solve(self, budget_bytes: int) -> StagedSolution:
-        """The staged program's own answer, with the bound that it proves."""
+        """The staged program's own answer, with its proved bound."""
         return solve_staged(
             self._problem,
             budget_bytes - self._tangent_bytes,
@@ -102,23 +113,20 @@ class CheckmateSearch:
         )
 
     def frontier(self) -> list[tuple[int, Candidate]]:
-        """Budgets and the best within them: growing budgets, falling times."""
-        low, high = self.minimum().simulation.peak_bytes, self._baseline.simulation.peak_bytes
-        return nondominated(linspace_int(low, high, _FRONTIER_POINTS), self.best_within)
+        """See `Searcher`."""
+        low, high = self.minimum().peak_bytes, self._baseline.peak_bytes
+        return frontier_at(linspace_int(low, high, _FRONTIER_POINTS), self.best_within)
 
     def minimum(self) -> Candidate:
-        """A schedule of nearly the smallest peak, by bisection.
+        """A schedule near the smallest peak, by bisection.
 
         Raises:
             SolverLimitError: as for `best_within`.
         """
         if self._minimum is None:
             smallest, low = self._baseline, 0
-            while (
-                smallest.simulation.peak_bytes - low
-                > _RESOLUTION * self._baseline.simulation.peak_bytes
-            ):
-                middle = (low + smallest.simulation.peak_bytes) // 2
+            while smallest.peak_bytes - low > _MIN_PEAK_TOLERANCE * self._baseline.peak_bytes:
+                middle = (low + smallest.peak_bytes) // 2
                 found = self._optimum(middle)
                 if found is None:
                     low = middle
@@ -135,9 +143,8 @@ class CheckmateSearch:
         )
         schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
         simulation = simulate(self._graph, schedule, self._costs)
-        return Candidate(
-            schedule=schedule, simulation=simulation, is_proved=solution.status is Status.OPTIMAL
-        )
+        is_proved = solution.status is Status.OPTIMAL
+        return Candidate(schedule=schedule, simulation=simulation, is_proved=is_proved)
 
     def _staged_problem(self) -> StagedProblem:
         values = [storage for op in self._ops for storage in op.writes]
@@ -152,9 +159,8 @@ class CheckmateSearch:
                     recomputable=op.phase is not Phase.BACKWARD
                     and op.recompute_target is not None
                     and not op.is_random,
-                    overhead_bytes=max(
-                        0, self._costs.first[op.index].overhead_bytes
-                    ),  # counting nothing as released is safe
+                    # A negative overhead counts as 0: to ignore a release is safe.
+                    overhead_bytes=max(0, self._costs.first[op.index].overhead_bytes),
                     needed=bool(op.final_gradients)
                     or op.is_random
                     or not ends.isdisjoint(op.writes),

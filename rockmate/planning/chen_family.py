@@ -1,4 +1,8 @@
-"""One boundary in every sqrt(n) blocks is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)."""
+"""The schedule of Chen et al.: one boundary saved in every sqrt(n) blocks, the rest recomputed.
+
+"Training Deep Nets with Sublinear Memory Cost", 2016. It has no budget, and equal segments whatever
+the sizes of the blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from rotor import Sequence as RotorSequence
 
 
 def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
-    """The schedule that keeps the boundary of every segment of sqrt(n) of the n blocks and runs each segment's forward again."""
+    """The schedule that saves the input of each segment and recomputes the segment."""
     num_blocks = len(chain.blocks)
     length = isqrt(num_blocks - 1) + 1
     firsts = list(range(0, num_blocks, length))
@@ -33,6 +37,6 @@ def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
 
 
 def _all_of(block: Block) -> set[Storage]:
-    """What the backward of a block could have saved for it."""
+    """All values that a block's forward could save for its backward."""
     made = {storage for op in block.forward for storage in op.writes}
     return made.intersection(storages_of(block))

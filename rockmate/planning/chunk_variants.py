@@ -1,55 +1,63 @@
-"""A step as it was captured, and with its loss block in chunks: which of them runs within a budget, and fastest.
+"""The captured step and its chunked forms: which of them runs fastest within a budget.
 
-Each variant is a captured step of its own (`CapturedStep.in_chunks`), measured and planned like any other, when it is first wanted.
-Few are: one whose chunk alone exceeds the budget is not even written out, one that cannot be faster by its certificate is not solved,
-and since smaller chunks take no less time and no more memory, as a rule, one that fails for what it would take ends the walk.
+Each variant is a captured step of its own (`CapturedStep.in_chunks`). It is measured and planned
+like any other, on demand. Few are, because a chunking is skipped if
+
+* one chunk of its largest value exceeds the budget,
+* the lower bound or the baseline time of its variant is no shorter than the incumbent, or
+* a larger chunk size already failed for its time. Smaller chunks take no less time and no more
+  memory, as a rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from math import ceil, inf
+from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
-from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.graph.chunking.unroll import Chunks, SeparableBlocks
+from rockmate.graph.chunking.region import Refusal
+from rockmate.graph.chunking.unroll import Chunks
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, snapshot_chain, snapshot_of
-from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes
+from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.candidate import Candidate, by_time, linspace_int, nondominated
+from rockmate.planning.candidate import Candidate, by_time, frontier_at, linspace_int
+from rockmate.planning.chunk_notes import VariantNotes
+from rockmate.planning.chunkable_blocks import ChunkableBlocks
+from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
-from rockmate.planning.strategies import local_search, make_search
+from rockmate.planning.strategies import make_local_search, make_search
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
 
-_NUM_CHUNKS = (2, 4, 8, 16)
-_LEAST_ROWS = 8  # of a chunk
-_LAYER_CHUNKS = 4  # of a feed-forward block, where those run in chunks
-_LEAST_SHARE = (
-    0.02  # of the baseline's peak, below which a block's values are no reason to run it in chunks
-)
-_MANY = 20  # budgets, from which on they are planned together: fewer have no near neighbours
-_MAY_GAIN = 0.35  # of its distance to the bound: what a schedule that is thoroughly improved may come nearer
-_NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
-_CHUNKING = "rockmate"  # the strategy that may use chunks; the others are there to compare with
+# Number of budgets from which on they are planned jointly; fewer have no near neighbours.
+JOINT_PLANNING_THRESHOLD = 20
+# Share of an initial schedule's gap to the lower bound that the rest of the search may close.
+_EXPECTED_GAP_REDUCTION = 0.35
+# The only strategy that may use chunks. The others are there to compare with.
+_CHUNKING_STRATEGY = "rockmate"
 
 
 class Variant:
-    """A captured step with all that planning it takes."""
+    """A captured step with all that planning it takes, each part computed on demand.
+
+    Args:
+        step: as captured, or in chunks.
+        costs: of its ops.
+        solver_time: the time that all solves share.
+        solved: block options that variants share.
+    """
 
     def __init__(
         self, step: CapturedStep, costs: Costs, solver_time: SolverTime, solved: SolvedBlocks
     ) -> None:
-        """Nothing is solved yet; all solves take of `solver_time`, and share blocks through `solved`."""
         self.step = step
         self.costs = costs
         self._solver_time = solver_time
@@ -68,12 +76,12 @@ class Variant:
 
     @cached_property
     def baseline(self) -> Simulation:
-        """Nothing recomputed."""
+        """The simulated schedule without recomputation."""
         return simulate(self.graph, baseline_schedule(self.graph), self.costs)
 
     @cached_property
-    def certificate(self) -> LowerBound:
-        """What bounds the time of its schedules."""
+    def lower_bound(self) -> LowerBound:
+        """The lower bound on the time of its schedules."""
         return LowerBound(
             self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
         )
@@ -89,21 +97,21 @@ class Variant:
         return snapshot_chain(self.blocks)
 
     @cached_property
-    def improving(self) -> LocalSearch:
-        """What finds schedules by the default strategy."""
-        return local_search(
+    def local_search(self) -> LocalSearch:
+        """The search of the default strategy."""
+        return make_local_search(
             self.graph,
             self.blocks,
             self.costs,
-            certificate=self.certificate,
+            lower_bound=self.lower_bound,
             solver_time=self._solver_time,
             solved=self._solved,
         )
 
     def search(self, strategy: str) -> Searcher:
-        """What finds schedules by that strategy."""
-        if strategy == _CHUNKING:
-            return self.improving
+        """The search of a strategy."""
+        if strategy == _CHUNKING_STRATEGY:
+            return self.local_search
         if strategy not in self._searches:
             self._searches[strategy] = make_search(
                 strategy,
@@ -111,14 +119,26 @@ class Variant:
                 self.blocks,
                 self.costs,
                 solver_time=self._solver_time,
-                certificate=self.certificate,
+                lower_bound=self.lower_bound,
                 solved=self._solved,
             )
         return self._searches[strategy]
 
 
 class Variants:
-    """The captured step and what it becomes with its loss block in chunks."""
+    """The captured step and its chunked forms.
+
+    Args:
+        step: as captured.
+        costs_of: measures or estimates the costs of a graph.
+        allow_chunking: as for `Planner`.
+        time_limit_s: wall time of all solves together, those of every variant included; see
+            `SolverTime`.
+
+    Attributes:
+        unchunked: the step as captured.
+        chunkable: its blocks that may run in chunks.
+    """
 
     def __init__(
         self,
@@ -128,304 +148,195 @@ class Variants:
         allow_chunking: bool | None,
         time_limit_s: float,
     ) -> None:
-        """Measures the step as it was captured.
-
-        Args:
-            step: as it was captured.
-            costs_of: measures or estimates a graph.
-            allow_chunking: as for `Planner`.
-            time_limit_s: wall time of all solves together, those of every variant; see `SolverTime`.
-        """
         self._costs_of = costs_of
         self._allow_chunking = allow_chunking
         self._solver_time = SolverTime(time_limit_s)
         self._solved = SolvedBlocks()
-        self._known: dict[Chunks, Variant | None] = {}
-        self.plain = self._planned(step)
-
-    @cached_property
-    def blocks(self) -> SeparableBlocks:
-        """Where the step can run in chunks, or why it cannot; feed-forward blocks only if they are large."""
-        return self.plain.step.separable_blocks(
-            least_bytes=ceil(_LEAST_SHARE * self.plain.baseline.peak_bytes)
+        self._chunked: dict[Chunks, Variant | None] = {}
+        self.unchunked = self._new_variant(step)
+        self.chunkable = ChunkableBlocks(
+            step, self.unchunked.baseline.peak_bytes, allow_chunking=allow_chunking
         )
 
-    @property
-    def is_allowed(self) -> bool:
-        """Whether any block may run in chunks."""
-        return self._allow_chunking is not False
-
-    @property
-    def loss_block(self) -> Region | Refusal:
-        """Where the loss block can run in chunks, or why it cannot."""
-        return self.blocks.loss
-
-    @cached_property
-    def refusal(self) -> str:
-        """Why there is none in chunks; empty if there is."""
-        if not self.is_allowed:
-            return _NOT_ALLOWED
-        found = self.loss_block
-        if isinstance(found, Refusal):
-            return str(found)
-        if found.num_bytes < _LEAST_SHARE * self.plain.baseline.peak_bytes:
-            return f"the largest value of the loss block ({found.num_bytes:,} bytes) is below {_LEAST_SHARE:.0%} of the step's peak"
-        if found.num_rows < _NUM_CHUNKS[0] * _LEAST_ROWS:
-            return f"the loss block has {found.num_rows} rows, too few for chunks of {_LEAST_ROWS}"
-        return ""
-
-    @cached_property
-    def _walks(self) -> tuple[tuple[Chunks, ...], ...]:
-        """Ways to run in chunks, form by form, each from the largest chunks to the smallest; those of the smallest peak come first."""
-        if not self.is_allowed:
-            return ()
-        block = self.loss_block
-        num_rows = block.num_rows if isinstance(block, Region) and not self.refusal else 0
-        numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _LEAST_ROWS]
-        walks = [
-            tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
-        ]
-        if self._has_large_layers():
-            walks.insert(0, (Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS),))
-        return tuple(walk for walk in walks if walk)
-
-    def _chunk_bytes(self, way: Chunks) -> int:
-        """Of the loss block's largest value in its largest chunk, which is in memory at some time."""
-        if way.number == 1 or isinstance(self.loss_block, Refusal):
-            return 0
-        num_rows = self.loss_block.num_rows
-        return self.loss_block.num_bytes // num_rows * -(-num_rows // way.number)
-
-    def _variant(self, way: Chunks) -> Variant | None:
-        """The step in such chunks, None if it cannot be."""
-        if way not in self._known:
-            step = self.plain.step.in_chunks(way)
-            self._known[way] = None if isinstance(step, Refusal) else self._planned(step)
-        return self._known[way]
-
-    def _planned(self, step: CapturedStep) -> Variant:
+    def _new_variant(self, step: CapturedStep) -> Variant:
         return Variant(step, self._costs_of(step.graph), self._solver_time, self._solved)
 
-    def _has_large_layers(self) -> bool:
-        """Whether there are feed-forward blocks large enough for chunks."""
-        return any(
-            isinstance(block, Region) and _is_long(block) for block in self.blocks.feed_forward
-        )
+    def _variant(self, chunking: Chunks) -> Variant | None:
+        """The step in these chunks; None if it cannot run so."""
+        if chunking not in self._chunked:
+            step = self.unchunked.step.in_chunks(chunking)
+            is_refused = isinstance(step, Refusal)
+            self._chunked[chunking] = None if is_refused else self._new_variant(step)
+        return self._chunked[chunking]
+
+    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+        """The variant's step that was captured, and put in chunks, with these options."""
+        chunked = (variant for variant in self._chunked.values() if variant is not None)
+        for variant in (self.unchunked, *chunked):
+            if dict(variant.step.options) == dict(options):
+                return variant.step
+        if "loss_chunks" not in options:
+            return self.unchunked.step
+        step = self.unchunked.step.in_chunks(Chunks.parse(options["loss_chunks"]))
+        return self.unchunked.step if isinstance(step, Refusal) else step
+
+    def notes(self, variant: Variant) -> ChunkingNotes:
+        """How the chunkable blocks run in a variant."""
+        return VariantNotes(self.chunkable, variant.step.options.get("loss_chunks"))
+
+    # --- the fastest schedule ---
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
-        """The fastest schedule known within the budget, and whose it is; None if nothing fits."""
-        if strategy != _CHUNKING or not self._may_be_in_chunks(budget_bytes):
-            found = self.plain.search(strategy).best_within(budget_bytes)
-            return None if found is None else (self.plain, found)
+        """The fastest schedule found within the budget, and its variant; None if none fits."""
+        if strategy != _CHUNKING_STRATEGY or not self._considers_chunks(budget_bytes):
+            found = self.unchunked.search(strategy).best_within(budget_bytes)
+            return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
-        least_ms = inf
-        for variant, first in sorted(
-            self._first_within(budget_bytes), key=lambda pair: by_time(pair[1])
+        best_ms = inf
+        for variant, initial in sorted(
+            self._initial_candidates(budget_bytes), key=lambda pair: by_time(pair[1])
         ):
-            gap_ms = first.time_ms - variant.certificate.bound_ms(budget_bytes)
-            if first.time_ms - _MAY_GAIN * gap_ms >= least_ms:
+            gap_ms = initial.time_ms - variant.lower_bound.bound_ms(budget_bytes)
+            if initial.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
                 continue
-            found = variant.improving.best_within(budget_bytes)
-            if found is not None and found.time_ms < least_ms:
-                best, least_ms = (variant, found), found.time_ms
+            found = variant.local_search.best_within(budget_bytes)
+            if found is not None and found.time_ms < best_ms:
+                best, best_ms = (variant, found), found.time_ms
         return best
 
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """By the default strategy, for many budgets together: a schedule and whose it is, of those that fit and may not be in chunks.
+        """The schedules of the default strategy for many budgets, planned jointly.
 
-        None where these are few.
+        Budgets that may be met in chunks are left out, and so are those that no schedule fits.
+        Empty if fewer than `JOINT_PLANNING_THRESHOLD` budgets remain.
         """
-        least_bytes = self.plain.improving.minimum().peak_bytes
-        whole = [budget for budget in budgets if not self._may_be_in_chunks(budget)]
-        if sum(budget >= least_bytes for budget in whole) < _MANY:
+        search = self.unchunked.local_search
+        minimum_bytes = search.minimum().peak_bytes
+        unchunked = [budget for budget in budgets if not self._considers_chunks(budget)]
+        if sum(budget >= minimum_bytes for budget in unchunked) < JOINT_PLANNING_THRESHOLD:
             return {}
-        found = self.plain.improving.best_within_each(whole, progress=progress)
-        return {budget: (self.plain, candidate) for budget, candidate in found.items()}
+        found = JointSearch(search).best_within_each(unchunked, progress=progress)
+        return {budget: (self.unchunked, candidate) for budget, candidate in found.items()}
 
-    def _may_be_in_chunks(self, budget_bytes: int) -> bool:
-        """Whether a plan for this budget may be one in chunks: where they are allowed for all, or where nothing else meets it."""
-        whole = self.plain.improving
+    def _considers_chunks(self, budget_bytes: int) -> bool:
+        """Whether a plan for this budget may run in chunks.
+
+        So it is where chunks are allowed for all budgets, or where the step as captured does not
+        fit.
+        """
+        search = self.unchunked.local_search
         if not self._allow_chunking and (
-            whole.minimum().peak_bytes <= budget_bytes
-            or whole.best_within(budget_bytes) is not None
+            search.minimum().peak_bytes <= budget_bytes
+            or search.best_within(budget_bytes) is not None
         ):
             return False
-        return bool(self._walks)
+        return bool(self.chunkable.chunkings)
 
-    def _first_within(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
-        """Schedules as captured and in chunks, none of them thoroughly improved, less those that cannot become the fastest."""
-        whole = self.plain.improving.first_within(budget_bytes)
-        found = [] if whole is None else [(self.plain, whole)]
-        for walk in self._walks:
-            known_ms = min((first.time_ms for _, first in found), default=inf)
-            found += self._first_on(walk, budget_bytes, known_ms)
+    def _initial_candidates(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
+        """The initial schedules of all variants that can still become the fastest."""
+        initial = self.unchunked.local_search.initial_within(budget_bytes)
+        found = [] if initial is None else [(self.unchunked, initial)]
+        for form in self.chunkable.chunkings:
+            incumbent_ms = min((candidate.time_ms for _, candidate in found), default=inf)
+            found += self._initial_candidates_of(form, budget_bytes, incumbent_ms)
         return found
 
-    def _first_on(
-        self, walk: Sequence[Chunks], budget_bytes: int, known_ms: float
+    def _initial_candidates_of(
+        self, form: Sequence[Chunks], budget_bytes: int, incumbent_ms: float
     ) -> Iterator[tuple[Variant, Candidate]]:
-        """Those of one walk, which ends where smaller chunks promise nothing."""
+        """The initial schedules of one form, until smaller chunks promise nothing."""
         last_ms = inf
         ruled_out: LowerBound | None = None
-        for way in walk:
-            if self._chunk_bytes(way) > budget_bytes or (variant := self._variant(way)) is None:
+        for chunking in form:
+            if self.chunkable.chunk_bytes(chunking) > budget_bytes:
                 continue
-            if variant.baseline.time_ms >= known_ms:
+            variant = self._variant(chunking)
+            if variant is None:
+                continue
+            if variant.baseline.time_ms >= incumbent_ms:
                 return
-            if variant.certificate.bound_ms(budget_bytes) >= known_ms:
+            if variant.lower_bound.bound_ms(budget_bytes) >= incumbent_ms:
                 if ruled_out is not None and not _promises_more(
-                    variant.certificate, ruled_out, budget_bytes
+                    variant.lower_bound, ruled_out, budget_bytes
                 ):
                     return
-                ruled_out = variant.certificate
+                ruled_out = variant.lower_bound
                 continue
-            first = variant.improving.first_within(budget_bytes)
-            if first is None:
+            initial = variant.local_search.initial_within(budget_bytes)
+            if initial is None:
                 continue
-            yield variant, first
-            if first.time_ms >= last_ms:
+            yield variant, initial
+            if initial.time_ms >= last_ms:
                 return
-            last_ms = first.time_ms
-            known_ms = min(known_ms, last_ms)
-
-    def bounds_within(self, budget_bytes: int) -> Bounds:
-        """What no plan for this budget beats, of any strategy: that of the step as captured and of all chunks that it may run in."""
-        if not self._may_be_in_chunks(budget_bytes):
-            return self.plain.certificate
-        return MinBound(partial(self._certificates, budget_bytes))
-
-    def _certificates(self, budget_bytes: int) -> Iterator[LowerBound]:
-        """Of the step as captured, and of each way to run in chunks that has not been ruled out by the size of a chunk."""
-        yield self.plain.certificate
-        for way in (way for walk in self._walks for way in walk):
-            if (
-                self._chunk_bytes(way) <= budget_bytes
-                and (variant := self._variant(way)) is not None
-            ):
-                yield variant.certificate
-
-    def minimum(self, strategy: str) -> Candidate:
-        """The schedule of the smallest peak; in chunks only where they are allowed for more than what nothing else meets."""
-        return (
-            self.least(strategy) if self._allow_chunking else self.plain.search(strategy).minimum()
-        )
-
-    def least(self, strategy: str) -> Candidate:
-        """The schedule of the smallest peak, in chunks if that is smaller."""
-        best = self.plain.search(strategy).minimum()
-        if strategy != _CHUNKING:
-            return best
-        for walk in self._walks:
-            for way in reversed(walk):
-                if (
-                    self._chunk_bytes(way) >= best.simulation.peak_bytes
-                    or (variant := self._variant(way)) is None
-                ):
-                    continue
-                if variant.certificate.peak_bound_bytes >= best.simulation.peak_bytes:
-                    break
-                best = min(
-                    best,
-                    variant.search(strategy).minimum(),
-                    key=lambda candidate: candidate.simulation.peak_bytes,
-                )
-        return best
+            last_ms = initial.time_ms
+            incumbent_ms = min(incumbent_ms, last_ms)
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
-        """Budgets and the best within them: growing budgets, falling times."""
-        if not self._allow_chunking or strategy != _CHUNKING or not self._walks:
-            return self.plain.search(strategy).frontier()
-        budgets = linspace_int(
-            self.least(strategy).simulation.peak_bytes,
-            self.plain.baseline.peak_bytes,
-            FRONTIER_POINTS,
-        )
+        """Budgets and the best candidate of each: budgets grow, times fall."""
+        uses_chunks = self._allow_chunking and strategy == _CHUNKING_STRATEGY
+        if not uses_chunks or not self.chunkable.chunkings:
+            return self.unchunked.search(strategy).frontier()
+        low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
 
         def candidate_within(budget_bytes: int) -> Candidate | None:
             best = self.best_within(budget_bytes, strategy)
             return None if best is None else best[1]
 
-        return nondominated(budgets, candidate_within)
+        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), candidate_within)
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
-        """How blocks that might run in chunks run in a variant."""
-        return _NotesOnVariant(self, variant.step.options.get("loss_chunks"))
+    # --- bounds and minima ---
 
-    @property
-    def could(self) -> str:
-        """Why a block that can run in chunks does not."""
-        if not self.is_allowed:
-            return _NOT_ALLOWED
-        return (
-            "it can be, and this budget is met without"
-            if self._allow_chunking is None
-            else "it can be, and would be no faster"
-        )
+    def bounds_within(self, budget_bytes: int) -> Bounds:
+        """Lower bounds that hold for every plan of this budget, whatever the strategy.
 
-    def of(self, options: Mapping[str, str]) -> CapturedStep:
-        """The step that was captured, and put in chunks, with these options."""
-        variants = (
-            self.plain,
-            *(variant for variant in self._known.values() if variant is not None),
-        )
-        known = next(
-            (variant.step for variant in variants if dict(variant.step.options) == dict(options)),
-            None,
-        )
-        if known is not None or "loss_chunks" not in options:
-            return known or self.plain.step
-        step = self.plain.step.in_chunks(Chunks.parse(options["loss_chunks"]))
-        return self.plain.step if isinstance(step, Refusal) else step
+        Where chunks are considered, the least over the step as captured and all its chunkings.
+        """
+        if not self._considers_chunks(budget_bytes):
+            return self.unchunked.lower_bound
+        return MinBound(partial(self._lower_bounds, budget_bytes))
 
+    def _lower_bounds(self, budget_bytes: int) -> Iterator[LowerBound]:
+        """The bound of the step as captured and of each chunking whose chunk fits the budget."""
+        yield self.unchunked.lower_bound
+        for chunking in (chunking for form in self.chunkable.chunkings for chunking in form):
+            if self.chunkable.chunk_bytes(chunking) <= budget_bytes:
+                variant = self._variant(chunking)
+                if variant is not None:
+                    yield variant.lower_bound
 
-@dataclass(frozen=True, slots=True)
-class _NotesOnVariant:
-    """Where the blocks are takes a copy of the graph to find, so it is not asked before somebody reads this.
+    def minimum(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak; with chunks only where `allow_chunking` is True."""
+        if self._allow_chunking:
+            return self.min_peak(strategy)
+        return self.unchunked.search(strategy).minimum()
 
-    Attributes:
-        variants: of the step.
-        chunks: how blocks run in the one that the notes are on; None for all in one piece.
-    """
-
-    variants: Variants
-    chunks: str | None
-
-    @property
-    def loss_block(self) -> ChunkingNote:
-        """Whether that runs in chunks, and why."""
-        block = self.variants.loss_block
-        module = block.block if isinstance(block, Refusal) else block.name
-        if self.chunks:
-            return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
-        return ChunkingNote(
-            module=module, text=f"not in chunks: {self.variants.refusal or self.variants.could}"
-        )
-
-    @property
-    def feed_forward(self) -> tuple[ChunkingNote, ...]:
-        """The same of each large block that begins with a matrix product which widens its operand."""
-        return tuple(map(self._feed_forward_note, self.variants.blocks.feed_forward))
-
-    def _feed_forward_note(self, block: Region | Refusal) -> ChunkingNote:
-        if isinstance(block, Refusal):
-            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
-        if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
-            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
-        few = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_LEAST_ROWS}"
-        could = self.variants.could if _is_long(block) or not self.variants.is_allowed else few
-        return ChunkingNote(module=block.name, text=f"not in chunks: {could}")
+    def min_peak(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak, in chunks if that is smaller."""
+        best = self.unchunked.search(strategy).minimum()
+        if strategy != _CHUNKING_STRATEGY:
+            return best
+        for form in self.chunkable.chunkings:
+            for chunking in reversed(form):
+                if self.chunkable.chunk_bytes(chunking) >= best.peak_bytes:
+                    continue
+                variant = self._variant(chunking)
+                if variant is None:
+                    continue
+                if variant.lower_bound.peak_bound_bytes >= best.peak_bytes:
+                    break
+                smallest = variant.search(strategy).minimum()
+                best = min(best, smallest, key=lambda candidate: candidate.peak_bytes)
+        return best
 
 
 def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
-    """Whether smaller chunks lower the bound or the least peak; where they do not, still smaller ones seldom do."""
+    """Whether smaller chunks lower the time bound or the peak bound.
+
+    Where they do not, still smaller chunks seldom do.
+    """
     return (
         smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
         or smaller.peak_bound_bytes < larger.peak_bound_bytes
     )
-
-
-def _is_long(block: Region) -> bool:
-    """Whether a feed-forward block has rows enough for chunks."""
-    return block.num_rows >= _LAYER_CHUNKS * _LEAST_ROWS

@@ -1,8 +1,12 @@
-"""Where each value of a schedule is live, and how that changes when a run is dropped or inserted.
+"""The live intervals of a schedule, kept up to date as runs are removed and inserted.
 
-Positions are those of the schedule that one begins with. A run that is inserted stands right before a position and shares its
-number, so nothing is renumbered until `schedule` writes the result down. Occupancy is kept as an upper estimate: what a change
-frees beyond its own value is left out where finding it is not worth the time. The simulator has the last word.
+The incremental form of `rockmate.schedule.liveness`: a change takes time in proportion to what it
+touches, where `DefUse` reads a whole schedule. Positions are those of the schedule that
+`LiveRanges` begins with. A run that is inserted before a position shares its number, so positions
+keep their meaning until `schedule` writes the result.
+
+Live bytes are an upper estimate: some memory that a change frees beside its own value is not
+subtracted, where it would take long to find. The simulator gives the exact peak.
 """
 
 from __future__ import annotations
@@ -30,23 +34,24 @@ from rockmate.schedule.liveness import (
 from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation
 
-Insertion = tuple[
-    int, int, int
-]  # first and last position at which more bytes are in use, and how many
+# Bytes that become live at more positions: first position, last position, number of bytes.
+Extension = tuple[int, int, int]
 
-_MADE_BEFORE = 0  # kind of an event: made by a run that is inserted before the position; the other kinds are those of accesses
-_MAX_RUNS = 60  # made again together for one evicted value
+# Event kind: definition by an op inserted before the position. For other kinds, see `liveness`.
+_DEFINED_BEFORE = 0
+# Limit on the ops that are recomputed for one evicted value.
+_MAX_RECOMPUTED_OPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillCandidates:
-    """Stays of values in memory from one event to the next read, without one between.
+    """Gaps of live values: from one event to the next read, with no event between.
 
     Attributes:
         storage: index of each value.
         last: position of the event.
         following: position of the read.
-        order: in which the values were made; of equal prices the first goes first.
+        order: rank of the value's definition. At equal prices, the smallest rank is evicted first.
     """
 
     storage: Ints
@@ -57,7 +62,7 @@ class SpillCandidates:
 
 @dataclass(eq=False)
 class Recomputation:
-    """What has to run to have a value again.
+    """The ops that have to run to compute an evicted value.
 
     Attributes:
         storage: index of the value.
@@ -71,94 +76,100 @@ class Recomputation:
 
     @cached_property
     def time_ms(self) -> float:
-        """Of all runs together."""
+        """The time of all runs together."""
         return sum(self.costs.recompute[op.index].time_ms for op in self.runs)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of the runs one after the other, what only they read released on the way."""
+        """The peak of the runs one after the other; values that only they read are released."""
         runs = set(self.runs)
         last_reader = {read: op for op in self.runs for read in op.reads}
         live = peak = 0
         for op in self.runs:
             live += op.written_bytes
             peak = max(peak, live + self.costs.recompute[op.index].overhead_bytes)
-            for made in {*op.reads, *op.writes}:
+            for storage in {*op.reads, *op.writes}:
                 if (
-                    made.index != self.storage
-                    and made.producer in runs
-                    and last_reader.get(made, op) is op
+                    storage.index != self.storage
+                    and storage.producer in runs
+                    and last_reader.get(storage, op) is op
                 ):
-                    live -= made.num_bytes
+                    live -= storage.num_bytes
         return peak
 
 
 class LiveRanges:
-    """The live ranges of a schedule and the bytes in use at each of its positions.
+    """The live intervals of a schedule and the live bytes at each of its positions.
 
-    A live range is one stay of a value in memory: from a run of its op to the last read before the next. They are kept as events,
-    numbers as in `DefUse.keys` in ascending order, so that a value is live wherever its next event is a read. Results are left
-    out, which stay.
+    A live interval lasts from a run of a value's op to the last read before the op's next run.
+    Intervals are stored as events: numbers as in `DefUse.keys`, in ascending order. So a value is
+    live wherever its next event is a read. Results are left out, since they are never released.
+
+    Args:
+        graph: ops and storages.
+        costs: of its ops.
+        schedule: the schedule to change.
+        simulation: of that schedule.
+
+    Attributes:
+        live_bytes: at each position, while its run is running.
     """
 
     def __init__(
         self, graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation
     ) -> None:
-        """Reads the ranges off `schedule`; `simulation` is what the simulator says of it."""
         self.graph = graph
         self.costs = costs
+        self.live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
         self._schedule = schedule
         self._steps = schedule.steps
         self._in_place = schedule.in_place
         self._dropped: set[int] = set()
+        # Indices of the ops inserted before each position.
         self._inserted: dict[int, set[int]] = {}
-        self.bytes_in_use = np.array(simulation.live_bytes, dtype=np.int64)
-        self._accesses = schedule.def_use or DefUse.of(
+        self._def_use = schedule.def_use or DefUse.of(
             op_def_use(graph), schedule.forward, schedule.backward
         )
-        self._num_bits = self._accesses.num_bits
-        counted = self._accesses.keys[~op_def_use(graph).is_result[self._accesses.storage]]
+        self._num_bits = self._def_use.num_bits
+        counted = self._def_use.keys[~op_def_use(graph).is_result[self._def_use.storage]]
         self._events = array("q", counted.tobytes())
-        self._events.append(
-            len(graph.storages) << self._num_bits
-        )  # behind every event stands another
-        self._order_of: dict[int, int] = {}  # of the events that evictions add
-        self._with_state: dict[
-            Op, list[int]
-        ] = {}  # positions at which ops run that need a state to run again
-        for position in np.flatnonzero(
-            op_def_use(graph).state_bytes[self._accesses.steps]
-        ).tolist():
-            self._with_state.setdefault(self.op_at(position), []).append(position)
-        self._remakes: dict[int, dict[int, Recomputation | None]] = {}  # by position, then storage
-        self._relying: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # position and storage of those that need another storage to be live
+        # A sentinel: each event has a successor.
+        self._events.append(len(graph.storages) << self._num_bits)
+        # Rank of the definitions that evictions add.
+        self._order_of: dict[int, int] = {}
+        # Positions of ops that keep a state for their recomputation.
+        self._state_positions: dict[Op, list[int]] = {}
+        for position in np.flatnonzero(op_def_use(graph).state_bytes[self._def_use.steps]).tolist():
+            self._state_positions.setdefault(self.op_at(position), []).append(position)
+        # Known recomputations: by position, then by storage.
+        self._recomputations: dict[int, dict[int, Recomputation | None]] = {}
+        # Position and storage of the known recomputations that need a storage to be live.
+        self._dependents: dict[int, list[tuple[int, int]]] = {}
 
-    def is_recomputed(self) -> list[int]:
+    def recomputed_positions(self) -> list[int]:
         """Positions of runs that repeat an earlier one."""
         return self._schedule.recomputed_positions()
 
     def is_dropped(self, position: int) -> bool:
-        """Whether the run there has been dropped."""
+        """Whether the run at a position has been removed."""
         return position in self._dropped
 
     def op_at(self, position: int) -> Op:
-        """The op that the schedule runs there."""
+        """The op that the schedule runs at a position."""
         return self.graph.ops[self._steps[position]]
 
-    def again_ms(self, positions: Ints) -> Floats:
-        """Times of running once more what runs there."""
-        return self.costs.recompute_arrays.time_ms[self._accesses.steps[positions]]
+    def recompute_ms(self, positions: Ints) -> Floats:
+        """The recompute times of the ops at these positions."""
+        return self.costs.recompute_arrays.time_ms[self._def_use.steps[positions]]
 
     def bytes_before(self, position: int) -> int:
-        """Bytes in use right before the run at `position`."""
+        """The live bytes right before the run at `position`."""
         op = self.op_at(position)
-        taken = op.writes[0].num_bytes if position in self._in_place else 0
-        made = op.written_bytes + self.costs.first[op.index].overhead_bytes - taken
-        return int(self.bytes_in_use[position]) - made
+        reused_bytes = op.writes[0].num_bytes if position in self._in_place else 0
+        own_bytes = op.written_bytes + self.costs.first[op.index].overhead_bytes - reused_bytes
+        return int(self.live_bytes[position]) - own_bytes
 
-    # --- events --------------------------------------------------------------------------------------------------------------
+    # --- events ---
 
     def _event(self, storage: int, position: int, kind: int) -> int:
         return storage << self._num_bits | position << KIND_BITS | kind
@@ -166,125 +177,144 @@ class LiveRanges:
     def _position(self, event: int) -> int:
         return (event & (1 << self._num_bits) - 1) >> KIND_BITS
 
-    def _place(self, event: int) -> int:
-        """Where the event stands, or the next after it would."""
+    def _index(self, event: int) -> int:
+        """The index of an event, or of its successor if there is no such event."""
         return bisect_left(self._events, event)
 
-    def _is_read(self, place: int, storage: int) -> bool:
-        """Whether the event there is a read of the storage."""
-        event = self._events[place]
+    def _is_read(self, index: int, storage: int) -> bool:
+        """Whether the event at an index is a read of the storage."""
+        event = self._events[index]
         return bool(event & READ) and event >> self._num_bits == storage
 
-    def _is_of(self, place: int, storage: int) -> bool:
-        """Whether there is an event there, and it is the storage's."""
-        return place >= 0 and self._events[place] >> self._num_bits == storage
+    def _is_of(self, index: int, storage: int) -> bool:
+        """Whether there is an event at an index and it belongs to the storage."""
+        return index >= 0 and self._events[index] >> self._num_bits == storage
+
+    def _delete_event(self, event: int) -> int | None:
+        """Deletes an event and returns its former index; None if there is no such event."""
+        index = self._index(event)
+        if self._events[index] != event:
+            return None
+        del self._events[index]
+        return index
+
+    # --- gaps and evictions ---
 
     def gap_around(self, storage: int, position: int) -> tuple[int, int] | None:
-        """The last event of a value before `position` and the next read after, None where it is read or made there, or not live."""
-        place = self._place(self._event(storage, position, _MADE_BEFORE))
-        following = self._position(self._events[place])
-        if not self._is_read(place, storage) or following == position:
+        """The positions of a value's last event before `position` and of its next read after it.
+
+        None if the value is not live there, or if the run there reads or makes it.
+        """
+        index = self._index(self._event(storage, position, _DEFINED_BEFORE))
+        following = self._position(self._events[index])
+        if not self._is_read(index, storage) or following == position:
             return None
-        return self._position(self._events[place - 1]), following
+        return self._position(self._events[index - 1]), following
 
     def gaps_around(self, position: int) -> SpillCandidates:
-        """Those around `position` of values that can be evicted."""
+        """The gaps around `position` of all values that can be evicted."""
         ops = op_def_use(self.graph)
         events = np.frombuffer(self._events, dtype=np.int64)[:-1]
         storage, at = split_keys(events, self._num_bits)
         is_read = events & READ == READ
-        place = np.flatnonzero(
+        before = np.flatnonzero(
             (at[:-1] < position) & (at[1:] > position) & is_read[1:] & ops.is_evictable[storage[1:]]
         )
-        makers = np.flatnonzero(~is_read)
-        made = makers[np.searchsorted(makers, place, side="right") - 1]
-        order = at[made] * len(ops.num_bytes) + storage[made]
-        for number in np.flatnonzero(events[made] & KIND_MASK == _MADE_BEFORE).tolist():
-            order[number] = self._order_of[int(events[made[number]])]
+        definitions = np.flatnonzero(~is_read)
+        definition = definitions[np.searchsorted(definitions, before, side="right") - 1]
+        order = at[definition] * len(ops.num_bytes) + storage[definition]
+        for row in np.flatnonzero(events[definition] & KIND_MASK == _DEFINED_BEFORE).tolist():
+            order[row] = self._order_of[int(events[definition[row]])]
         return SpillCandidates(
-            storage=storage[place], last=at[place], following=at[place + 1], order=order
+            storage=storage[before], last=at[before], following=at[before + 1], order=order
         )
 
-    # --- making again --------------------------------------------------------------------------------------------------------
+    def recomputation(self, storage: int, position: int) -> Recomputation | None:
+        """The ops that compute a value right before `position`.
 
-    def remake(self, storage: int, position: int) -> Recomputation | None:
-        """What has to run before `position` to have a value there, None if that is impossible or too much."""
-        known = self._remakes.setdefault(position, {})
+        None if an op cannot be recomputed, or if there are more than `_MAX_RECOMPUTED_OPS`.
+        """
+        known = self._recomputations.setdefault(position, {})
         if storage not in known:
-            known[storage] = self._new_remake(storage, position)
+            known[storage] = self._find_recomputation(storage, position)
         return known[storage]
 
-    def _new_remake(self, storage: int, position: int) -> Recomputation | None:
+    def _find_recomputation(self, storage: int, position: int) -> Recomputation | None:
         inputs, events, num_bits = op_def_use(self.graph).inputs, self._events, self._num_bits
         producer = int(op_def_use(self.graph).producer[storage])
         runs, pending, live = {producer}, [producer], []
         while pending:
             read = inputs[pending.pop()]
-            if read is None or len(runs) > _MAX_RUNS:
+            if read is None or len(runs) > _MAX_RECOMPUTED_OPS:
                 return None
-            for needed, maker in read:
-                if maker in runs:
+            for needed, needed_producer in read:
+                if needed_producer in runs:
                     continue
-                before = (
-                    needed << num_bits | position << KIND_BITS
-                )  # asked more often than anything else: no calls
+                # The hottest loop of the search: `_event` and `_is_read` are written out.
+                before = needed << num_bits | position << KIND_BITS
                 event = events[bisect_left(events, before)]
                 if event == before or (event & READ and event >> num_bits == needed):
                     live.append(needed)
                 else:
-                    runs.add(maker)
-                    pending.append(maker)
+                    runs.add(needed_producer)
+                    pending.append(needed_producer)
         for needed in live:
-            self._relying.setdefault(needed, []).append((position, storage))
-        return Recomputation(
-            storage, tuple(self.graph.ops[index] for index in sorted(runs)), self.costs
-        )
+            self._dependents.setdefault(needed, []).append((position, storage))
+        ops = tuple(self.graph.ops[index] for index in sorted(runs))
+        return Recomputation(storage, ops, self.costs)
 
-    def evict(self, remake: Recomputation, gap: tuple[int, int]) -> None:
-        """Releases a value after the first position of the gap and has it made again before the second."""
+    def evict(self, recomputation: Recomputation, gap: tuple[int, int]) -> None:
+        """Ends a live interval where a gap begins and recomputes the value before its end."""
         last, following = gap
-        storage = remake.storage
-        made = self._event(storage, following, _MADE_BEFORE)
-        self._order_of[made] = len(self._steps) * len(self.graph.storages) + len(self._order_of)
-        insort(self._events, made)
-        self.bytes_in_use[last + 1 : following] -= self.graph.storages[storage].num_bytes
-        self._forget_remakes(storage, gap)
-        for op in remake.runs:
+        storage = recomputation.storage
+        definition = self._event(storage, following, _DEFINED_BEFORE)
+        self._order_of[definition] = len(self._steps) * len(self.graph.storages) + len(
+            self._order_of
+        )
+        insort(self._events, definition)
+        self.live_bytes[last + 1 : following] -= self.graph.storages[storage].num_bytes
+        self._invalidate_recomputations(storage, gap)
+        for op in recomputation.runs:
             self._inserted.setdefault(following, set()).add(op.index)
-            self._keep_state(op, following)
+            self._extend_state(op, following)
             for needed, _ in op_def_use(self.graph).inputs[op.index] or ():
                 self._add_read(needed, following)
 
-    def _forget_remakes(self, storage: int, gap: tuple[int, int]) -> None:
-        """Those that relied on a value which is not live in the gap, and those at its end, where some may be."""
+    def _invalidate_recomputations(self, storage: int, gap: tuple[int, int]) -> None:
+        """Forgets the recomputations that read the evicted value in its gap, and all at its end."""
         last, following = gap
-        self._remakes.pop(following, None)
-        for position, other in self._relying.get(storage, ()):
+        self._recomputations.pop(following, None)
+        for position, other in self._dependents.get(storage, ()):
             if last < position < following:
-                self._remakes.get(position, {}).pop(other, None)
+                self._recomputations.get(position, {}).pop(other, None)
 
     def _add_read(self, storage: int, position: int) -> None:
-        """Notes that an inserted run reads a value, if it is in memory from before."""
-        place = self._place(self._event(storage, position, _MADE_BEFORE))
-        if self._is_read(place, storage) and self._position(self._events[place]) > position:
-            self._events.insert(place, self._event(storage, position, READ))
+        """Adds a read by an inserted op, if the value is live there from before."""
+        index = self._index(self._event(storage, position, _DEFINED_BEFORE))
+        if self._is_read(index, storage) and self._position(self._events[index]) > position:
+            self._events.insert(index, self._event(storage, position, READ))
 
-    def _keep_state(self, op: Op, position: int) -> None:
-        """Holds what an op needs to run again from its first run to the one that is inserted before `position`."""
-        if op in self._with_state:
-            runs = self._with_state[op]
-            held_until = runs[-1] + 1 if len(runs) > 1 else runs[0]
-            self.bytes_in_use[held_until : position + 1] += state_bytes(op)
+    def _extend_state(self, op: Op, position: int) -> None:
+        """Keeps an op's state live from its first run to the one inserted before `position`."""
+        if op in self._state_positions:
+            runs = self._state_positions[op]
+            live_until = runs[-1] + 1 if len(runs) > 1 else runs[0]
+            self.live_bytes[live_until : position + 1] += state_bytes(op)
             insort(runs, position)
 
-    # --- dropping ------------------------------------------------------------------------------------------------------------
+    # --- removals ---
 
     def drop_candidates(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """What dropping each repeated run adds: for each value that it makes and that is read, positions of the run, first, last, bytes.
+        """The extensions of live intervals that the removal of each recomputation takes.
 
-        As the schedule came, before any change; without operands that can no longer be taken over in place.
+        They refer to the schedule before any change. Operands that can then no longer be reused in
+        place are left out.
+
+        Returns:
+            Columns with one row for each recomputed value that is read: position of the
+            recomputation, first position, last position and number of bytes of the extension.
         """
-        def_use = self._accesses
+        def_use = self._def_use
         is_result = op_def_use(self.graph).is_result[def_use.storage]
         made = np.flatnonzero(
             def_use.is_definition
@@ -301,78 +331,70 @@ class LiveRanges:
             op_def_use(self.graph).num_bytes[def_use.storage[made]],
         )
 
-    def extra_for_drop(self, position: int) -> list[Insertion]:
-        """What dropping the run at `position` adds: (first, last, bytes), since its results must stay from the run before."""
-        extra: list[Insertion] = []
+    def extensions_for_drop(self, position: int) -> list[Extension]:
+        """The extensions of earlier results that the removal of the run at `position` takes."""
+        extensions: list[Extension] = []
         for storage in self.op_at(position).writes:
-            place = self._place(self._event(storage.index, position, DEFINED))
-            if not self._is_of(place - 1, storage.index) or not self._is_read(
-                place + 1, storage.index
-            ):
+            index = self._index(self._event(storage.index, position, DEFINED))
+            has_earlier = self._is_of(index - 1, storage.index)
+            if not has_earlier or not self._is_read(index + 1, storage.index):
                 continue
-            end = self._position(self._events[place - 1])
-            extra.append((end + 1, position - 1, storage.num_bytes))
+            end = self._position(self._events[index - 1])
+            extensions.append((end + 1, position - 1, storage.num_bytes))
             if end in self._in_place:
-                extra.append((end, end, self.op_at(end).writes[0].num_bytes))
-        return extra
+                extensions.append((end, end, self.op_at(end).writes[0].num_bytes))
+        return extensions
 
-    def drop(self, position: int, extra: Sequence[Insertion]) -> None:
-        """Drops the run at `position`, which adds `extra`, and every run that then serves nobody."""
-        for first, last, num_bytes in extra:
-            self.bytes_in_use[first : last + 1] += num_bytes
-        self._forget(position)
+    def drop(self, position: int, extensions: Sequence[Extension]) -> None:
+        """Removes the run at `position`, given its `extensions`, and runs that are then dead."""
+        for first, last, num_bytes in extensions:
+            self.live_bytes[first : last + 1] += num_bytes
+        self._remove(position)
 
-    def _forget(self, position: int) -> None:
-        """Takes out a run, so that who reads its results reads those of the run before, and what only it needed."""
+    def _remove(self, position: int) -> None:
+        """Removes a run and those that only it needed; its readers then read earlier results."""
         op = self.op_at(position)
         self._dropped.add(position)
         for storage in op.writes:
-            self._take_out(self._event(storage.index, position, DEFINED))
+            self._delete_event(self._event(storage.index, position, DEFINED))
         for storage in op.reads:
-            place = self._take_out(self._event(storage.index, position, READ))
-            if place is None or self._is_read(place, storage.index):
+            index = self._delete_event(self._event(storage.index, position, READ))
+            if index is None or self._is_read(index, storage.index):
                 continue
-            end = self._position(self._events[place - 1])
-            self.bytes_in_use[end + 1 : position + 1] -= storage.num_bytes
-            is_unread = not self._is_read(place - 1, storage.index)
-            if is_unread and self._is_of(place - 2, storage.index) and self._is_dead(end):
-                self.bytes_in_use[end] -= storage.num_bytes
-                self._forget(end)
-
-    def _take_out(self, event: int) -> int | None:
-        """Removes an event and returns where it stood; None if there is none."""
-        place = self._place(event)
-        if self._events[place] != event:
-            return None
-        del self._events[place]
-        return place
+            end = self._position(self._events[index - 1])
+            self.live_bytes[end + 1 : position + 1] -= storage.num_bytes
+            is_unread = not self._is_read(index - 1, storage.index)
+            if is_unread and self._is_of(index - 2, storage.index) and self._is_dead(end):
+                self.live_bytes[end] -= storage.num_bytes
+                self._remove(end)
 
     def _is_dead(self, position: int) -> bool:
-        made = [
-            (storage.index, self._event(storage.index, position, DEFINED))
+        """Whether no result of the run at `position` is read before its next definition."""
+        return not any(
+            self._is_read(
+                self._index(self._event(storage.index, position, DEFINED)) + 1, storage.index
+            )
             for storage in self.op_at(position).writes
-        ]
-        places = [(storage, self._place(event)) for storage, event in made]
-        return not any(self._is_read(place + 1, storage) for storage, place in places)
+        )
+
+    # --- the result ---
 
     def schedule(self) -> Schedule:
         """The schedule with all changes made."""
         if not self._inserted and not self._dropped:
             return self._schedule
-        forward, backward = (
-            self._changed(0, len(self._schedule.forward)),
-            self._changed(len(self._schedule.forward), len(self._steps)),
+        num_forward = len(self._schedule.forward)
+        return finish(
+            self.graph,
+            self._changed_steps(0, num_forward),
+            self._changed_steps(num_forward, len(self._steps)),
         )
-        return finish(self.graph, forward, backward)
 
-    def _changed(self, begin: int, end: int) -> list[int]:
-        """The runs from one position to another, with all changes made."""
+    def _changed_steps(self, begin: int, end: int) -> list[int]:
+        """The op indices from one position to another, with all changes made."""
         steps: list[int] = []
-        for position in sorted(
-            position
-            for position in self._inserted.keys() | self._dropped
-            if begin <= position < end
-        ):
+        changed = self._inserted.keys() | self._dropped
+        for position in sorted(position for position in changed if begin <= position < end):
             steps += self._steps[begin:position]
             steps += sorted(self._inserted.get(position, ()))
             begin = position + (position in self._dropped)

@@ -1,7 +1,7 @@
-"""Blocks and what the solvers chose for them -> the order in which ops run.
+"""Lowers a solver's answer over blocks to a schedule: the order in which ops run.
 
-Recomputation stands as late as possible: right before the first backward op that reads its result. Values that only the backward
-needs (late ops) are treated in the same way.
+A recomputation stands as late as possible: right before the first backward op that reads its
+result. So does a late op, which only the backward needs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rotor import Sequence as RotorSequence
 
 
 def backward_steps(block: Block, available: Collection[Storage]) -> list[int]:
-    """The backward of a block with everything recomputed that is needed and not available.
+    """The backward of a block with every value recomputed that it reads and that is not available.
 
     Args:
-        block: whose backward.
-        available: storages of the forward that are at hand when it starts.
+        block: the block.
+        available: storages of the forward that are live when its backward starts.
 
     Returns:
         Op indices in running order.
@@ -31,14 +31,14 @@ def backward_steps(block: Block, available: Collection[Storage]) -> list[int]:
         if op.phase is Phase.BACKWARD:
             for storage in op.reads:
                 if storage not in at_hand and storage.producer is not None:
-                    _make(storage, at_hand, steps)
+                    _recompute(storage, at_hand, steps)
             steps.append(op.index)
             at_hand.update(op.writes)
     return steps
 
 
-def _make(storage: Storage, at_hand: set[Storage], steps: list[int]) -> None:
-    """Appends what it takes to have `storage`, dependencies first; a stack stands for recursion."""
+def _recompute(storage: Storage, at_hand: set[Storage], steps: list[int]) -> None:
+    """Appends the ops that compute `storage`, dependencies first, without recursion."""
     pending = [storage]
     while pending:
         producer = pending[-1].producer
@@ -59,7 +59,7 @@ def _make(storage: Storage, at_hand: set[Storage], steps: list[int]) -> None:
 
 
 def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> Schedule:
-    """The schedule that keeps `saved` (and what the user holds) and recomputes the rest once, as late as possible."""
+    """The schedule that saves `saved` and the outputs and recomputes all else once, late."""
     whole = chain.span(0, len(chain.blocks) - 1)
     available = {*saved, *_outputs(graph.ops)}
     return finish(graph, [op.index for op in whole.forward], backward_steps(whole, available))
@@ -71,13 +71,13 @@ def lower_sequence(
     sequence: RotorSequence,
     saved_of: Callable[[int, int, int], Collection[Storage]],
 ) -> Schedule:
-    """The schedule of a rotor sequence.
+    """The schedule of a sequence of rotor.
 
     Args:
         graph: ops and storages.
-        chain: the blocks that the sequence's stages stand for.
-        sequence: rotor's answer.
-        saved_of: (first, last, option) -> storages of that span which the option saves.
+        chain: the blocks; each is a stage of the sequence.
+        sequence: the steps on blocks and spans.
+        saved_of: (first, last, option) -> the storages of that span that the option saves.
     """
     steps: list[int] = []
     num_forward: int | None = None
@@ -90,9 +90,10 @@ def lower_sequence(
             available = {*uncounted, *saved_of(step.first, step.last, step.option)}
             steps += backward_steps(block, available | ({block.input} if block.input else set()))
             continue
-        first, last = (
-            (step.stage, step.stage) if isinstance(step, ForwardOnly) else (step.first, step.last)
-        )
+        if isinstance(step, ForwardOnly):
+            first = last = step.stage
+        else:
+            first, last = step.first, step.last
         for op in chain.span(first, last).forward:
             if op not in ran or not all(storage in uncounted for storage in op.writes):
                 steps.append(op.index)
@@ -102,4 +103,5 @@ def lower_sequence(
 
 
 def _outputs(ops: Iterable[Op]) -> list[Storage]:
+    """The storages that the user holds."""
     return [storage for op in ops for storage in op.writes if storage.is_output]

@@ -1,6 +1,8 @@
-"""Schedules of several levels: the sequences of rotor's table over the chain of blocks, spans of blocks included, each with its options.
+"""Schedules that may recompute a value several times: sequences of rotor's table over the blocks.
 
-Nothing is lowered before it is asked for.
+Rockmate's method (Zhao et al., ICML 2023): each block, and each span of neighbouring blocks, has
+several options to save or recompute its values (`block_options`). Rotor's dynamic program picks the
+options and the boundaries to save. A sequence is lowered to a schedule on demand.
 """
 
 from __future__ import annotations
@@ -18,16 +20,33 @@ from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import Schedule
 from rotor import Chain, Option, Stage, Table, solve_table
 
-SPANS = (1, 2, 4)  # in blocks: half a layer, a layer and two layers of a transformer
-_MAX_OPTIONS = 16  # of a span
-_MAX_SLOWDOWN = (
-    4.0  # against the fastest of the table; slower schedules are of no use, and very long
-)
-_TABLE_CELLS = 2_000_000  # stages x stages x slots: bounds the table's time
+# Lengths of spans, in blocks: half a layer, a layer and two layers of a transformer.
+SPANS = (1, 2, 4)
+# Largest number of options of a span.
+_MAX_OPTIONS = 16
+# Largest ratio of a schedule's time to the least of its table. Slower ones are long and of no use.
+_MAX_SLOWDOWN = 4.0
+# Limit on stages x stages x slots, which bounds the time to fill a table.
+_TABLE_CELLS = 2_000_000
+# Resolution that this limit never goes below.
+_MIN_SLOTS = 200
 
 
 class RotorFamily:
-    """Rotor's table over the blocks and their options."""
+    """Rotor's table over the blocks of a graph and their options.
+
+    Args:
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        max_bytes: the largest budget that matters.
+        solver_time: the time that the solves of all blocks share.
+        max_slots: limit on the table's resolution. Its smallest peak is exact at any resolution.
+        solved: blocks whose options are known already.
+        spans: lengths, in blocks, of the spans that have options.
+        is_all_or_nothing: each block saves everything or is recomputed as a whole: Rotor without
+            options or spans.
+    """
 
     def __init__(
         self,
@@ -42,19 +61,6 @@ class RotorFamily:
         spans: Sequence[int] = SPANS,
         is_all_or_nothing: bool = False,
     ) -> None:
-        """Solves the blocks and the table.
-
-        Args:
-            graph: ops and storages.
-            chain: its blocks.
-            costs: of its ops.
-            max_bytes: the largest budget that matters.
-            solver_time: what the solves of its blocks share.
-            max_slots: bounds the table's resolution; its smallest peak is exact at any.
-            solved: blocks that need not be solved again.
-            spans: lengths, in blocks, of what is given options.
-            is_all_or_nothing: each block saves everything or runs again as a whole: Rotor without options or spans.
-        """
         self.graph = graph
         self.chain = chain
         self.solver = OptionSolver(
@@ -67,7 +73,7 @@ class RotorFamily:
         self.table = self._solve_table(max_bytes, max_slots)
 
     def makers(self) -> list[ScheduleMaker]:
-        """Schedules, one for each table budget at which the least time drops; none that takes several times the least."""
+        """A schedule for each budget at which the least time drops, up to `_MAX_SLOWDOWN`."""
         points = self.table.breakpoints()
         least_ms = min((time_ms for _, time_ms in points), default=0.0)
         return [
@@ -85,11 +91,10 @@ class RotorFamily:
         return storages_at(self.chain.span(first, last), self.options_of(first, last)[option].saved)
 
     def options_of(self, first: int, last: int) -> Sequence[BlockOption]:
-        """The options of blocks `first` to `last` as one, from the one that saves most."""
+        """The options of the span of blocks `first` to `last`, the one that saves most first."""
         if (first, last) not in self._options:
-            self._options[first, last] = self.solver.options(self.chain.span(first, last))[
-                : self._num_options
-            ]
+            options = self.solver.options(self.chain.span(first, last))
+            self._options[first, last] = options[: self._num_options]
         return self._options[first, last]
 
     def _rotor_chain(self) -> Chain:
@@ -123,5 +128,5 @@ class RotorFamily:
 
     def _solve_table(self, max_bytes: int, max_slots: int) -> Table:
         num_stages = len(self.rotor_chain.stages)
-        slots = min(max_slots, max(200, _TABLE_CELLS // num_stages**2))
+        slots = min(max_slots, max(_MIN_SLOTS, _TABLE_CELLS // num_stages**2))
         return solve_table(self.rotor_chain, max(max_bytes, slots), num_slots=slots)

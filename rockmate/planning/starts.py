@@ -1,10 +1,14 @@
-"""What the solvers propose for a graph, each solved when it is first asked for: few budgets take them all."""
+"""Warm starts: the schedules that the local search begins with, each solved on demand.
+
+`WarmStarts` is the interface, `SolverWarmStarts` fills it from the lower bound's relaxation, the
+knapsack and rotor's table. Most budgets need only some of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
@@ -17,91 +21,124 @@ from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.schedule.schedule import Schedule
 
-_SMALLEST = 4  # schedules among which the smallest peak is sought, of the tight end of a table that counts ops
-_FEW_SLOTS = 50  # of such a table: only its tight end matters
-_SHORT_SPANS = (
-    1,
-    2,
-)  # in blocks, of such a table: longer ones take as long as all others, and evictions then reach as low without
-_ONE_SLOT = (
-    1  # of a table of which only the smallest peak is asked for, which is exact at any resolution
-)
+# Number of schedules from the tight end of the table with unit times that start the search for the
+# smallest peak.
+_NUM_MIN_PEAK_STARTS = 4
+# Resolution of that table: only its tight end matters.
+_MIN_PEAK_SLOTS = 50
+# Span lengths of that table, in blocks. Longer spans double the table's time, and spilling reaches
+# the same peak without them.
+_MIN_PEAK_SPANS = (1, 2)
+# Resolution of a table that only has to give the smallest peak, which is exact at any resolution.
+_ONE_SLOT = 1
+
+
+class WarmStarts(Protocol):
+    """The schedules that solvers propose for a graph, each solved when it is first asked for."""
+
+    @property
+    def num_unproved(self) -> int:
+        """The number of solves that have stopped at their time limit so far."""
+        ...
+
+    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
+        """A schedule with the lower bound's own time; its peak may exceed the budget.
+
+        None if the budget is infeasible in the relaxation.
+        """
+        ...
+
+    def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
+        """The fastest schedule that saves at most so many bytes and recomputes the rest once.
+
+        None if there is none.
+        """
+        ...
+
+    def from_rotor(self) -> Sequence[ScheduleMaker]:
+        """Schedules that may recompute a value several times, in order of growing solver budget."""
+        ...
+
+    def min_peak(self) -> Sequence[ScheduleMaker]:
+        """Schedules of small peaks; equal for equal graphs, whatever the op times."""
+        ...
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """A lower bound on the time of every schedule within the budget."""
+        ...
 
 
 class SolverWarmStarts:
-    """Schedules of one level and of several, by the times of ops and by their number."""
+    """Warm starts from the relaxation, the knapsack and rotor's table.
+
+    Args:
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        lower_bound: of its schedules' times.
+        max_bytes: the largest budget that matters.
+        solver_time: the time that all solves share.
+        solved: blocks whose options are known already.
+    """
 
     def __init__(
         self,
         graph: Graph,
         chain: BlockChain,
         costs: Costs,
-        certificate: LowerBound,
+        lower_bound: LowerBound,
         *,
         max_bytes: int,
         solver_time: SolverTime,
         solved: SolvedBlocks | None = None,
     ) -> None:
-        """Takes what the solvers need.
-
-        Args:
-            graph: ops and storages.
-            chain: its blocks.
-            costs: of its ops.
-            certificate: its bound.
-            max_bytes: the largest budget that matters.
-            solver_time: what the solves share.
-            solved: blocks that need not be solved again.
-        """
-        self._graph, self._chain, self._costs, self._certificate = graph, chain, costs, certificate
+        self._graph, self._chain, self._costs, self._lower_bound = graph, chain, costs, lower_bound
         self._max_bytes, self._solver_time = max_bytes, solver_time
         self._solved = SolvedBlocks() if solved is None else solved
-        self._tables: list[RotorFamily] = []
+        self._rotor_families: list[RotorFamily] = []
 
     @property
     def num_unproved(self) -> int:
-        """How many solves so far have stopped at their time limit."""
-        one_level = self._one_level.num_unproved if "_one_level" in self.__dict__ else 0
-        return (
-            self._certificate.num_cut_short
-            + one_level
-            + sum(table.solver.num_unproved for table in self._tables)
-        )
+        """See `WarmStarts`."""
+        knapsack = self._knapsack.num_unproved if "_knapsack" in self.__dict__ else 0
+        rotor = sum(family.solver.num_unproved for family in self._rotor_families)
+        return self._lower_bound.num_cut_short + knapsack + rotor
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """A time that no schedule of so many bytes beats."""
-        return self._certificate.bound_ms(budget_bytes)
+        """See `WarmStarts`."""
+        return self._lower_bound.bound_ms(budget_bytes)
 
     def from_relaxation(self, budget_bytes: int) -> Schedule | None:
-        """A schedule of the bound's own time, whose peak may exceed the budget; None if there is none."""
-        kept = self._certificate.saved_values_within(budget_bytes)
-        return None if kept is None else self._one_level.keeping(kept)
+        """See `WarmStarts`."""
+        saved = self._lower_bound.saved_values_within(budget_bytes)
+        return None if saved is None else self._knapsack.schedule_saving(saved)
 
-    def saving(self, max_saved_bytes: int) -> Schedule | None:
-        """The fastest schedule that saves at most so many bytes and recomputes the rest once; None if there is none."""
-        return self._one_level.saving(max_saved_bytes)
+    def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
+        """See `WarmStarts`."""
+        return self._knapsack.fastest_saving(max_saved_bytes)
 
-    def several_levels(self) -> Sequence[ScheduleMaker]:
-        """Schedules that may recompute more than once, in order of growing solver budget."""
-        return self._table(self._costs).makers()
+    def from_rotor(self) -> Sequence[ScheduleMaker]:
+        """See `WarmStarts`."""
+        return self._rotor_family(self._costs).makers()
 
-    def smallest(self) -> Sequence[ScheduleMaker]:
-        """The tightest of a table that counts ops, and of one where blocks are all or nothing, so that nothing fits Rotor alone."""
-        counted = unit_times(self._costs)
-        tightest = self._table(counted, max_slots=_FEW_SLOTS, spans=_SHORT_SPANS).makers()[
-            :_SMALLEST
-        ]
-        return [
-            *tightest,
-            *self._table(counted, max_slots=_ONE_SLOT, is_all_or_nothing=True).makers()[:1],
-        ]
+    def min_peak(self) -> Sequence[ScheduleMaker]:
+        """The tightest schedules of two tables that count ops instead of timing them.
+
+        One has several options a block. In the other, each block saves everything or is recomputed
+        as a whole, so the result is never worse than Rotor's own.
+        """
+        costs = unit_times(self._costs)
+        with_options = self._rotor_family(costs, max_slots=_MIN_PEAK_SLOTS, spans=_MIN_PEAK_SPANS)
+        tightest = with_options.makers()[:_NUM_MIN_PEAK_STARTS]
+        plain_rotor = self._rotor_family(costs, max_slots=_ONE_SLOT, is_all_or_nothing=True)
+        return [*tightest, *plain_rotor.makers()[:1]]
 
     @cached_property
-    def _one_level(self) -> KnapsackFamily:
+    def _knapsack(self) -> KnapsackFamily:
         return KnapsackFamily(self._graph, self._chain, self._costs, solver_time=self._solver_time)
 
-    def _table(self, costs: Costs, **options: Any) -> RotorFamily:
-        table = RotorFamily(
+    def _rotor_family(self, costs: Costs, **options: Any) -> RotorFamily:
+        family = RotorFamily(
             self._graph,
             self._chain,
             costs,
@@ -110,5 +147,5 @@ class SolverWarmStarts:
             solved=self._solved,
             **options,
         )
-        self._tables.append(table)
-        return table
+        self._rotor_families.append(family)
+        return family

@@ -1,4 +1,4 @@
-"""Ways of planning by name, each as a search over its own families of schedules."""
+"""The planning strategies by name, each as a search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import Search, Searcher
+from rockmate.planning.baseline_search import FamilySearch, Searcher
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
@@ -27,74 +27,82 @@ def make_search(
     chain: BlockChain,
     costs: Costs,
     *,
-    certificate: LowerBound,
+    lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
 ) -> Searcher:
-    """What finds schedules for any budget; "rockmate" and "checkmate" solve what they need when they are asked.
+    """The search of a strategy, for any budget.
+
+    * "none" recomputes nothing.
+    * "chen" saves one boundary in every sqrt(n) blocks.
+    * "rotor" chooses, by a dynamic program, which blocks save everything and which are recomputed
+      as a whole.
+    * "checkmate" solves the whole graph as one program; for small models.
+    * "rockmate", the default, solves the whole graph as a knapsack. Where that is not near enough
+      to the lower bound, it gives blocks and spans of blocks several options (rotor). A local
+      search improves the result.
 
     Args:
-        strategy: "none" recomputes nothing; "chen" keeps one boundary in every sqrt(n) blocks; "rotor" chooses by dynamic program
-            which blocks save everything and which run again as a whole; "checkmate" solves the whole graph as one program, for
-            small models; "rockmate" solves the whole graph as a knapsack, gives
-            blocks and spans of blocks several options where that is not near enough, and improves the result run by run.
+        strategy: one of `STRATEGIES`.
         graph: ops and storages.
         chain: its blocks.
         costs: of its ops.
-        certificate: its bound, near which "rockmate" stops searching.
-        solver_time: what its solves share; of "checkmate" each budget may take all of it.
-        solved: blocks that other graphs of the same step have had solved; those solved here join them.
+        lower_bound: of its schedules' times; "rockmate" stops near it.
+        solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
+        solved: block options of other graphs of the same step; those solved here are added.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the strategy is unknown.
     """
     if strategy not in STRATEGIES:
         msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
         raise ValueError(msg)
     if strategy == "none":
-        return Search(graph, costs, [])
+        return FamilySearch(graph, costs, [])
     if strategy == "chen":
-        return Search(graph, costs, [[chen_family(graph, chain)]])
+        return FamilySearch(graph, costs, [[chen_family(graph, chain)]])
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":
-        max_bytes = simulate(graph, baseline_schedule(graph), costs).peak_bytes
         rotor = RotorFamily(
             graph,
             chain,
             costs,
-            max_bytes=max_bytes,
+            max_bytes=_baseline_peak_bytes(graph, costs),
             solver_time=solver_time,
             solved=solved,
             is_all_or_nothing=True,
         )
-        return Search(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
-    return local_search(
-        graph, chain, costs, certificate=certificate, solver_time=solver_time, solved=solved
+        return FamilySearch(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
+    return make_local_search(
+        graph, chain, costs, lower_bound=lower_bound, solver_time=solver_time, solved=solved
     )
 
 
-def local_search(
+def make_local_search(
     graph: Graph,
     chain: BlockChain,
     costs: Costs,
     *,
-    certificate: LowerBound,
+    lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
 ) -> LocalSearch:
     """The search of "rockmate"; arguments as for `make_search`."""
-    max_bytes = simulate(graph, baseline_schedule(graph), costs).peak_bytes
     backward = memory_minimizing_order(graph, costs)
     if backward is not None:
         chain = chain.with_backward_as_in(backward)
-    proposals = SolverWarmStarts(
+    starts = SolverWarmStarts(
         graph,
         chain,
         costs,
-        certificate,
-        max_bytes=max_bytes,
+        lower_bound,
+        max_bytes=_baseline_peak_bytes(graph, costs),
         solver_time=solver_time,
         solved=solved,
     )
-    return LocalSearch(graph, costs, proposals, backward=backward)
+    return LocalSearch(graph, costs, starts, backward=backward)
+
+
+def _baseline_peak_bytes(graph: Graph, costs: Costs) -> int:
+    return simulate(graph, baseline_schedule(graph), costs).peak_bytes

@@ -1,77 +1,72 @@
-"""Keeps track of which schedules have been improved for which budgets."""
+"""Tightens one schedule through a geometric sequence of budgets; the results are cached.
+
+A homotopy in the budget: small steps let greedy evictions end at better schedules than one large
+step does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from rockmate.planning.candidate import Candidate, is_worth_refining
-from rockmate.planning.refine import ScheduleRefiner
-from rockmate.schedule.schedule import Schedule
-
-
-class TriedStarts:
-    """Improvements that are each tried once: among many budgets the same start comes up again, with the same outcome."""
-
-    def __init__(self, improver: ScheduleRefiner) -> None:
-        """Nothing has been tried."""
-        self._improver = improver
-        self._tried: set[tuple[Schedule, int]] = set()
-
-    def improved(self, start: Candidate, budget_bytes: int, known_ms: float) -> Candidate | None:
-        """What comes of `start`; None if that was tried before, or if it does not fit and cannot be made to or takes `known_ms`."""
-        if (
-            not is_worth_refining(start, budget_bytes, known_ms)
-            or (start.schedule, budget_bytes) in self._tried
-        ):
-            return None
-        self._tried.add((start.schedule, budget_bytes))
-        return self._improver.improved(start, budget_bytes)
+from rockmate.planning.candidate import Candidate
 
 
 class TighteningPath:
-    """Rungs at budgets that fall by one factor, from the peak of a schedule on. Which they are does not depend on what is asked for."""
+    """The schedules of a path, at budgets that fall by one factor from the peak of the first.
+
+    The budgets depend on the first schedule alone, so the path is the same whatever is asked for.
+
+    Args:
+        start: the first schedule.
+        factor: ratio between neighbouring budgets, above 1. Infinite for a path of the start alone.
+        improve: makes a schedule fit a smaller budget; None if that fails.
+    """
 
     def __init__(
-        self, top: Candidate, factor: float, improved: Callable[[Candidate, int], Candidate | None]
+        self,
+        start: Candidate,
+        factor: float,
+        improve: Callable[[Candidate, int], Candidate | None],
     ) -> None:
-        """Nothing is brought down yet.
-
-        Args:
-            top: the schedule.
-            factor: between one budget and the next, above 1; infinite for a ladder of the top alone.
-            improved: a schedule and a smaller budget -> what it becomes there, None where it cannot be made to fit.
-        """
         self._factor = factor
-        self._improved = improved
-        self._budgets = [top.peak_bytes]
-        self._rungs: list[Candidate | None] = [top]
+        self._improve = improve
+        self._budgets = [start.peak_bytes]
+        self._schedules: list[Candidate | None] = [start]
 
     def smallest_above(self, budget_bytes: int) -> Candidate | None:
-        """The last rung that is not below the budget, None if the schedule could not be brought down so far.
+        """The last schedule whose budget is not below `budget_bytes`; None if the path ends before.
 
         Raises:
-            ValueError: the budget is not between 1 and the peak of the top.
+            ValueError: the budget is not between 1 and the peak of the first schedule.
         """
-        return self._rungs[self._place_above(budget_bytes)]
+        return self._schedules[self._index_above(budget_bytes)]
 
     def largest_below(self, budget_bytes: int) -> Candidate | None:
-        """The first rung below the budget, or None; errors as for `smallest_above`."""
-        place = self._place_above(budget_bytes) + 1
-        self._build(place)
-        return self._rungs[place] if place < len(self._rungs) else None
+        """The first schedule with a budget below `budget_bytes`; None if the path ends before.
 
-    def _place_above(self, budget_bytes: int) -> int:
+        Raises:
+            ValueError: the budget is not between 1 and the peak of the first schedule.
+        """
+        index = self._index_above(budget_bytes) + 1
+        self._extend_to(index)
+        return self._schedules[index] if index < len(self._schedules) else None
+
+    def _index_above(self, budget_bytes: int) -> int:
         if not 1 <= budget_bytes <= self._budgets[0]:
             raise ValueError(
-                f"a budget of {budget_bytes:,} bytes is not between 1 and the {self._budgets[0]:,} of the ladder's top"
+                f"the budget is {budget_bytes:,} bytes; it must be at least 1 and at most the peak "
+                f"of the path's first schedule, {self._budgets[0]:,} bytes"
             )
         while int(self._budgets[-1] / self._factor) >= budget_bytes:
-            self._build(len(self._rungs))
-        return max(place for place, budget in enumerate(self._budgets) if budget >= budget_bytes)
+            self._extend_to(len(self._schedules))
+        return max(index for index, budget in enumerate(self._budgets) if budget >= budget_bytes)
 
-    def _build(self, place: int) -> None:
-        """Rungs up to that at `place`, as far as there are any."""
-        while len(self._rungs) <= place and (next_bytes := int(self._budgets[-1] / self._factor)):
-            last = self._rungs[-1]
+    def _extend_to(self, index: int) -> None:
+        """Computes the path up to an index, or to its end at a budget of 0 bytes."""
+        while len(self._schedules) <= index:
+            next_bytes = int(self._budgets[-1] / self._factor)
+            if not next_bytes:
+                return
+            last = self._schedules[-1]
             self._budgets.append(next_bytes)
-            self._rungs.append(None if last is None else self._improved(last, next_bytes))
+            self._schedules.append(None if last is None else self._improve(last, next_bytes))

@@ -1,0 +1,48 @@
+"""What a plan says of the blocks that might run in chunks; computed when it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rockmate.graph.chunking.region import Refusal, Region
+from rockmate.graph.chunking.unroll import Chunks
+from rockmate.plan.chunking_notes import ChunkingNote
+from rockmate.planning.chunkable_blocks import ChunkableBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class VariantNotes:
+    """The notes on one variant of a step; a `ChunkingNotes`.
+
+    To find the blocks takes a copy of the graph, so it waits until a note is read.
+
+    Attributes:
+        blocks: of the step as captured.
+        chunks: the chunking of the variant, as `Chunks` writes it; None for the step as captured.
+    """
+
+    blocks: ChunkableBlocks
+    chunks: str | None
+
+    @property
+    def loss_block(self) -> ChunkingNote:
+        """Whether the loss block runs in chunks, and why."""
+        block = self.blocks.loss
+        module = block.block if isinstance(block, Refusal) else block.name
+        if self.chunks:
+            return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
+        reason = self.blocks.loss_refusal or self.blocks.unused_hint
+        return ChunkingNote(module=module, text=f"not in chunks: {reason}")
+
+    @property
+    def feed_forward(self) -> tuple[ChunkingNote, ...]:
+        """Whether each large feed-forward block runs in chunks, and why."""
+        return tuple(map(self._layer_note, self.blocks.feed_forward))
+
+    def _layer_note(self, block: Region | Refusal) -> ChunkingNote:
+        if isinstance(block, Refusal):
+            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
+        if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
+            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
+        reason = self.blocks.layer_refusal(block) or self.blocks.unused_hint
+        return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

@@ -1,0 +1,134 @@
+"""The blocks of a step that may run in chunks of their rows, and the chunkings worth planning.
+
+Two kinds of blocks qualify: the loss block, and feed-forward blocks whose values are large. A
+refusal says in words why a block runs whole.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil
+
+from rockmate.graph.chunking.region import Refusal, Region
+from rockmate.graph.chunking.unroll import Chunks, SeparableBlocks
+from rockmate.step import CapturedStep
+
+# Numbers of chunks of the loss block to plan.
+_NUM_CHUNKS = (2, 4, 8, 16)
+# Smallest number of rows of a chunk.
+_MIN_ROWS = 8
+# Number of chunks of a feed-forward block.
+_LAYER_CHUNKS = 4
+# A block runs in chunks only if its largest value exceeds this share of the baseline peak.
+_MIN_PEAK_SHARE = 0.02
+_NOT_ALLOWED = "chunks are not allowed (allow_chunking=False)"
+
+
+class ChunkableBlocks:
+    """The blocks of one captured step that may run in chunks.
+
+    The blocks are found on demand, since that takes a copy of the graph.
+
+    Args:
+        step: as captured.
+        baseline_peak_bytes: the peak of the step without recomputation.
+        allow_chunking: as for `Planner`.
+    """
+
+    def __init__(
+        self, step: CapturedStep, baseline_peak_bytes: int, *, allow_chunking: bool | None
+    ) -> None:
+        self._step = step
+        self._min_bytes = _MIN_PEAK_SHARE * baseline_peak_bytes
+        self._allow_chunking = allow_chunking
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether any block may run in chunks."""
+        return self._allow_chunking is not False
+
+    @cached_property
+    def _separable(self) -> SeparableBlocks:
+        return self._step.separable_blocks(least_bytes=ceil(self._min_bytes))
+
+    @property
+    def loss(self) -> Region | Refusal:
+        """The loss block, or why it cannot run in chunks."""
+        return self._separable.loss
+
+    @property
+    def feed_forward(self) -> tuple[Region | Refusal, ...]:
+        """The large feed-forward blocks, or why they cannot run in chunks."""
+        return self._separable.feed_forward
+
+    @cached_property
+    def loss_refusal(self) -> str:
+        """Why no chunking of the loss block is planned; empty if there is one."""
+        if not self.is_allowed:
+            return _NOT_ALLOWED
+        block = self.loss
+        if isinstance(block, Refusal):
+            return str(block)
+        if block.num_bytes < self._min_bytes:
+            return (
+                f"the largest value of the loss block ({block.num_bytes:,} bytes) is below "
+                f"{_MIN_PEAK_SHARE:.0%} of the step's peak"
+            )
+        if block.num_rows < _NUM_CHUNKS[0] * _MIN_ROWS:
+            return f"the loss block has {block.num_rows} rows, too few for chunks of {_MIN_ROWS}"
+        return ""
+
+    def layer_refusal(self, block: Region) -> str:
+        """Why no chunking of a feed-forward block is planned; empty if there is one."""
+        if not self.is_allowed:
+            return _NOT_ALLOWED
+        if not _has_enough_rows(block):
+            return (
+                f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_MIN_ROWS}"
+            )
+        return ""
+
+    @property
+    def unused_hint(self) -> str:
+        """Why a block that can run in chunks runs whole."""
+        return (
+            "it can be, and this budget is met without"
+            if self._allow_chunking is None
+            else "it can be, and would be no faster"
+        )
+
+    @cached_property
+    def chunkings(self) -> tuple[tuple[Chunks, ...], ...]:
+        """The chunkings to plan: forms of small peaks first, each with falling chunk sizes."""
+        if not self.is_allowed:
+            return ()
+        block = self.loss
+        num_rows = block.num_rows if isinstance(block, Region) and not self.loss_refusal else 0
+        numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _MIN_ROWS]
+        forms = [
+            tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
+        ]
+        if self._has_large_layers():
+            smallest_peak = Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS)
+            forms.insert(0, (smallest_peak,))
+        return tuple(form for form in forms if form)
+
+    def chunk_bytes(self, chunking: Chunks) -> int:
+        """The bytes that the loss block's largest value takes in its largest chunk.
+
+        They are live at some point of every schedule. 0 where the loss block runs whole.
+        """
+        block = self.loss
+        if chunking.number == 1 or isinstance(block, Refusal):
+            return 0
+        return block.num_bytes // block.num_rows * -(-block.num_rows // chunking.number)
+
+    def _has_large_layers(self) -> bool:
+        """Whether a feed-forward block has enough rows for chunks."""
+        return any(
+            isinstance(block, Region) and _has_enough_rows(block) for block in self.feed_forward
+        )
+
+
+def _has_enough_rows(block: Region) -> bool:
+    return block.num_rows >= _LAYER_CHUNKS * _MIN_ROWS

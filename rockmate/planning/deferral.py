@@ -1,0 +1,124 @@
+"""The move "defer": runs a weight-gradient op later, where memory is free.
+
+A backward op whose result no op reads (the gradient of a parameter) may run at any later program
+point. Its inputs then stay live until that point. Deferral lowers the memory at the op's former
+position by its result and its workspace.
+
+The free bytes are estimated: an input is assumed live until the later point whether or not it is
+recomputed, and so is each final gradient at the last run of its op. The caller simulates the
+result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from rockmate._arrays import Ints
+from rockmate.capture.roles import RoleKind
+from rockmate.costs.cost import Costs
+from rockmate.graph.ir import Graph, Op, Phase
+from rockmate.schedule.liveness import op_def_use
+from rockmate.schedule.schedule import Schedule, finish
+from rockmate.schedule.simulate import Simulation
+
+
+def deferrable_ops(graph: Graph) -> frozenset[Op]:
+    """The backward ops that may run later without a change of any number.
+
+    Their results have no reader, and they make the whole of each gradient that they accumulate. Two
+    kinds of ops are excluded:
+
+    * One of several contributions to a gradient: in another order, the sum is rounded differently.
+    * An op that reads a parameter whose gradient another op makes. That parameter's hooks wait for
+      its last read, and a later read would delay them and the whole gradient that they must see.
+    """
+    parameters = {
+        role.name: graph.storage_of[node]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
+    contributions = Counter(parameters[role.name] for _, role in graph.initial_gradients)
+    contributions.update(
+        parameters[role.name] for op in graph.ops for _, role in op.final_gradients
+    )
+    return frozenset(
+        op
+        for op in graph.ops
+        if op.phase is Phase.BACKWARD
+        and not op.is_random
+        and not any(graph.readers.get(storage) for storage in op.writes)
+        and all(contributions[parameters[role.name]] == 1 for _, role in op.final_gradients)
+        and (contributions.keys() & op.reads)
+        <= {parameters[role.name] for _, role in op.final_gradients}
+    )
+
+
+def result_and_workspace_bytes(graph: Graph, costs: Costs) -> Ints:
+    """The bytes that the first run of each op takes beside its inputs, by `Op.index`."""
+    return op_def_use(graph).written_bytes + costs.first_arrays.overhead_bytes
+
+
+def insertion_points(
+    graph: Graph,
+    costs: Costs,
+    schedule: Schedule,
+    simulation: Simulation,
+    position: int,
+    budget_bytes: int,
+) -> list[int]:
+    """The positions before which the run at `position` could stand within the budget.
+
+    Returns:
+        The point with the most free memory and the last one, which may coincide. None if the runs
+        beside `position` need as much memory, since nothing would be gained.
+    """
+    live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
+    in_use = (live_bytes + _extended_input_bytes(graph, schedule, position))[position + 1 :]
+    if not len(in_use) or max(live_bytes[position - 1], in_use[0]) >= live_bytes[position]:
+        return []
+    own = result_and_workspace_bytes(graph, costs)
+    steps = np.array(schedule.steps, dtype=np.int64)
+    before = in_use - own[steps[position + 1 :]]
+    for place in schedule.in_place:
+        if place > position:
+            before[place - position - 1] += graph.ops[schedule.steps[place]].writes[0].num_bytes
+    before_next = np.append(before[1:], before[-1])
+    has_room = np.logical_and.accumulate(in_use <= budget_bytes) & (
+        before_next + own[steps[position]] <= budget_bytes
+    )
+    # Indices of later runs: the deferred run may stand behind each of them.
+    behind = np.flatnonzero(has_room)
+    if not len(behind):
+        return []
+    roomiest = int(behind[before_next[behind].argmin()])
+    return [position + 2 + place for place in dict.fromkeys((roomiest, int(behind[-1])))]
+
+
+def _extended_input_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:
+    """At each run, the bytes of inputs of the run at `position` that are released by then."""
+    def_use, ops = schedule.def_use, op_def_use(graph)
+    assert def_use is not None
+    reads = np.flatnonzero(
+        (def_use.position == position) & ~def_use.is_definition & ~ops.is_held[def_use.storage]
+    )
+    lasts = np.flatnonzero(def_use.is_last)
+    ends = def_use.position[lasts[np.searchsorted(lasts, reads)]]
+    extended = np.zeros(len(schedule.steps), dtype=np.int64)
+    for end, storage in zip(ends.tolist(), def_use.storage[reads].tolist(), strict=True):
+        is_reused_in_place = end in schedule.in_place and end > position
+        extended[end if is_reused_in_place else end + 1 :] += ops.num_bytes[storage]
+    return extended
+
+
+def defer(graph: Graph, schedule: Schedule, position: int, place: int) -> Schedule:
+    """The schedule with the backward run at `position` moved to right before the later `place`."""
+    steps, num_forward = schedule.steps, len(schedule.forward)
+    backward = [
+        *steps[num_forward:position],
+        *steps[position + 1 : place],
+        steps[position],
+        *steps[place:],
+    ]
+    return finish(graph, schedule.forward, backward)

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
-from test_rockmate_certificate import (
+from small_graphs import (
     SMALL,
     budgets_between,
     candidates,

@@ -33,7 +33,7 @@ def run_with_resident_environment(program: str) -> str:
     finished = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | measure.RESIDENT_ENVIRONMENT,
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         check=True,
         text=True,

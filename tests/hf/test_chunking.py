@@ -7,7 +7,7 @@ import re
 import architectures
 import pytest
 import torch
-from test_rockmate_chunking import chunked, distance, eager, gradients, train
+from chunk_cases import chunked, distance, eager, gradients, train
 from torch import nn
 from torch.nn import functional
 

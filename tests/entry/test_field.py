@@ -415,7 +415,7 @@ print(json.dumps({{"budget": plan.budget_bytes, "planned": marks(module), "eager
 )
 def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes() -> None:
     """Of the whole process, so what libraries take and what fragments count as well; large blocks go back to the kernel one by one."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     settings = (
         os.environ
         | measure.RESIDENT_ENVIRONMENT

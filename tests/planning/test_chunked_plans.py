@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rockmate_chunking import (
+from chunk_cases import (
     CLASSES,
     chunked,
     distances,

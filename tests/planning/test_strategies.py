@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
-from test_rockmate_certificate import (
+from small_graphs import (
     HEURISTIC,
     NAMES,
     budgets_between,

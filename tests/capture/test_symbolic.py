@@ -16,8 +16,7 @@ from helpers import assert_same, one_step, relative_error, tensors_of
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import Planner, RockmateModule, step, step_family
-from rockmate import plan_cache
+from rockmate import Planner, RockmateModule, plan_cache, step, step_family
 from rockmate.capture import symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture

@@ -87,7 +87,9 @@ def test_a_sample_without_the_keyword_that_trainer_adds(
         our_logs, _ = trained(llama, lambda model: RockmateModule(model, batch(), 0.6), tmp_path)
     assert our_logs == logs
     assert [
-        record.message.split(":")[0] for record in caplog.records if record.name.startswith("rockmate")
+        record.message.split(":")[0]
+        for record in caplog.records
+        if record.name.startswith("rockmate")
     ] == ["planned for this call, since the call has other keywords than the sample"]
 
 

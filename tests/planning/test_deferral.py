@@ -11,7 +11,7 @@ from math import inf
 import pytest
 import torch
 from helpers import assert_same, differing, gradients_of, train, workload_loss
-from test_rockmate_certificate import SMALL, fixed, graph_and_costs, random_schedule, small
+from small_graphs import SMALL, fixed, graph_and_costs, random_schedule, small
 from torch import Tensor, nn
 
 from bench.unet import UNet

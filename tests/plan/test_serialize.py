@@ -34,7 +34,7 @@ from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FEW = ("gpt2", "hf-resnet", "mlp")
 WITHOUT_SOLVERS = """
 import sys

@@ -93,7 +93,7 @@ def test_shipped_machines_load() -> None:
 
 
 def test_descriptions_are_part_of_the_distribution() -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"
     ]["rockmate"]

@@ -17,7 +17,7 @@ from torch import nn
 from rockmate import InfeasibleMemoryLimitError, InvalidBudgetError, RockmateModule
 from rockmate.memory_limit import MemoryLimit, missing_state_bytes, present_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def made_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:

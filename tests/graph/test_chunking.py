@@ -7,45 +7,27 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from chunk_cases import (
+    Loss,
+    chunked,
+    distance,
+    distances,
+    eager,
+    gradients,
+    make,
+    sample,
+    sorted_scores,
+    train,
+    values_in_01,
+)
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.chunking.unroll import Chunks
-from rockmate.graph.parameters import owner_names
-from rockmate.runtime.autograd import Runner
-from rockmate.runtime.emit import emit
-from rockmate.schedule.schedule import baseline_schedule
 from rockmate.step import CapturedStep, capture_step
 
-_WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11
 FORMS = ("5 recompute", "3 at_once")
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class Model(nn.Module):
-    """Words to logits by way of one hidden layer, and a loss."""
-
-    def __init__(self, loss: Loss, *, bias: bool = False, tied: bool = False) -> None:
-        super().__init__()
-        self.words = nn.Embedding(CLASSES, _WIDTH)
-        self.hidden = nn.Linear(_WIDTH, _WIDTH)
-        self.head = nn.Linear(_WIDTH, CLASSES, bias=bias)
-        if tied:
-            self.head.weight = self.words.weight
-        self.loss = loss
-
-    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        return {"loss": self.loss(self.head(torch.tanh(self.hidden(self.words(words)))), labels)}
-
-
-def sample(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    words, labels = (
-        torch.randint(0, CLASSES, (_BATCH, _TOKENS), generator=generator) for _ in range(2)
-    )
-    labels[0, :4] = -100
-    return {"words": words, "labels": labels}
 
 
 def rows_of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,10 +78,6 @@ def per_token(scores: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.linspace(0.0, 1.0, len(labels))).sum()
 
 
-def values_in_01(scores: Tensor) -> Tensor:
-    return torch.linspace(0.0, 1.0, scores.numel(), dtype=scores.dtype).view(scores.shape)
-
-
 def of_elements(loss: Callable[..., Tensor], **options: object) -> Loss:
     """Of each score and a number."""
     return lambda scores, labels: loss(scores, values_in_01(scores), **options)
@@ -140,61 +118,6 @@ LOSSES: Mapping[str, Loss] = {
     "log_sum_exp": log_sum_exp,
     "per token": per_token,
 }
-
-
-def make(loss: Loss, **options: bool) -> Model:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Model(loss, **options).train()
-
-
-def chunked(step: CapturedStep, chunks: str) -> CapturedStep:
-    found = step.in_chunks(Chunks.parse(chunks))
-    assert not isinstance(found, Refusal), str(found)
-    return found
-
-
-def train(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
-    """One step of the captured graph, nothing recomputed; gives the loss."""
-    program = emit(step.graph, baseline_schedule(step.graph), owner_names(step.model))
-    outputs = Runner(program, step.model).run(
-        [batch[name] for name in sorted(batch)], hooks_last=False
-    )
-    (outputs[0] * scale).backward()
-    return outputs[0].detach()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def eager(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    scale: float = 1.0,
-    *,
-    autocast: torch.dtype | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        loss = model(**batch)["loss"]
-    (loss * scale).backward()
-    return loss.detach(), gradients(model)
-
-
-def distance(ours: Tensor, reference: Tensor) -> float:
-    """Relative, by norm."""
-    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
-
-
-def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    assert ours.keys() == reference.keys()
-    return {name: distance(gradient, reference[name]) for name, gradient in ours.items()}
 
 
 def check_as_eager(step: CapturedStep, batch: Mapping[str, Tensor], scale: float = 1.0) -> None:
@@ -347,10 +270,6 @@ def normalised_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
 def softmax_over_tokens(scores: Tensor, labels: Tensor) -> Tensor:
     rows, labels = rows_of(scores, labels)
     return functional.nll_loss(functional.log_softmax(rows, dim=0), labels)
-
-
-def sorted_scores(scores: Tensor, labels: Tensor) -> Tensor:
-    return (scores.sort(dim=-1).values * values_in_01(scores)).mean()
 
 
 def shifted(scores: Tensor, labels: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ What cuBLAS and cuDNN take for themselves is not known without them, and not cou
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rockmate._torch.ops import is_op, schema_of
+from rockmate.capture.nodes import tensors_of
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op, call_key
@@ -121,11 +122,12 @@ def _convolution_backward_flops(args: Any) -> float:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes that a call reads and writes, each once."""
-    written = sum(map(_distinct_bytes, _tensors(node)))
+    written = sum(map(_distinct_bytes, tensors_of(node)))
     if node.target is kernels.dropout_apply:  # the result is scaled in a pass of its own
         written *= 3
     read = {
-        argument: sum(map(_distinct_bytes, _tensors(argument))) for argument in node.all_input_nodes
+        argument: sum(map(_distinct_bytes, tensors_of(argument)))
+        for argument in node.all_input_nodes
     }
     if _packet(node.target) in _LOOKUPS:
         table = node.args[0]
@@ -156,7 +158,7 @@ def _compute_ms(node: fx.Node, machine: Machine) -> float:
 def _elements_ms(node: fx.Node, target: Any, machine: Machine) -> float:
     packet = _packet(target)
     kinds = {"transcendental": _TRANSCENDENTAL, "normalization": _NORMALIZATION, "random": _RANDOM}
-    num_elements = max(tensor.numel() for tensor in _tensors(node))
+    num_elements = max(tensor.numel() for tensor in tensors_of(node))
     return sum(
         machine.elements_ms(num_elements, kind)
         for kind, packets in kinds.items()
@@ -217,7 +219,7 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     elif packet in _GPU_ATTENTION_BACKWARD:
         yield from _attention_sums(node)
     elif machine.device == "cpu" and packet in (_aten.convolution, _aten.convolution_backward):
-        yield num_bytes(node) - sum(map(_distinct_bytes, _tensors(node)))
+        yield num_bytes(node) - sum(map(_distinct_bytes, tensors_of(node)))
         yield _unasked_bytes(node)
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
         yield _distinct_bytes(node.meta["val"][0])
@@ -272,18 +274,9 @@ def _ignores_values(node: fx.Node) -> bool:
     )
 
 
-def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
-    value = node.meta["val"]
-    return [
-        item
-        for item in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(item, torch.Tensor)
-    ]
-
-
 def _first_float(node: fx.Node) -> torch.Tensor:
     """The first operand that products are taken of."""
-    operands = [tensor for argument in node.all_input_nodes for tensor in _tensors(argument)]
+    operands = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
     return next((tensor for tensor in operands if tensor.is_floating_point()), operands[0])
 
 

@@ -16,9 +16,10 @@ from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
-from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage, target_name
+from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage
 from rockmate.ops.kernels import (
     batch_norm_again,
     can_normalize_again,
@@ -111,7 +112,7 @@ class _Builder:
             raise UnsupportedModelError(msg)
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             msg = (
-                f"{target_name(node)} ({node.name}) makes a tensor of layout {value.layout}, which cannot be planned. Use dense ones "
+                f"{call_name(node)} ({node.name}) makes a tensor of layout {value.layout}, which cannot be planned. Use dense ones "
                 "(an embedding with sparse=False)."
             )
             raise UnsupportedModelError(msg)
@@ -129,7 +130,7 @@ class _Builder:
         elif isinstance(value, tuple | list):
             self._add_multiple(node, value)
         else:
-            msg = f"{target_name(node)} makes a {type(value).__name__}, not a tensor ({node.name}), which is not supported"
+            msg = f"{call_name(node)} makes a {type(value).__name__}, not a tensor ({node.name}), which is not supported"
             raise UnsupportedModelError(msg)
 
     def _add_multiple(self, node: fx.Node, values: Iterable[Any]) -> None:
@@ -141,7 +142,7 @@ class _Builder:
             self.view_base[node] = node.all_input_nodes[0]
             return
         if known:
-            msg = f"{target_name(node)} makes new memory and views at once ({node.name}), which is not supported"
+            msg = f"{call_name(node)} makes new memory and views at once ({node.name}), which is not supported"
             raise UnsupportedModelError(msg)
         items: dict[int, fx.Node] = {
             int(str(user.args[1])): user for user in node.users if _is_getitem(user)
@@ -281,7 +282,7 @@ class _Builder:
             ]
             if overwritten:
                 msg = (
-                    f"the backward reads {overwritten[0].name} ({target_name(op.node)}), a buffer or input that the forward has "
+                    f"the backward reads {overwritten[0].name} ({call_name(op.node)}), a buffer or input that the forward has "
                     "overwritten by then. Copy it before changing it."
                 )
                 raise UnsupportedModelError(msg)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op
+from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.ops.rng import CPU_STATE_BYTES
 
@@ -267,7 +267,7 @@ class Graph:
             reads = " ".join(storage.name for storage in op.reads if not storage.is_static)
             writes = " ".join(f"{storage.name}:{storage.num_bytes}" for storage in op.writes)
             lines.append(
-                f"{op.index:5d} {op.phase.value:8s} {writes} = {target_name(op.node)}({reads})"
+                f"{op.index:5d} {op.phase.value:8s} {writes} = {call_name(op.node)}({reads})"
             )
         return "\n".join(lines)
 
@@ -291,11 +291,3 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
         return type(value).__name__, value
 
     return str(target), freeze(args), freeze(kwargs)
-
-
-def target_name(node: fx.Node) -> str:
-    return (
-        str(node.target)
-        if is_op(node.target)
-        else getattr(node.target, "__name__", str(node.target))
-    )

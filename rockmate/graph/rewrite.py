@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.fake import mode_of
-from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import storage_ids
 from rockmate.graph.value_numbering import clean
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
@@ -166,7 +166,7 @@ def _copy_out(node: fx.Node, behind: fx.Node | None = None) -> None:
         copy.meta["val"] = torch.empty_like(node.meta["val"])
     for user in users:
         user.replace_input_with(node, copy)
-    _move_views(copy, _memories(node.meta["val"]))
+    _move_views(copy, set(storage_ids(node)))
 
 
 def _move_views(node: fx.Node, left: set[int]) -> None:
@@ -175,7 +175,7 @@ def _move_views(node: fx.Node, left: set[int]) -> None:
     while moved:
         base = moved.pop()
         for user in base.users:
-            if _memories(user.meta.get("val")) & left:
+            if not left.isdisjoint(storage_ids(user)):
                 args, kwargs = fx.map_arg(
                     (user.args, user.kwargs), lambda argument: argument.meta["val"]
                 )
@@ -185,11 +185,6 @@ def _move_views(node: fx.Node, left: set[int]) -> None:
                 moved.append(user)
 
 
-def _memories(value: Any) -> set[int]:
-    values = value if isinstance(value, tuple | list) else (value,)
-    return {storage_id(tensor) for tensor in values if isinstance(tensor, torch.Tensor)}
-
-
 def _copy_slices_read_late(graph: fx.Graph) -> None:
     """Copies what is read long after the rest of a tensor that is read in slices, so that the rest can go.
 
@@ -197,15 +192,15 @@ def _copy_slices_read_late(graph: fx.Graph) -> None:
     The rest is needed until its own last reader has run, so the copy is made behind that (a view counts as a reader).
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    given = [
-        _memories(node.meta.get("val"))
-        for node in graph.nodes
-        if node.op in ("placeholder", "get_attr")
-    ]
+    given = [storage_ids(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     held = set().union(*given)  # by somebody else, so that nothing would go
     for node in list(graph.nodes):
         slices = [user for user in node.users if user.target is _aten.slice.Tensor and user.users]
-        if len(slices) < 2 or len(slices) < len(node.users) or _memories(node.meta["val"]) & held:
+        if (
+            len(slices) < 2
+            or len(slices) < len(node.users)
+            or not held.isdisjoint(storage_ids(node))
+        ):
             continue
         readers = {part: sorted(part.users, key=order.__getitem__) for part in slices}
         for part in slices:

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
-from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import layout_of, storage_ids, tensors_of
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -67,12 +67,12 @@ class _Cleaner:
             node.meta.get("val") for node in graph.nodes
         ]  # keeps every storage alive, since storages are told apart by address
         self.returned = set(graph.output_node().all_input_nodes)
-        self.held = {memory for node in self.returned for memory in _memories(node)}
+        self.held = {memory for node in self.returned for memory in storage_ids(node)}
         self.given = {
             memory
             for node in graph.nodes
             if node.op != "call_function"
-            for memory in _memories(node)
+            for memory in storage_ids(node)
         }
         self.parent = {
             node: parent for node in graph.nodes if (parent := _parent(node)) is not None
@@ -104,7 +104,7 @@ class _Cleaner:
         if not isinstance(node.meta["val"], torch.Tensor):  # a split, known by its items
             self.number[node] = self._intern(node)
             return None
-        layout = _layout(node.meta["val"])
+        layout = layout_of(node.meta["val"])
         first = self.views.setdefault((origin, layout), node)
         self.number[node] = (
             self._intern(("view", self.number[origin], layout))
@@ -123,7 +123,7 @@ class _Cleaner:
             if (
                 source is not None
                 and self._is_free(source)
-                and self.given.isdisjoint(_memories(source))
+                and self.given.isdisjoint(storage_ids(source))
                 and _are_alike(source, node)
             ):
                 return source
@@ -133,12 +133,12 @@ class _Cleaner:
                     self.late.discard(first)
                     return first
         if isinstance(node.meta.get("val"), torch.Tensor):
-            self.views[node, _layout(node.meta["val"])] = node
+            self.views[node, layout_of(node.meta["val"])] = node
         return None
 
     def _is_free(self, node: fx.Node) -> bool:
         """Whether nothing outside the graph holds its memory when the step has run: no output, no gradient, no update."""
-        return self.held.isdisjoint(_memories(node))
+        return self.held.isdisjoint(storage_ids(node))
 
     def _intern(self, key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -160,7 +160,7 @@ class _Cleaner:
         for user in node.users:
             if self.parent.get(user) is node:
                 self.parent[user] = twin
-                if _memories(node) != _memories(twin):
+                if storage_ids(node) != storage_ids(twin):
                     self.stale.add(user)
         node.replace_all_uses_with(twin)
         self.graph.erase_node(node)
@@ -199,12 +199,12 @@ def _parent(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
-    memories = set(_memories(node))
+    memories = set(storage_ids(node))
     return next(
         (
             argument
             for argument in node.all_input_nodes
-            if not memories.isdisjoint(_memories(argument))
+            if not memories.isdisjoint(storage_ids(argument))
         ),
         None,
     )
@@ -251,40 +251,14 @@ def _is_large_fill(node: fx.Node) -> bool:
     """Whether it makes much out of nothing."""
     return (
         not node.all_input_nodes
-        and sum(t.untyped_storage().nbytes() for t in _tensors(node)) > _LARGE_FILL_BYTES
+        and sum(t.untyped_storage().nbytes() for t in tensors_of(node)) > _LARGE_FILL_BYTES
     )
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
     """Whether one can stand in the other's place: tensors laid out alike, in as much memory."""
     one, other = (
-        [(_layout(t), t.untyped_storage().nbytes()) for t in _tensors(node)]
+        [(layout_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node)]
         for node in (first, second)
     )
     return one == other and type(first.meta["val"]) is type(second.meta["val"])
-
-
-def _layout(tensor: torch.Tensor) -> Hashable:
-    lazy = tensor.is_conj(), tensor.is_neg()
-    return (
-        tensor.dtype,
-        tensor.device,
-        tensor.layout,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.storage_offset(),
-        lazy,
-    )
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [
-        item for item in values if isinstance(item, torch.Tensor) and item.layout == torch.strided
-    ]
-
-
-def _memories(node: fx.Node) -> list[int]:
-    """The identity of each storage that its tensors lie in."""
-    return [storage_id(tensor) for tensor in _tensors(node)]

@@ -21,6 +21,7 @@ from torch import fx
 
 from rockmate._torch.graphs import boxed_module
 from rockmate._torch.ops import is_op
+from rockmate.capture.nodes import layout_of
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
@@ -174,10 +175,6 @@ def _is_own(target: Any) -> bool:
     return (
         target.namespace in _NAMESPACES if is_op(target) else isinstance(target, types.FunctionType)
     )
-
-
-def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
-    return fake.dtype, fake.shape, fake.stride(), fake.storage_offset()
 
 
 def _are_returned(graph: Graph) -> bool:
@@ -441,7 +438,7 @@ class _Writer:
         found, fake = node, node.meta["val"]
         while not fake.is_complex() and (base := self.source.view_base.get(node)) is not None:
             node, other = base, base.meta["val"]
-            if isinstance(other, torch.Tensor) and _layout(other) == _layout(fake):
+            if isinstance(other, torch.Tensor) and layout_of(other) == layout_of(fake):
                 found = node
         return found
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.rules import (
     Form,
@@ -274,7 +274,7 @@ def _region(
         given |= dict(more.values())
     held = _held_outputs(capture)
     outputs = [
-        node for node in nodes if not held.isdisjoint(_memories(node)) and _numel(node) >= least
+        node for node in nodes if not held.isdisjoint(storage_ids(node)) and _numel(node) >= least
     ]
     if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
         given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
@@ -449,15 +449,10 @@ def _num_own(node: fx.Node) -> int:
     )
 
 
-def _memories(node: fx.Node) -> set[int]:
-    value = node.meta.get("val")
-    return {storage_id(value)} if isinstance(value, torch.Tensor) else set()
-
-
 def _held_outputs(capture: Capture) -> set[int]:
     return {
         memory
         for node, role in capture.outputs
         if role.kind is RoleKind.OUTPUT
-        for memory in _memories(node)
+        for memory in storage_ids(node)
     }

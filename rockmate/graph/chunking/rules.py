@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
+from rockmate.capture.nodes import call_name
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -82,15 +83,6 @@ class InseparableError(Exception):
         super().__init__(f"{self.call} {reason}")
         self.node = node
         self.reason = reason
-
-
-def call_name(node: fx.Node) -> str:
-    """The name of what a node calls."""
-    return (
-        str(node.target)
-        if is_op(node.target)
-        else getattr(node.target, "__name__", str(node.target))
-    )
 
 
 def separate(

@@ -28,7 +28,7 @@ from torch import fx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.fake import mode_of
-from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, Role, RoleKind, with_graph
 from rockmate.graph.chunking.linearity import check_linear, depending_on, reading_from
 from rockmate.graph.chunking.region import (
@@ -267,12 +267,6 @@ def _as_captured(node: fx.Node) -> Iterator[None]:
         yield
 
 
-def _memories(node: fx.Node) -> set[int]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return {storage_id(item) for item in values if isinstance(item, torch.Tensor)}
-
-
 class _Unroller:
     """Writes a region out chunk by chunk."""
 
@@ -455,13 +449,13 @@ class _Unroller:
 
     def _give_way(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
         """Lets readers outside the region read `whole` instead of `node`; their views are taken anew."""
-        memory = _memories(node)
+        memory = set(storage_ids(node))
         for reader in readers:
             reader.replace_input_with(node, whole)
         pending = [reader for reader in readers if reader.op == "call_function"]
         while pending:
             reader = pending.pop()
-            if not memory.isdisjoint(_memories(reader)):
+            if not memory.isdisjoint(storage_ids(reader)):
                 args, kwargs = fx.map_arg(
                     (reader.args, reader.kwargs), lambda argument: argument.meta["val"]
                 )

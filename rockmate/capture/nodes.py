@@ -1,0 +1,43 @@
+"""Readers of a captured graph's nodes: tensors, storages, layouts, and names of calls.
+
+A node's `meta["val"]` is what its call returns: a fake tensor, or a tuple or list with some. Fake
+tensors that share memory share a storage, whose identity is stable as long as one of them lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import fx
+
+from rockmate._torch.ops import is_op
+from rockmate._torch.storage import storage_id
+
+
+def call_name(node: fx.Node) -> str:
+    """The name of the op or function that a node calls."""
+    target = node.target
+    return str(target) if is_op(target) else getattr(target, "__name__", str(target))
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The dense fake tensors that a node returns; sparse ones have no storage."""
+    value = node.meta.get("val")
+    items = value if isinstance(value, tuple | list) else (value,)
+    return [
+        item for item in items if isinstance(item, torch.Tensor) and item.layout is torch.strided
+    ]
+
+
+def storage_ids(node: fx.Node) -> list[int]:
+    """The identity of the storage of each tensor in `tensors_of(node)`."""
+    return [storage_id(tensor) for tensor in tensors_of(node)]
+
+
+def layout_of(tensor: torch.Tensor) -> Hashable:
+    """What two views of one storage must share to hold the same numbers, and the device."""
+    lazy_bits = tensor.is_conj(), tensor.is_neg()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    offset = tensor.storage_offset()
+    return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits

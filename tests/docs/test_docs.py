@@ -158,6 +158,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = sorted(set(re.findall(r"`([\w/]+\.py)`", text)))
+    folders = ("rockmate", "rotor", "checkmate", "bench", "tests", "examples")
+    known = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+
+
 def test_architecture_has_a_paragraph_for_every_package() -> None:
     text = ARCHITECTURE.read_text()
     packages = [path.parent.name for path in (ROOT / "rockmate").glob("*/__init__.py")]

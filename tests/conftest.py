@@ -1,0 +1,66 @@
+"""Tiers, threads and the option that rewrites golden texts.
+
+| tier | tests |
+|---|---|
+| `unit` | of algorithms and of the source tree: no torch model |
+| `model` | all others that are quick; the default |
+| `slow` | listed in `slow.txt`: further cases of properties that a quick case covers |
+| `bench` | of the benchmarks, and those that measure time |
+| `cuda` | that need a CUDA device |
+
+`make test` runs `unit` and `model`, `make test-all` all but `cuda`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Workers share the cores, so each runs single-threaded; subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[1]
+UNIT = ("tests/rotor/", "tests/checkmate/", "tests/test_layers.py", "tests/test_private_names.py")
+BENCH = ("tests/bench/",)
+CUDA = ("tests/cuda/",)
+TIERS = ("unit", "slow", "bench", "cuda")
+SLOW = tuple(
+    line
+    for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing"
+    )
+
+
+def tier_of(item: pytest.Item, slow: frozenset[str]) -> str:
+    for tier in TIERS:
+        if item.get_closest_marker(tier):
+            return tier
+    for tier, places in (("unit", UNIT), ("bench", BENCH), ("cuda", CUDA)):
+        if item.nodeid.startswith(places):
+            return tier
+    return "slow" if item.nodeid in slow else "model"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = frozenset(SLOW)
+    for item in items:
+        item.add_marker(tier_of(item, slow))
+    files = {item.nodeid.split("::")[0] for item in items}
+    is_whole = not config.option.keyword and all("::" not in str(arg) for arg in config.args)
+    known = {item.nodeid for item in items}
+    stale = [line for line in SLOW if line.split("::")[0] in files and line not in known]
+    if is_whole and stale:
+        msg = f"tests/slow.txt lists tests that do not exist: {', '.join(stale)}"
+        raise pytest.UsageError(msg)

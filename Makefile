@@ -1,5 +1,6 @@
 # Every target works alone on a fresh clone: it makes .venv first if that is not there.
-#   make demo | test | lint | types | docs | bench | clean
+#   make demo | test | test-all | lint | types | docs | bench | clean
+#   make test TESTS="tests/plan -x"     a part of the quick tiers
 #   PYTHON=python3.12 make test        another interpreter (3.11 and later)
 #   make bench BENCH="--model bert-base --budget 0.5"
 #   make demo DEMO="--budget 0.3 --steps 10"
@@ -13,16 +14,22 @@ BENCH ?= --model gpt2-deep --budget 1.0 --budget 0.5 --budget 0.25 --budget mini
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types docs bench clean
+TIERS := unit or model
+
+.PHONY: demo test test-all lint types docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n logical --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TIERS)" $(TESTS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n logical --dist worksteal -m "not cuda" $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,34 +57,57 @@ def private_parts(name: str) -> list[str]:
 
 def private_uses(path: Path) -> list[str]:
     """`line: name` of each private PyTorch name that a file touches."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    roots = set(torch_names(tree))
+    return [
+        f"{node.lineno}: {name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt | ast.expr)
+        for name in private_names(node, roots)
+    ]
+
+
+def private_names(node: ast.AST, roots: set[str]) -> Iterator[str]:
+    """The private PyTorch names in one node of a syntax tree, its children left out."""
+    match node:
+        case ast.Import():
+            yield from (alias.name for alias in node.names if is_private_module(alias.name))
+        case ast.ImportFrom(module=str(module)):
+            names = (f"{module}.{alias.name}" for alias in node.names)
+            yield from filter(is_private_module, names)
+        case ast.Attribute():
+            is_of_torch = is_torch(node.value, roots) and private_parts(node.attr)
+            if node.attr in PRIVATE_ATTRIBUTES or is_of_torch:
+                yield ast.unparse(node)
+        case ast.Constant() if node.value in PRIVATE_ATTRIBUTES:
+            yield repr(node.value)
+
+
+def is_private_module(name: str) -> bool:
+    """Whether a dotted name that is imported is PyTorch's and private."""
+    is_private = bool(private_parts(name)) or name.startswith(PRIVATE_MODULES)
+    return name.split(".")[0] == "torch" and is_private
+
+
+def torch_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file imports from PyTorch: `torch`, `nn`, `fx`, ..."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.split(".")[0] == "torch" and (
-                private_parts(name) or name.startswith(PRIVATE_MODULES)
-            ):
-                found.append(f"{node.lineno}: {name}")
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
-            found.append(f"{node.lineno}: .{node.attr}")
-        if isinstance(node, ast.Attribute) and is_torch(node.value) and private_parts(node.attr):
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-        if isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES:
-            found.append(f"{node.lineno}: {node.value!r}")
-    return found
+            found = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found = node.names
+        else:
+            continue
+        yield from (alias.asname or alias.name.split(".")[0] for alias in found)
 
 
-def is_torch(node: ast.expr) -> bool:
-    """Whether an expression is `torch` or a public attribute path of it that is no op namespace."""
+def is_torch(node: ast.expr, roots: set[str]) -> bool:
+    """Whether an expression is a name of PyTorch or an attribute path of one, and no op."""
     while isinstance(node, ast.Attribute):
         if node.attr in ("aten", "ops"):
             return False
         node = node.value
-    return isinstance(node, ast.Name) and node.id == "torch"
+    return isinstance(node, ast.Name) and node.id in roots
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -97,5 +121,9 @@ def test_the_check_finds_private_names(tmp_path: Path) -> None:
         "import torch\nfrom torch._dynamo import config\nimport torch._C\n"
         "x = t._version, torch._functorch.config, torch.autograd._profiler_enabled()\n"
         "y = torch.ops.aten._to_copy.default, self._own\n"
+        "from torch import fx, nn\n"
+        "z = fx.graph._PyTreeCodeGen, nn.Module._get_name, getattr(t, '_version')\n"
     )
-    assert {use.split(":")[0] for use in private_uses(file)} == {"2", "3", "4"}
+    lines = [use.split(":")[0] for use in private_uses(file)]
+    assert sorted(set(lines)) == ["2", "3", "4", "7"]
+    assert lines.count("7") == 3

@@ -1,0 +1,388 @@
+"""Each wrapper of a private PyTorch interface does on the installed version what it promises."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import rockmate._torch
+from rockmate._torch.allocator import net_allocated, peak_beyond_result, timeline, workspace_bytes
+from rockmate._torch.aot import (
+    compile_flags,
+    joint_graph,
+    sequence_number,
+    value_checks_as_ops,
+    without_decompositions,
+)
+from rockmate._torch.autocast import autocast_dtypes, autocast_off
+from rockmate._torch.dispatch import dispatched_call, generated_functions
+from rockmate._torch.distributed import (
+    active_data_parallel,
+    default_store,
+    holds_sharded_parameters,
+)
+from rockmate._torch.engine import (
+    accumulate,
+    below_autograd,
+    dispatch_keys,
+    fast_apply,
+    has_functorch_transforms,
+    is_profiling,
+    keeps_graph,
+    record_function,
+    unwrap_if_dead,
+    will_execute,
+)
+from rockmate._torch.fake import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    is_fake,
+    mode_of,
+    move_to,
+)
+from rockmate._torch.graphs import boxed_module, module_without_code, on_node_created
+from rockmate._torch.members import (
+    accumulation_hooks_of,
+    all_hooks_of,
+    forward_hooks,
+    has_accumulation_hooks,
+    has_tensor_hooks,
+    is_compiled,
+    member_tables_of,
+    module_hooks_of,
+    other_hook_keys,
+    share_members,
+    submodule_table,
+    tensor_hooks_of,
+    tensor_tables,
+)
+from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
+from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of
+from rockmate._torch.version import check_torch_version
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def test_every_wrapper_is_used_here() -> None:
+    own = {
+        node.id
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.Name)
+    }
+    (folder,) = rockmate._torch.__path__
+    wrappers = {
+        node.name
+        for path in Path(folder).glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert wrappers - own == set()
+
+
+class TestAllocator:
+    def test_bytes_of_a_function(self) -> None:
+        def two_steps() -> torch.Tensor:
+            return torch.empty(1000).clone().clone()
+
+        assert peak_beyond_result(two_steps, CPU) == 4000
+        assert net_allocated(two_steps, CPU)[0] == 4000
+        assert workspace_bytes(lambda: (torch.clone, (torch.ones(1000),)), CPU) == 0
+
+    def test_timeline(self) -> None:
+        def labelled() -> None:
+            values = torch.empty(1000)
+            with torch.profiler.record_function("label"):
+                del values
+
+        line = timeline(labelled)
+        assert line.peak_bytes == 4000
+        assert line.points[-1][1] == 0
+        assert "label" in line.marks
+
+
+class TestAot:
+    def test_joint_graph(self) -> None:
+        with contextlib.ExitStack() as stack:
+            module = joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
+        kinds = {
+            type(node.meta["desc"]).__name__ for node in module.graph.find_nodes(op="placeholder")
+        }
+        assert kinds == {"PlainAOTInput", "TangentAOTInput"}
+
+    def test_compile_flags(self) -> None:
+        with compile_flags():
+            assert torch.compiler.is_compiling()
+            assert torch.compiler.is_exporting()
+        assert not torch.compiler.is_compiling()
+        assert not torch.compiler.is_exporting()
+
+    def test_an_op_is_traced_as_it_is_and_one_that_is_missing_is_passed_over(self) -> None:
+        def targets() -> set[str]:
+            with contextlib.ExitStack() as stack:
+                image = torch.ones(1, 1, 4, 4, requires_grad=True)
+                graph = joint_graph(stack, _Resized(), [image]).graph
+            return {str(node.target) for node in graph.nodes}
+
+        formula = targets()
+        with without_decompositions(["upsample_nearest2d", "no_such_op_in_any_version"]):
+            kernel = targets()
+        assert (
+            "aten.upsample_nearest2d.vec" in kernel or "aten.upsample_nearest2d.default" in kernel
+        )
+        assert not any("upsample" in target for target in formula)
+        assert targets() == formula
+
+    def test_value_checks_as_ops(self) -> None:
+        checks: list[Any] = []
+        with value_checks_as_ops(), on_node_created(checks.append):
+            graph = make_fx(_checked, tracing_mode="fake")(torch.ones(3))
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert "aten._assert_async.default" in targets
+        assert checks
+
+    def test_sequence_number_counts_autograd_nodes(self) -> None:
+        before = sequence_number()
+        torch.ones(1, requires_grad=True).mul(2).add(1)
+        assert sequence_number() == before + 2
+
+
+class _Resized(nn.Module):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
+        return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
+
+
+class _Square(nn.Module):
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((values * values).sum(),)
+
+
+def _checked(values: torch.Tensor) -> torch.Tensor:
+    torch._check_tensor_all(values > 0, lambda: "not positive")
+    return values + 1
+
+
+def test_autocast() -> None:
+    assert autocast_dtypes() == {}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtypes() == {"cpu": torch.bfloat16}
+        with autocast_off():
+            assert autocast_dtypes() == {}
+
+
+class TestDispatch:
+    def test_the_op_of_a_function_is_seen_and_not_run(self) -> None:
+        values = torch.ones(2)
+        call = dispatched_call(torch.relu_, (values,), {})
+        assert call is not None
+        assert call.op is aten.relu_.default
+        assert call.args[0] is values
+        assert version_of(values) == 0
+
+    def test_arguments_that_do_not_fit(self) -> None:
+        assert dispatched_call(torch.mm, (1, 2), {}) is None
+
+    def test_generated_functions(self) -> None:
+        assert list(generated_functions(aten.mm.default)) == [torch.mm, torch.Tensor.mm]
+        assert list(generated_functions(aten.gelu.default)) == [torch.nn.functional.gelu]
+        assert list(generated_functions(aten.slice.Tensor)) == []
+
+
+class TestDistributed:
+    def test_outside_of_a_group(self) -> None:
+        assert active_data_parallel() is None
+        with pytest.raises(ValueError, match="not been initialized"):
+            default_store()
+
+    def test_a_plain_module_is_not_sharded(self) -> None:
+        module = nn.Linear(2, 2)
+        assert not holds_sharded_parameters(module)
+        module.weight._fsdp_flattened = True  # pyright: ignore
+        assert holds_sharded_parameters(module)
+
+
+class _Asking(torch.autograd.Function):
+    """Asks the engine during its backward."""
+
+    leaf = torch.empty(0, requires_grad=True)
+    answers: tuple[bool, bool] | None = None
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        node = torch.autograd.graph.get_gradient_edge(_Asking.leaf).node
+        _Asking.answers = keeps_graph(), will_execute(node)
+        return gradients[0], None
+
+
+class TestEngine:
+    def test_a_backward_is_asked(self) -> None:
+        values = torch.ones(2, requires_grad=True)
+        total = _Asking.apply(values, _Asking.leaf).sum()
+        total.backward(retain_graph=True)
+        assert _Asking.answers == (True, True)
+        torch.autograd.grad(total, values)
+        assert _Asking.answers == (False, False)
+
+    def test_gradients_are_accumulated_and_hooks_fire(self) -> None:
+        leaf, seen = torch.ones(2, requires_grad=True), []
+        leaf.register_post_accumulate_grad_hook(lambda owner: seen.append(owner.grad.clone()))
+        keys = dispatch_keys()
+        with below_autograd():
+            assert not (leaf * 2).requires_grad
+            accumulate((leaf,), [torch.full((2,), 3.0)], keys)
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == seen[0].tolist() == [3.0, 3.0]
+
+    def test_fast_apply(self) -> None:
+        values = torch.ones(2, requires_grad=True)
+        result = fast_apply(_Asking)(values, _Asking.leaf)
+        assert type(result.grad_fn).__name__ == "_AskingBackward"
+
+    def test_functorch(self) -> None:
+        escaped: list[torch.Tensor] = []
+
+        def inside(values: torch.Tensor) -> torch.Tensor:
+            assert has_functorch_transforms()
+            escaped.append(values)
+            return values.sum()
+
+        given = torch.ones(2)
+        torch.func.grad(inside)(given)
+        assert not has_functorch_transforms()
+        assert storage_id(unwrap_if_dead(escaped[0])) == storage_id(given)
+
+    def test_profiling(self) -> None:
+        assert not is_profiling()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert is_profiling()
+            with record_function("rockmate::label"):
+                torch.ones(1)
+        assert "rockmate::label" in {event.name for event in profile.events() or ()}
+
+
+class TestFake:
+    def test_fake_tensors(self) -> None:
+        with FakeTensorMode() as mode:
+            values: Any = torch.ones(2)
+        assert isinstance(values, FakeTensor)
+        assert is_fake(values)
+        assert mode_of(values) is mode
+        move_to(values, torch.device("cuda:0"))
+        assert values.device == torch.device("cuda:0")
+
+    def test_symbolic_sizes(self) -> None:
+        environment = ShapeEnv()
+        symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
+        size = environment.create_symintnode(symbol, hint=5)
+        assert isinstance(size, torch.SymInt)
+
+
+class TestGraphs:
+    def test_a_boxed_module_empties_its_list(self) -> None:
+        graph = fx.symbolic_trace(lambda left, right: left + right).graph
+        arguments = [torch.ones(1), torch.ones(1)]
+        assert boxed_module(graph).forward(arguments).item() == 2
+        assert arguments == []
+
+    def test_a_module_without_code(self) -> None:
+        root = fx.symbolic_trace(nn.ReLU())
+        assert module_without_code(root, root.graph).graph.nodes
+
+    def test_observers_of_nodes(self) -> None:
+        nodes: list[fx.Node] = []
+        with on_node_created(nodes.append):
+            fx.symbolic_trace(nn.ReLU())
+        assert [node.op for node in nodes] == ["placeholder", "call_function", "output"]
+        fx.symbolic_trace(nn.ReLU())
+        assert len(nodes) == 3
+
+
+class TestMembers:
+    def test_tables(self) -> None:
+        module = nn.Sequential(nn.BatchNorm1d(2))
+        parameters, buffers = tensor_tables(module[0])
+        assert list(parameters) == ["weight", "bias"]
+        assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+        assert list(submodule_table(module)) == ["0"]
+        submodules, *own = member_tables_of(vars(module[0]))
+        assert submodules == {}
+        assert own[0] is parameters
+        assert own[1] is buffers
+
+    def test_shared_members(self) -> None:
+        module, wrapper = nn.Linear(2, 2), nn.Module()
+        share_members(wrapper, module)
+        wrapper.register_buffer("added", torch.ones(1), persistent=False)
+        assert dict(module.named_buffers()).keys() == {"added"}
+        assert "added" not in module.state_dict()
+
+    def test_hooks_of_a_module(self) -> None:
+        module = nn.Linear(2, 2)
+        assert not any(module_hooks_of(vars(module)))
+        handle = module.register_forward_hook(lambda *_: None)
+        before = module.register_forward_pre_hook(lambda *_: None)
+        assert list(forward_hooks(module)) == [handle.id]
+        assert other_hook_keys(module) == (before.id,)
+        assert any(module_hooks_of(vars(module)))
+
+    def test_hooks_of_a_tensor(self) -> None:
+        first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
+        first.register_hook(lambda gradient: None)
+        second.register_post_accumulate_grad_hook(lambda leaf: None)
+        assert [has_tensor_hooks(each) for each in (first, second)] == [True, False]
+        assert [has_accumulation_hooks(each) for each in (first, second)] == [False, True]
+        assert tensor_hooks_of(first)
+        assert accumulation_hooks_of(second)
+        assert [bool(hooks) for hooks in all_hooks_of(first)] == [False, True]
+
+    def test_compiled_modules(self) -> None:
+        module = nn.Linear(2, 2)
+        assert not is_compiled(module)
+        assert is_compiled(torch.compile(module, backend="eager"))  # pyright: ignore
+
+
+def test_ops() -> None:
+    assert is_op(aten.mm.default)
+    assert not is_op(torch.mm)
+    assert schema_of(aten.relu_.default).is_mutable
+    assert [argument.name for argument in schema_of(aten.mm.default).arguments] == ["self", "mat2"]
+
+
+def test_pytree() -> None:
+    leaves, spec = tree_flatten({"a": [1, 2], "b": (3,)})
+    assert leaves == [1, 2, 3] == tree_leaves({"a": [1, 2], "b": (3,)})
+    assert tree_unflatten(leaves, spec) == {"a": [1, 2], "b": (3,)}
+
+
+def test_storage() -> None:
+    values = torch.ones(4, requires_grad=True)
+    detached, view = values.detach(), values.view(2, 2)
+    assert storage_id(values) == storage_id(view) == storage_id(values.untyped_storage())
+    assert storage_id(values) != storage_id(values.clone())
+    detached.add_(1)
+    assert version_of(values) == 1
+    assert base_of(view) is values
+    assert base_of(values) is None
+    reference = StorageWeakRef(torch.ones(1).untyped_storage())
+    assert reference.expired()
+
+
+def test_versions() -> None:
+    check_torch_version()
+    with pytest.raises(ImportError, match=r"2\.11 to 2\.13"):
+        check_torch_version("2.10.1")

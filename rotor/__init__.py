@@ -1,16 +1,27 @@
 """Optimal recomputation for a chain: numbers in, a sequence of forward and backward steps out.
 
-A chain of stages runs forward, then backward. Each stage can be run in several ways (options), which keep
-more or fewer bytes from forward to backward and take less or more time; a boundary between stages can be
-kept, and stages run again from it. Given the bytes and times, ``solve_table`` finds the fastest way to run
-the whole chain within *every* memory budget at once, ``Table.breakpoints`` gives the whole curve,
-``Table.sequence`` the steps for one budget, and ``replay`` checks them in exact bytes. Needs numpy, and knows
-nothing of tensors.
+A chain of stages runs forward, then backward. Each stage has several options to run, which save
+more or fewer bytes from forward to backward and take less or more time. A boundary between stages
+can be kept, and the stages after it recomputed from it.
+
+* ``solve_table`` takes the bytes and times and finds the fastest way to run the whole chain within
+  *every* memory budget at once.
+* ``Table.breakpoints`` gives the whole curve of time over budget.
+* ``Table.sequence`` gives the steps for one budget.
+* ``replay`` checks the steps in exact bytes.
+
+The package needs numpy and knows no tensors.
 
     >>> from rotor import Chain, Option, Stage, replay, solve_table
-    >>> stage = Stage(input_bytes=10, output_gradient_bytes=10, forward_ms=1.0, forward_peak_bytes=10)
+    >>> stage = Stage(
+    ...     input_bytes=10, output_gradient_bytes=10, forward_ms=1.0, forward_peak_bytes=10
+    ... )
     >>> save = Option(
-    ...     saved_bytes=40, forward_peak_bytes=40, backward_peak_bytes=60, forward_ms=1.0, backward_ms=2.0
+    ...     saved_bytes=40,
+    ...     forward_peak_bytes=40,
+    ...     backward_peak_bytes=60,
+    ...     forward_ms=1.0,
+    ...     backward_ms=2.0,
     ... )
     >>> chain = Chain(stages=(stage,) * 4, spans={(s, s): (save,) for s in range(4)})
     >>> table = solve_table(chain, max_budget_bytes=200)
@@ -21,8 +32,8 @@ nothing of tensors.
     >>> replay(chain, table.sequence(100))
     Replay(peak_bytes=90, time_ms=15.0)
 
-What is counted, and what an option's numbers must contain, is told in ``chain.py``; what is optimal, what is
-not, and what rounding can cost, in ``solve.py``.
+``chain.py`` defines what is counted and what an option's numbers contain. ``solve.py`` states what
+is optimal, what is not, and what rounding can cost.
 """
 
 from rotor.chain import Chain, Option, Stage

@@ -1,10 +1,11 @@
 """The input of the solver: a chain of stages, and the options that run each span of them.
 
-Stage ``s`` reads the boundary ``x_s`` and makes the boundary ``x_{s+1}``; the last stage makes the chain's
-output. ``x_0``, the chain's input, is static: it is there throughout and is never counted. The backward pass
-visits the stages from last to first, with ``d_s``, the gradient of what stage ``s`` makes, and leaves ``g_s``
-bytes of parameter gradients behind. All sizes are whole bytes and all times are milliseconds; where they come
-from is not this package's concern. A chain is checked when it is made, and never changes.
+Stage ``s`` reads the boundary ``x_s`` and makes the boundary ``x_{s+1}``; the last stage makes the
+chain's output. ``x_0``, the chain's input, is static: it is always live and never counted. The
+backward pass visits the stages from last to first. At stage ``s`` it reads ``d_s``, the gradient of
+the stage's output, and leaves ``g_s`` bytes of parameter gradients behind. All sizes are whole
+bytes and all times are milliseconds; this package does not ask where they come from. A chain is
+checked when it is made, and never changes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_BYTES = 1 << 62
 
 
 def _check_numbers(owner: Option | Stage) -> None:
-    """Raise ``ValueError`` unless every size is a whole number >= 0 and every time is finite and >= 0."""
+    """Raise ``ValueError`` unless sizes are whole numbers >= 0 and times finite numbers >= 0."""
     for field in fields(owner):
         value = getattr(owner, field.name)
         if field.name.endswith("_bytes"):
@@ -47,13 +48,13 @@ class Option:
     """One way to run a span of stages forward, and later backward.
 
     Attributes:
-        saved_bytes: Kept from the span's forward to its backward, beside the span's input. The boundary that
-            the span makes is part of it.
+        saved_bytes: Saved from the span's forward to its backward, beside the span's input.
+            Includes the boundary that the span makes.
         forward_peak_bytes: Peak of the forward beside the span's input; at least ``saved_bytes``.
-        backward_peak_bytes: Peak of the backward beside the span's input: what is saved, both gradients, and
-            the parameter gradients that the span itself makes are part of it.
+        backward_peak_bytes: Peak of the backward beside the span's input. Includes the saved bytes,
+            both gradients, and the parameter gradients that the span makes.
         forward_ms: Time of the forward.
-        backward_ms: Time of the backward, with what it recomputes.
+        backward_ms: Time of the backward, recomputation included.
     """
 
     saved_bytes: int
@@ -74,15 +75,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, as it runs when nothing of it is saved.
+    """One stage, as it runs when it saves nothing.
 
     Attributes:
         input_bytes: The boundary ``x_s`` that enters the stage.
-        output_gradient_bytes: ``d_s``, the gradient of the boundary that leaves the stage (for the last
-            stage, of the chain's output; it counts from the start).
+        output_gradient_bytes: ``d_s``, the gradient of the boundary that leaves the stage. For the
+            last stage, the gradient of the chain's output, which counts from the start.
         forward_ms: Time of a forward that saves nothing.
-        forward_peak_bytes: Peak of that forward beside the stage's input, the stage's output included.
-        parameter_gradient_bytes: ``g_s``, what stays behind after the stage's backward.
+        forward_peak_bytes: Peak of that forward beside the stage's input, the stage's output
+            included.
+        parameter_gradient_bytes: ``g_s``, live from the stage's backward to the end.
     """
 
     input_bytes: int
@@ -98,21 +100,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Stages in forward order, and the options of every span of them that may be run as one.
+    """Stages in forward order, and the options of every span that may be run as one.
 
     All sizes together are at most ``MAX_BYTES``.
 
     Attributes:
         stages: At least one stage.
-        spans: ``(first, last)``, both inclusive, to the span's options. Every ``(s, s)`` is there, with the
-            stage's own options; a span of several stages offers options that drop its inner boundaries.
+        spans: ``(first, last)``, both inclusive, to the span's options. Every ``(s, s)`` is there,
+            with the stage's own options; a span of several stages offers options that drop its
+            inner boundaries.
     """
 
     stages: tuple[Stage, ...]
     spans: Mapping[tuple[int, int], tuple[Option, ...]]
 
     def __post_init__(self) -> None:
-        """Check that the spans cover the chain and that every size contains the boundary it must contain."""
+        """Check that the spans cover the chain and that sizes contain their boundaries."""
         num_stages = len(self.stages)
         if num_stages == 0:
             raise ValueError("the chain has 0 stages; it must have at least 1")
@@ -135,16 +138,17 @@ class Chain:
             for index, option in enumerate(options):
                 if option.saved_bytes < self.output_bytes(last):
                     raise ValueError(
-                        f"saved_bytes of option {index} of span ({first}, {last}) is {option.saved_bytes}; "
-                        f"it must be at least the span's output, {self.output_bytes(last)}"
+                        f"saved_bytes of option {index} of span ({first}, {last}) is "
+                        f"{option.saved_bytes}; it must be at least the span's output, "
+                        f"{self.output_bytes(last)}"
                     )
-        check_size("the sum of the chain's sizes", self._most_bytes())
+        check_size("the sum of the chain's sizes", self._peak_bound_bytes())
 
-    def _most_bytes(self) -> int:
-        """Return bytes that no peak is above, of any sequence and of any part of the chain.
+    def _peak_bound_bytes(self) -> int:
+        """Return an upper bound on the peak of every sequence of any part of the chain.
 
-        Every boundary, the largest of what each stage may save as the first of a span and all parameter
-        gradients are there at once, beside the largest gradient in hand and the largest peak of a step.
+        It adds up every boundary, all parameter gradients, the most that each stage may save as the
+        first of a span, the largest gradient in hand and the largest peak of a step.
         """
         options = [option for at in self.spans.values() for option in at]
         saved = [0] * len(self.stages)
@@ -161,5 +165,5 @@ class Chain:
         )
 
     def output_bytes(self, stage: int) -> int:
-        """Return the size of the boundary that leaves ``stage``; 0 for the last, whose output none reads."""
+        """Return the size of the boundary that leaves ``stage``; 0 for the last stage."""
         return self.stages[stage + 1].input_bytes if stage + 1 < len(self.stages) else 0

@@ -1,9 +1,10 @@
 """The output of the solver: the steps of one training pass over a chain, in order.
 
-A boundary lives from the step that makes it to the last step that reads it before it is made again; no step
-frees anything by name. ``ForwardOnly(s)`` reads ``x_s`` and makes ``x_{s+1}``. ``ForwardKeep`` reads
-``x_first`` and makes what its option saves, ``x_{last+1}`` among it, which lives to the ``Backward`` of the
-same span and option; ``Backward`` reads ``x_first`` once more.
+A boundary is live from the step that makes it to the last step that reads it before it is
+recomputed. No step releases it by name. ``ForwardOnly(s)`` reads ``x_s`` and makes ``x_{s+1}``.
+``ForwardKeep`` reads ``x_first`` and makes the values that its option saves, ``x_{last+1}``
+included. They are live until the ``Backward`` of the same span and option, which reads ``x_first``
+once more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ForwardOnly:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeep:
-    """Run the span ``first`` to ``last`` forward and keep what ``option`` saves."""
+    """Run the span ``first`` to ``last`` forward and keep the values that ``option`` saves."""
 
     first: int
     last: int
@@ -57,7 +58,7 @@ Step = ForwardOnly | ForwardKeep | Backward
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The steps of one training pass; ``str`` gives one line, for example ``F0 K1.0 B1.0 K0.0 B0.0``."""
+    """The steps of one training pass; ``str`` gives for example ``F0 K1.0 B1.0 K0.0 B0.0``."""
 
     steps: tuple[Step, ...]
 

@@ -1,10 +1,11 @@
 """An independent check of a sequence: replay it step by step, in exact bytes.
 
-Shares no code with the solver, and knows nothing of how the sequence was found: it takes the steps in any
-order that can run, works out from reads and writes alone when each storage lives, and adds up what lives at
-each step. Counted are the boundaries except ``x_0``, what options save, the gradient in hand (the chain's
-output gradient from the start), the parameter gradients left behind, and the step's own peak. What a step's
-own peak contains is told in ``chain.py``.
+It shares no code with the solver and does not know how the sequence was found. It takes the steps
+in any order that can run, derives the live interval of each storage from reads and writes alone,
+and adds up the live bytes at each step. Counted are the boundaries except ``x_0``, the saved bytes
+of options, the gradient in hand, the parameter gradients left behind, and the step's own peak. The
+chain's output gradient is in hand from the start. ``chain.py`` defines what a step's own peak
+contains.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from rotor.sequence import Backward, ForwardKeep, ForwardOnly, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a sequence costs.
+    """The cost of a sequence.
 
     Attributes:
-        peak_bytes: The most bytes live at any moment, beside the chain's input.
+        peak_bytes: The most bytes live at any step, beside the chain's input.
         time_ms: The sum of the times of all steps.
     """
 
@@ -40,12 +41,13 @@ def replay(chain: Chain, sequence: Sequence) -> Replay:
         The peak in bytes and the time in milliseconds.
 
     Raises:
-        ValueError: A step reads what is not there, makes what is there already, or names a stage, span or
-            option that the chain does not have; or the backward is out of order or incomplete.
+        ValueError: A step reads a value that is not live, makes one that is live already, or names
+            a stage, span or option that the chain does not have; or the backward is out of order or
+            incomplete.
     """
     steps = sequence.steps
     growth = [0] * (len(steps) + 1)
-    for first_step, last_step, storage_bytes in _lifetimes(chain, sequence):
+    for first_step, last_step, storage_bytes in _live_intervals(chain, sequence):
         growth[first_step] += storage_bytes
         growth[last_step + 1] -= storage_bytes
     in_hand_bytes = chain.stages[-1].output_gradient_bytes
@@ -76,16 +78,16 @@ def replay(chain: Chain, sequence: Sequence) -> Replay:
     return Replay(peak_bytes=peak_bytes, time_ms=time_ms)
 
 
-def _lifetimes(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
-    """Return (first step, last step, bytes) of every storage that outlives the step that makes it.
+def _live_intervals(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
+    """Return (first step, last step, bytes) of each storage that outlives the step that makes it.
 
-    The first step is the one after the maker, whose own peak contains the storage; the last is its last
-    reader.
+    The first step is the one after the maker, whose own peak contains the storage. The last step is
+    its last reader.
     """
     maker_of: dict[int, int] = {}
     last_reader: dict[int, int] = {}
     kept_at: dict[Backward, int] = {}
-    lifetimes: list[tuple[int, int, int]] = []
+    live_intervals: list[tuple[int, int, int]] = []
     gradient_at = len(chain.stages) - 1
 
     for index, step in enumerate(sequence.steps):
@@ -99,7 +101,8 @@ def _lifetimes(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
             made = step.stage + 1
             if not 0 < made < len(chain.stages):
                 raise ValueError(
-                    f"{where}: stage must be 0 to {len(chain.stages) - 2}, as a later one reads its output"
+                    f"{where}: stage must be 0 to {len(chain.stages) - 2}, "
+                    "as a later one reads its output"
                 )
             if any(kept.last + 1 == made for kept in kept_at):
                 raise ValueError(f"{where}: boundary {made} is already there")
@@ -117,7 +120,7 @@ def _lifetimes(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
             if step.last != gradient_at:
                 raise ValueError(f"{where}: the gradient in hand is that of stage {gradient_at}")
             maker = kept_at.pop(step)
-            lifetimes.append((maker + 1, index, _option(chain, step).saved_bytes))
+            live_intervals.append((maker + 1, index, _option(chain, step).saved_bytes))
             last_reader.pop(maker, None)
             if maker_of[step.last + 1] == maker:
                 del maker_of[step.last + 1]
@@ -133,8 +136,8 @@ def _lifetimes(chain: Chain, sequence: Sequence) -> list[tuple[int, int, int]]:
     for maker, reader in last_reader.items():
         step = sequence.steps[maker]
         assert isinstance(step, ForwardOnly)
-        lifetimes.append((maker + 1, reader, chain.stages[step.stage + 1].input_bytes))
-    return lifetimes
+        live_intervals.append((maker + 1, reader, chain.stages[step.stage + 1].input_bytes))
+    return live_intervals
 
 
 def _option(chain: Chain, step: ForwardKeep | Backward) -> Option:

@@ -351,7 +351,7 @@ def test_largest_sizes_are_reckoned_exactly() -> None:
     """A chain whose sizes add up to nearly the limit has the plans of the same chain in a smaller unit."""
     unit = 2**56
     small, large = two_options(6), two_options(6, unit)
-    assert 2**61 < large._most_bytes() <= 2**62
+    assert 2**61 < large._peak_bound_bytes() <= 2**62
     least, most = solve_table(small, 60, num_slots=60), solve_table(large, 60 * unit, num_slots=60)
     assert most.breakpoints() == tuple(
         (budget * unit, time) for budget, time in least.breakpoints()

@@ -1,1 +1,1 @@
-"""What a planner returns: a schedule and what it promises, as data, as text and in words."""
+"""Plans: a schedule with what it promises, as data, as text for people, and as files."""

@@ -1,11 +1,13 @@
-"""The blocks of a plan as a tree by module path, blocks within blocks down to a size that a solver takes at once, and what passes them by.
+"""The blocks of a plan as a tree by module path, and the values that cross blocks unused.
 
-The planner chooses for every value of the whole graph at once, so the tree decides nothing: it is how blocks and their parts are named and
-counted. It is read off the outline, so a plan that was loaded has it too.
+The planner chooses for every value of the whole graph at once, so the tree decides nothing. It
+names and counts blocks and their parts in reports. It is derived from the snapshot, so a loaded
+plan has it too.
 
-A run of blocks within one submodule is a *part*, down to the single block. A block of more than `LARGEST_BLOCK` forward ops is one that no
-single storage divides, as where streams run side by side: it is divided between submodules, else halved where the fewest bytes cross, until
-no part is larger. What crosses there may be several storages.
+A run of blocks within one submodule is a part, down to the single block. A block of more than
+`LARGEST_BLOCK` forward ops is one without a single storage that divides it, for example one with
+parallel streams. It is divided between submodules, else halved where the fewest bytes cross, until
+no part is larger. Several storages may cross such a division.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from itertools import groupby
 
 from rockmate.graph.snapshot import SnapshotBlock, SnapshotChain, StepSnapshot
 
-LARGEST_BLOCK = 40  # forward ops
+# Largest number of forward ops in a part that is not divided further.
+LARGEST_BLOCK = 40
+# Name of the root.
 _WHOLE = "the whole model"
-_LEAST_OPS = 4  # forward ops in a piece, on average, for submodules to be what divides a block
+# A block is divided between submodules if they have at least so many forward ops on average.
+_MIN_MEAN_OPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockNode:
-    """A run of ops that belong together: several blocks, one block, or a piece of one.
+    """A part of the tree: several blocks, one block, or a piece of one.
 
     Attributes:
         name: path of the submodule that its ops come from, or of the first and the last one.
@@ -31,7 +36,7 @@ class BlockNode:
         last_block: index of its last block.
         forward: indices of its forward ops, in order.
         ops: indices of all its ops, forward ones first.
-        parts: what it consists of; empty for what is not divided further.
+        parts: the parts that it consists of; empty for a leaf.
     """
 
     name: str
@@ -42,23 +47,31 @@ class BlockNode:
     parts: tuple[BlockNode, ...] = ()
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, BlockNode]]:
-        """Itself and all below it, each with its depth, in forward order."""
+        """The part and all parts below it, each with its depth, in forward order."""
         yield depth, self
         for part in self.parts:
             yield from part.walk(depth + 1)
 
     def leaves(self) -> list[BlockNode]:
-        """The parts that are not divided further."""
+        """The parts below it without parts of their own."""
         return [part for _, part in self.walk() if not part.parts]
 
     def block(self, number: int) -> BlockNode:
-        """The part that is a whole block."""
+        """The part that is exactly one block.
+
+        Args:
+            number: index of the block.
+        """
         return next(
             part for _, part in self.walk() if part.first_block == part.last_block == number
         )
 
     def path_to(self, op: int) -> list[BlockNode]:
-        """The parts that hold an op, the whole first; empty where none does."""
+        """The parts that contain an op, from this one down; empty if it does not contain it.
+
+        Args:
+            op: index of the op.
+        """
         if op not in self.ops:
             return []
         return [self, *next((path for part in self.parts if (path := part.path_to(op))), [])]
@@ -66,12 +79,12 @@ class BlockNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassThrough:
-    """A storage that the forward reads in a later block, past blocks that have no use for it: a skip, a mask, an encoder's output.
+    """A value that crosses blocks unused: a skip, a mask, an encoder's output.
 
     Attributes:
-        storage: its index.
-        made_in: the block that makes it.
-        read_in: the last block whose forward reads it.
+        storage: index of the storage.
+        made_in: index of the block that makes it.
+        read_in: index of the last block whose forward reads it.
     """
 
     storage: int
@@ -106,7 +119,7 @@ def _joined(name: str, parts: Sequence[BlockNode]) -> BlockNode:
 
 
 def _path(snapshot: StepSnapshot, ops: Sequence[int]) -> tuple[str, ...]:
-    """The names that the module paths of all ops begin with."""
+    """The common prefix of the module paths of all ops that have one."""
     paths = [snapshot.ops[op].module.split(".") for op in ops if snapshot.ops[op].module]
     shared = []
     for level in zip(*paths, strict=False):
@@ -119,7 +132,7 @@ def _path(snapshot: StepSnapshot, ops: Sequence[int]) -> tuple[str, ...]:
 def _by_path(
     snapshot: StepSnapshot, blocks: Sequence[BlockNode], *, length: int
 ) -> list[BlockNode]:
-    """Runs of blocks whose paths go on with the same name after the first `length` ones."""
+    """Parts of the blocks, grouped by the name that follows the first `length` names."""
     paths = {block: _path(snapshot, block.forward) for block in blocks}
     found = []
     for name, run in groupby(blocks, key=lambda block: paths[block][: length + 1]):
@@ -135,7 +148,7 @@ def _by_path(
 
 
 def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
-    """A block that is within no submodule below its part's, named by where it begins and where it ends."""
+    """A block within no submodule below its part's, named by its first and last submodule."""
     modules = [snapshot.ops[op].module for op in block.forward if snapshot.ops[op].module]
     return (
         replace(block, name=f"{modules[0]} to {modules[-1]}")
@@ -144,39 +157,40 @@ def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
     )
 
 
-# --- blocks within a block -----------------------------------------------------------------------------
+# --- parts of a block -------------------------------------------------------------------------
 
 
 def _divided(snapshot: StepSnapshot, piece: BlockNode) -> BlockNode:
-    """The part with pieces of at most `LARGEST_BLOCK` forward ops."""
+    """The part with leaves of at most `LARGEST_BLOCK` forward ops."""
     if len(piece.forward) <= LARGEST_BLOCK:
         return piece
     runs = _runs_by_module(snapshot, piece.forward)
-    if len(runs) < 2 or len(piece.forward) < _LEAST_OPS * len(runs):
+    if len(runs) < 2 or len(piece.forward) < _MIN_MEAN_OPS * len(runs):
         cut = _best_cut(snapshot, piece.forward)
         runs = [piece.forward[:cut], piece.forward[cut:]]
     number = {op: index for index, run in enumerate(runs) for op in run}
     modules = [{snapshot.ops[op].module for op in run} for run in runs]
     maker = {storage: op for op in piece.ops for storage in snapshot.ops[op].writes}
     for op in piece.ops[len(piece.forward) :]:
+        # Autograd gives a backward op the module of the forward op that it differentiates.
         own = [index for index, names in enumerate(modules) if snapshot.ops[op].module in names]
-        if (
-            len(own) == 1
-        ):  # autograd gives a backward op the module of the op that it differentiates
+        if len(own) == 1:
             number[op] = own[0]
             continue
+        # Else it belongs to the latest forward value that it reads, or to the gradient.
         makers = [maker[storage] for storage in snapshot.ops[op].reads if storage in maker]
         ahead = [number[other] for other in makers if snapshot.ops[other].phase == "forward"]
         gradients = [number[other] for other in makers if other in number]
-        number[op] = (
-            max(ahead) if ahead else min(gradients, default=len(runs) - 1)
-        )  # by the latest value that it reads, else the gradient
+        number[op] = max(ahead) if ahead else min(gradients, default=len(runs) - 1)
     pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
     return _joined(piece.name, [_divided(snapshot, _piece(snapshot, piece, ops)) for ops in pieces])
 
 
 def _runs_by_module(snapshot: StepSnapshot, forward: Sequence[int]) -> list[Sequence[int]]:
-    """Runs of ops from one submodule, of those directly below the innermost that all come from; others go with what is ahead of them."""
+    """Runs of ops by submodule, directly below the innermost submodule that contains all ops.
+
+    An op outside of these submodules joins the run before it.
+    """
     length = len(_path(snapshot, forward)) + 1
     runs: list[tuple[tuple[str, ...], list[int]]] = []
     for op in forward:
@@ -202,7 +216,10 @@ def _piece(snapshot: StepSnapshot, whole: BlockNode, ops: Sequence[int]) -> Bloc
 
 
 def _best_cut(snapshot: StepSnapshot, forward: Sequence[int]) -> int:
-    """How many ops the first half has: in the middle half of them, where the fewest bytes cross, the most even one of equals."""
+    """Number of ops before the best cut, which is in the middle half.
+
+    The best cut is crossed by the fewest bytes; of equal ones it is the most even.
+    """
     last_read: dict[int, int] = {}
     for position, op in enumerate(forward):
         last_read.update(dict.fromkeys(snapshot.ops[op].reads, position))
@@ -218,11 +235,14 @@ def _best_cut(snapshot: StepSnapshot, forward: Sequence[int]) -> int:
     )
 
 
-# --- what passes by ------------------------------------------------------------------------------------
+# --- pass-through values ----------------------------------------------------------------------
 
 
 def pass_through_values(snapshot: StepSnapshot, chain: SnapshotChain) -> list[PassThrough]:
-    """Storages that cross a whole block or more unread, or beside a boundary; largest first."""
+    """Values of the forward that cross at least one block unused, largest first.
+
+    A value that is no boundary crosses as soon as a later block reads it.
+    """
     block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
     boundaries = {block.output for block in chain.blocks}
     made_in = {
@@ -242,11 +262,8 @@ def pass_through_values(snapshot: StepSnapshot, chain: SnapshotChain) -> list[Pa
         for storage, last in read_in.items()
         if last > made_in[storage] + (storage in boundaries)
     ]
-    return sorted(
-        found,
-        key=lambda passage: (
-            -snapshot.storages[passage.storage].num_bytes,
-            passage.made_in,
-            passage.storage,
-        ),
-    )
+
+    def order(value: PassThrough) -> tuple[int, int, int]:
+        return -snapshot.storages[value.storage].num_bytes, value.made_in, value.storage
+
+    return sorted(found, key=order)

@@ -1,4 +1,4 @@
-"""What a plan says of the blocks that might run in chunks, worked out when it is asked for, or read from a file."""
+"""Notes of a plan on the blocks that may run in chunks: computed when asked for, or loaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingNote:
-    """How a block runs that might run in chunks.
+    """How one block runs that may run in chunks.
 
     Attributes:
         module: path of the submodule with which the block begins, empty if unknown.
-        text: in how many chunks and in which form, or why in none.
+        text: the number of chunks and their form, or the reason for none.
     """
 
     module: str = ""
@@ -24,22 +24,22 @@ class ChunkingNotes(Protocol):
 
     @property
     def loss_block(self) -> ChunkingNote:
-        """Whether that runs in chunks, and why."""
+        """The note of the loss block."""
         ...
 
     @property
     def feed_forward(self) -> tuple[ChunkingNote, ...]:
-        """The same of each large block that begins with a matrix product which widens its operand."""
+        """The notes of large blocks that begin with a matrix product which widens its operand."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNotes:
-    """Notes that need no graph.
+    """Notes that are stored, so that they need no graph.
 
     Attributes:
-        loss_block: whether that runs in chunks, and why.
-        feed_forward: the same of each large block that begins with a matrix product which widens its operand.
+        loss_block: see `ChunkingNotes.loss_block`.
+        feed_forward: see `ChunkingNotes.feed_forward`.
     """
 
     loss_block: ChunkingNote = ChunkingNote()

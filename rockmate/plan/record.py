@@ -1,6 +1,7 @@
-"""A plan as data: the schedule, what it promises, and what follows from the two.
+"""A plan as data: a schedule, what it promises, and what follows from the two.
 
-`explain`, `serialize` and the tree of blocks read a record. `Plan` adds the methods that call them.
+Reports, files and the tree of blocks read a `PlanRecord`. `Plan` adds the methods that call them.
+Nothing here needs a model, a graph or a solver.
 """
 
 from __future__ import annotations
@@ -21,35 +22,41 @@ from rockmate.plan.residency import Residency
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 
+# Outputs beside the loss are reported if they take at least one part in so many of the peak.
+_REPORTED_OUTPUTS_PART = 10
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PlanRecord:
-    """A schedule that fits a budget, as data; `Plan` adds texts and files.
+    """A schedule that fits a budget, as data.
 
-    A plan that was loaded is one like any other, but for `graph`: `RockmateModule(model, sample_input, plan=plan)` captures the model
-    and gives it one.
+    A loaded plan is a plan like any other, but has no `graph` until it is given to a model with
+    `RockmateModule(model, sample_input, plan=plan)`.
 
     Attributes:
-        budget_bytes: the activation budget: bounds what is allocated beyond what was there when the forward was called, at every
-            moment of the step, gradients at rest in `.grad` not counted, outputs counted until the backward has ended.
+        budget_bytes: the activation budget. It bounds the bytes allocated beyond those at the call
+            of the forward, at every moment of the step. Gradients at rest in `.grad` do not count;
+            outputs count until the backward has ended.
         predicted_peak_bytes: the simulator's peak, counted in the same way; at most the budget.
-        predicted_ms: one forward and backward, the sum of measured or estimated op times.
-        baseline_peak_bytes: the peak with nothing recomputed.
-        baseline_ms: the time with nothing recomputed.
-        minimum_peak_bytes: `Planner.minimum_peak_bytes` of the planner that made it; a plan in chunks, which that may leave out, can be
-            below, and so can one for another sample or strategy.
+        predicted_ms: time of one forward and backward, the sum of measured or estimated op times.
+        baseline_peak_bytes: the peak without recomputation.
+        baseline_ms: the time without recomputation.
+        minimum_peak_bytes: `Planner.minimum_peak_bytes` of the planner that made the plan. A plan
+            for another sample or strategy can be below it, and so can a plan in chunks.
         schedule: the order in which ops run.
         simulation: live bytes at every run.
-        costs: time and overhead of every op.
-        snapshot: what the schedule's indices mean: the captured step as plain values.
-        chain: its blocks.
-        options: how the step was captured: "differentiable", "outputs", "gradients", and "loss_chunks" where the loss block is in chunks.
-        strategy: what made the plan.
-        bounds: what it is held against; see `lower_bound_ms`.
-        num_unproved_blocks: solves whose answer may not be the best: stopped at their time limit, or made for a smaller budget.
-        machine: for which the times were estimated; None where they were measured.
-        chunking_notes: how blocks run that might run in chunks; see `loss_block` and `feed_forward`.
-        captured: the graph that the outline describes, None for a plan that was loaded.
+        costs: time and workspace of every op.
+        snapshot: the captured step as plain values, which the indices in the schedule refer to.
+        chain: the blocks of the step.
+        options: how the step was captured: "differentiable", "outputs", "gradients", and
+            "loss_chunks" if the loss block runs in chunks.
+        strategy: name of the strategy that made the plan.
+        bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
+        num_unproved_blocks: number of solves without a proof of optimality: stopped at their time
+            limit, or made for a smaller budget.
+        machine: name of the machine that times were estimated for; None if they were measured.
+        chunking_notes: how blocks run that may run in chunks; see `loss_block`, `feed_forward`.
+        captured: the graph behind `snapshot`; None for a loaded plan.
     """
 
     budget_bytes: int
@@ -79,47 +86,46 @@ class PlanRecord:
             PlanMismatchError: the plan was loaded, and has not been given to a model.
         """
         if self.captured is None:
-            msg = "this plan was read from a file and has no graph. RockmateModule(model, sample_input, plan=plan).plan has one."
+            msg = (
+                "this plan was read from a file and has no graph. "
+                "RockmateModule(model, sample_input, plan=plan).plan has one."
+            )
             raise PlanMismatchError(msg)
         return self.captured
 
-    @cached_property
-    def residency(self) -> Residency:
-        """When each storage is in memory."""
-        return Residency(self.snapshot, self.schedule)
+    # --- promises -----------------------------------------------------------------------------
+
+    @property
+    def predicted_ratio(self) -> float:
+        """Predicted time over the time without recomputation."""
+        return self.predicted_ms / self.baseline_ms if self.baseline_ms else 1.0
 
     @cached_property
-    def block_tree(self) -> BlockNode:
-        """Its blocks as a tree by module path."""
-        return block_tree(self.snapshot, self.chain)
+    def lower_bound_ms(self) -> float:
+        """A time that no schedule within the budget beats; 0 if nothing is proved.
 
-    @cached_property
-    def pass_through_values(self) -> list[PassThrough]:
-        """The storages that pass blocks by, largest first."""
-        return pass_through_values(self.snapshot, self.chain)
+        It holds for the schedules of the step as captured and, where the planner may choose chunks
+        for this budget, for those of the step in any number and form of chunks that it knows. The
+        first read may take 20 s. A loaded plan has the bound that was stored.
+        """
+        return self.bounds.tight_bound_ms(self.budget_bytes)
 
-    @cached_property
-    def recompute_counts(self) -> Counter[int]:
-        """How often each op runs again, by index."""
-        return Counter(
-            self.schedule.steps[position] for position in self.schedule.recomputed_positions()
-        )
+    @property
+    def quick_lower_bound_ms(self) -> float:
+        """A bound of at most `lower_bound_ms`, for many budgets.
 
-    @cached_property
-    def highest_bytes(self) -> dict[int, int]:
-        """Most bytes in use, of the whole step, while an op runs, by its index."""
-        highest: dict[int, int] = {}
-        for position, index in enumerate(self.schedule.steps):
-            highest[index] = max(highest.get(index, 0), self.simulation.live_bytes[position])
-        return highest
+        It takes milliseconds. Where chunks may be chosen, a planner's first such plan takes
+        seconds, because the step is rewritten for each number of chunks.
+        """
+        return self.bounds.bound_ms(self.budget_bytes)
 
-    def is_recomputed(self, storage: int) -> bool:
-        """Whether the op that makes a storage runs more than once."""
-        return any(
-            self.recompute_counts[index]
-            for index, op in enumerate(self.snapshot.ops)
-            if storage in op.writes
-        )
+    @property
+    def optimality_gap(self) -> float:
+        """Distance to `lower_bound_ms`, as a share of the time without recomputation."""
+        gap_ms = self.predicted_ms - self.lower_bound_ms
+        return gap_ms / self.baseline_ms if self.baseline_ms else 0.0
+
+    # --- chunks -------------------------------------------------------------------------------
 
     @property
     def loss_block(self) -> ChunkingNote:
@@ -128,72 +134,73 @@ class PlanRecord:
 
     @property
     def feed_forward(self) -> tuple[ChunkingNote, ...]:
-        """The same of each large block that begins with a matrix product which widens its operand."""
+        """The same for large blocks that begin with a matrix product which widens its operand."""
         return self.chunking_notes.feed_forward
 
-    @property
-    def predicted_ratio(self) -> float:
-        """Predicted time over that of no recomputation."""
-        return self.predicted_ms / self.baseline_ms if self.baseline_ms else 1.0
+    # --- blocks and values --------------------------------------------------------------------
 
     @cached_property
-    def lower_bound_ms(self) -> float:
-        """No schedule within the budget takes less; 0 where nothing is proved. Worked out when it is first read, which may take 20 s.
+    def residency(self) -> Residency:
+        """The live intervals of all values."""
+        return Residency(self.snapshot, self.schedule)
 
-        Meant are the schedules of the step as captured and, where the planner may choose chunks for this budget, of the step in any of the
-        numbers and forms of chunks that planning knows: `Planner.lower_bound_ms`. A plan that was loaded has what was stored.
-        """
-        return self.bounds.tight_bound_ms(self.budget_bytes)
+    @cached_property
+    def block_tree(self) -> BlockNode:
+        """The blocks as a tree by module path."""
+        return block_tree(self.snapshot, self.chain)
 
-    @property
-    def quick_lower_bound_ms(self) -> float:
-        """As `lower_bound_ms`, or below it near the smallest peak: for many budgets.
+    @cached_property
+    def pass_through_values(self) -> list[PassThrough]:
+        """The values that cross blocks unused, largest first."""
+        return pass_through_values(self.snapshot, self.chain)
 
-        Milliseconds of work; where chunks may be chosen, seconds for a planner's first such plan, which writes out the step in each.
-        """
-        return self.bounds.bound_ms(self.budget_bytes)
+    @cached_property
+    def recompute_counts(self) -> Counter[int]:
+        """Number of recomputations of each op, by index."""
+        steps = self.schedule.steps
+        return Counter(steps[position] for position in self.schedule.recomputed_positions())
 
-    @property
-    def optimality_gap(self) -> float:
-        """How far the plan may be from the fastest schedule that `lower_bound_ms` is for, as a share of the time of no recomputation."""
-        return (
-            (self.predicted_ms - self.lower_bound_ms) / self.baseline_ms
-            if self.baseline_ms
-            else 0.0
-        )
+    def is_recomputed(self, storage: int) -> bool:
+        """Whether the op that makes a storage runs more than once."""
+        return any(storage in self.snapshot.ops[index].writes for index in self.recompute_counts)
+
+    # --- the peak -----------------------------------------------------------------------------
+
+    @cached_property
+    def highest_bytes(self) -> dict[int, int]:
+        """For each op that runs, by index, the most bytes in memory while it runs."""
+        highest: dict[int, int] = {}
+        runs = zip(self.schedule.steps, self.simulation.live_bytes, strict=True)
+        for index, live_bytes in runs:
+            highest[index] = max(highest.get(index, 0), live_bytes)
+        return highest
 
     @property
     def peak_op(self) -> SnapshotOp:
-        """The op that runs when the peak is reached."""
+        """The op that runs at the peak."""
         return self.snapshot.ops[self.schedule.steps[self.simulation.peak_position]]
+
+    def peak_place(self) -> str:
+        """The run at the peak, in words."""
+        op = self.peak_op
+        is_backward = self.simulation.peak_position >= len(self.schedule.forward)
+        half = "backward" if is_backward else "forward"
+        is_recomputation = op.phase == "forward" and is_backward
+        run = "the recomputation of " if is_recomputation else ""
+        return f"{run}{op.name} ({op.module or 'no single submodule'}) in the {half}"
 
     @property
     def held_at_peak_bytes(self) -> int:
-        """Bytes of outputs beside the loss that are held at the peak, if they are a tenth of it or more; else 0."""
-        outputs = [
-            index
-            for index, storage in enumerate(self.snapshot.storages)
-            if storage.kind is StorageKind.OUTPUT
-        ]
-        made = {
-            index
-            for run in self.schedule.steps[: self.simulation.peak_position + 1]
-            for index in self.snapshot.ops[run].writes
-        }
-        held = sum(self.snapshot.storages[index].num_bytes for index in outputs if index in made)
-        return (
-            held
-            if len(outputs) > 1
-            and self.options.get("outputs") == "all"
-            and 10 * held >= self.predicted_peak_bytes
-            else 0
-        )
+        """Bytes of outputs at the peak; 0 unless some are returned beside the loss and they matter.
 
-    def peak_place(self) -> str:
-        """Where the peak is, in words."""
-        op = self.peak_op
-        half = (
-            "backward" if self.simulation.peak_position >= len(self.schedule.forward) else "forward"
-        )
-        recompute = "the recomputation of " if op.phase == "forward" and half == "backward" else ""
-        return f"{recompute}{op.name} ({op.module or 'no single submodule'}) in the {half}"
+        They matter from a tenth of the peak.
+        """
+        storages, ops = self.snapshot.storages, self.snapshot.ops
+        outputs = {i for i, storage in enumerate(storages) if storage.kind is StorageKind.OUTPUT}
+        if len(outputs) < 2 or self.options.get("outputs") != "all":
+            return 0
+        runs = self.schedule.steps[: self.simulation.peak_position + 1]
+        held = outputs.intersection(storage for index in runs for storage in ops[index].writes)
+        held_bytes = sum(storages[index].num_bytes for index in held)
+        is_reported = _REPORTED_OUTPUTS_PART * held_bytes >= self.predicted_peak_bytes
+        return held_bytes if is_reported else 0

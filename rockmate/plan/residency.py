@@ -54,7 +54,7 @@ class LiveItem:
         num_bytes: its size; a workspace is negative where the op releases an input early.
         storage: index of the storage; None for a state and a workspace.
         op: index of the op whose state or workspace it is; None for a storage.
-        what: "storage", "overhead", or the name of the state as in `SnapshotOp.state_name`.
+        what: "storage", "workspace", or the name of the state as in `SnapshotOp.state_name`.
     """
 
     num_bytes: int
@@ -193,7 +193,7 @@ class Residency:
         table = costs.first if self._first_run[index] == position else costs.recompute
         overhead_bytes = table[index].overhead_bytes
         if overhead_bytes:
-            items.append(LiveItem(overhead_bytes, op=index, what="overhead"))
+            items.append(LiveItem(overhead_bytes, op=index, what="workspace"))
         return items
 
     def simulation(self, costs: Costs) -> Simulation:

@@ -1,14 +1,16 @@
-"""A plan as readable text and back: JSON, one op or run a line, no pickle.
+"""Plan files: a plan as readable JSON, one op or run a line, and back.
 
-The text holds all that a plan consists of (see `Plan`), so a plan that has been read back is a plan like any other: it explains
-itself, and `RockmateModule` runs it on a model whose captured step is the same. Nothing here needs a solver.
+The text holds everything in a `PlanRecord` but its graph. A plan that has been read explains
+itself, and `RockmateModule` runs it on a model whose captured step is the same. Nothing here needs
+a solver.
 
-What the text says is checked, not believed:
+The text is checked:
 
-* a digest over everything but the schedule tells a damaged file from a whole one;
-* the schedule may be edited. It is replayed, and refused if it reads what is not there, leaves out what the step needs, runs a random
-  or a once-only op otherwise than it may, or has a higher peak than the plan promises. The live bytes are for readers, and derived
-  anew.
+* a digest over everything but the schedule detects a damaged file;
+* the schedule may be edited. It is replayed, and refused if it reads a value that does not exist,
+  omits an op that the step needs, runs a random op out of order or recomputes an op that may run
+  only once, or has a higher peak than the plan promises. The live bytes are for readers, and
+  computed anew.
 """
 
 from __future__ import annotations
@@ -38,16 +40,26 @@ from rockmate.schedule.schedule import Schedule
 
 _FORMAT = "rockmate plan"
 _VERSION = 1
+# A run of the schedule, as `Schedule.rows` writes it.
 _ROW = re.compile(r"(forward|backward) +(\d+) (\S+)( again)?( in-place)?")
-_EDITABLE = ("schedule", "live_bytes", "digest")  # not in the digest
-_PROMISES = (
-    "strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "baseline_peak_bytes", "baseline_ms", "minimum_peak_bytes",
-    "num_unproved_blocks", "machine",
-)  # fmt: skip
+# Keys that the digest does not cover.
+_EDITABLE = ("schedule", "live_bytes", "digest")
+# Fields of `PlanRecord` that are written under their own names.
+_PLAIN_FIELDS = (
+    "strategy",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "predicted_ms",
+    "baseline_peak_bytes",
+    "baseline_ms",
+    "minimum_peak_bytes",
+    "num_unproved_blocks",
+    "machine",
+)
 
 
 def plan_text(plan: PlanRecord) -> str:
-    """The plan as text; `read_plan` reads it back."""
+    """The plan as text; `read_plan` reads it."""
     snapshot = plan.snapshot
     content: dict[str, Any] = {
         "format": _FORMAT,
@@ -56,7 +68,7 @@ def plan_text(plan: PlanRecord) -> str:
         "call": snapshot.call,
         "fingerprint": {"graph": snapshot.fingerprint, "call": snapshot.call_fingerprint},
         "options": dict(plan.options),
-        **{name: getattr(plan, name) for name in _PROMISES},
+        **{name: getattr(plan, name) for name in _PLAIN_FIELDS},
         "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
@@ -76,34 +88,35 @@ def plan_text(plan: PlanRecord) -> str:
         "num_distinct_calls": plan.costs.num_distinct,
     }
     content["digest"] = _digest(content)
-    return (
-        "{\n"
-        + ",\n".join(f"{json.dumps(key)}: {_value_text(value)}" for key, value in content.items())
-        + "\n}\n"
-    )
+    entries = (f"{json.dumps(key)}: {_value_text(value)}" for key, value in content.items())
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def read_plan(text: str, *, origin: str = "the text") -> PlanRecord:
     """The plan that `plan_text` wrote.
 
     Args:
-        text: what it wrote, with an edited schedule or without.
-        origin: how an error calls it.
+        text: the text that it wrote; its schedule may be edited.
+        origin: name of the text in errors.
 
     Raises:
-        PlanFileError: the text is no plan, is damaged, of a newer format, or its schedule is not valid or above the promised peak.
+        PlanFileError: the text is no plan, is damaged or of another format version, or its schedule
+            is invalid or has a higher peak than the plan promises.
     """
     content = _content(text, origin)
     try:
         plan = _plan(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        msg = f"{origin} has no plan that can be read ({type(error).__name__}: {error}). Save the plan again."
+        msg = (
+            f"{origin} has no plan that can be read ({type(error).__name__}: {error}). "
+            "Save the plan again."
+        )
         raise PlanFileError(msg) from error
     _check_schedule_rows(plan, content["schedule"], origin)
     return _replayed(plan, origin)
 
 
-# --- text ----------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------
 
 
 def _value_text(value: Any) -> str:
@@ -129,17 +142,29 @@ def _content(text: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        msg = f"{origin} is no JSON ({error}): it is cut off or damaged, or no plan. Save the plan again."
+        msg = (
+            f"{origin} is no JSON ({error}): it is cut off or damaged, or no plan. "
+            "Save the plan again."
+        )
         raise PlanFileError(msg) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        msg = f'{origin} is JSON but no plan: its "format" is not {_FORMAT!r}. Give a file that Plan.save wrote.'
+        msg = (
+            f'{origin} is JSON but no plan: its "format" is not {_FORMAT!r}. '
+            "Give a file that Plan.save wrote."
+        )
         raise PlanFileError(msg)
     version = content.get("version")
     if version != _VERSION:
-        msg = f"{origin} has format version {version!r}, and this release of rockmate reads {_VERSION}. Use the release that wrote it."
+        msg = (
+            f"{origin} has format version {version!r}, and this release of rockmate reads "
+            f"{_VERSION}. Use the release that wrote it."
+        )
         raise PlanFileError(msg)
     if content.get("digest") != _digest(content):
-        msg = f"{origin} has been damaged or edited outside its schedule: its digest does not fit its content. Save the plan again."
+        msg = (
+            f"{origin} has been damaged or edited outside its schedule: its digest does not fit "
+            "its content. Save the plan again."
+        )
         raise PlanFileError(msg)
     if not isinstance(content.get("schedule"), list):
         msg = f"{origin} has no schedule. Save the plan again."
@@ -147,7 +172,7 @@ def _content(text: str, origin: str) -> dict[str, Any]:
     return content
 
 
-# --- content -> plan -----------------------------------------------------------------------------------
+# --- content -> plan --------------------------------------------------------------------------
 
 
 def _plan(content: Mapping[str, Any]) -> PlanRecord:
@@ -180,7 +205,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
     if fault:
         raise ValueError(fault)
     return PlanRecord(
-        **{name: content[name] for name in _PROMISES},
+        **{name: content[name] for name in _PLAIN_FIELDS},
         bounds=StoredBound(content["lower_bound_ms"]),
         schedule=schedule,
         simulation=Residency(snapshot, schedule).simulation(costs),
@@ -205,15 +230,11 @@ def _built(
     cls: Callable[..., Any], row: Mapping[str, Any], **converters: Callable[[Any], Any]
 ) -> Any:
     """A dataclass from a JSON object: lists become tuples."""
-    values = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
-    }
-    return cls(
-        **{
-            name: converters[name](value) if name in converters else value
-            for name, value in values.items()
-        }
-    )
+    values: dict[str, Any] = {}
+    for name, value in row.items():
+        plain = tuple(value) if isinstance(value, list) else value
+        values[name] = converters[name](plain) if name in converters else plain
+    return cls(**values)
 
 
 def _schedule(rows: list[Any]) -> Schedule:
@@ -221,59 +242,72 @@ def _schedule(rows: list[Any]) -> Schedule:
     for number, row in enumerate(rows):
         match = _ROW.fullmatch(row) if isinstance(row, str) else None
         if match is None:
-            msg = f"step {number} of the schedule reads {row!r}, not like 'forward 3 addmm_1' with ' again' and ' in-place' where they hold"
+            msg = (
+                f"step {number} of the schedule reads {row!r}, not like 'forward 3 addmm_1' with "
+                "' again' and ' in-place' where they hold"
+            )
             raise ValueError(msg)
         halves.append(match[1])
     if halves != sorted(halves, reverse=True):
-        msg = "the schedule has a step of the forward behind one of the backward"
+        msg = "the schedule has a step of the forward after one of the backward"
         raise ValueError(msg)
     return Schedule.from_text("\n".join(rows))
 
 
 def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
-    """What is wrong with a schedule, apart from reads of what is not there; empty if nothing is."""
+    """The fault of an edited schedule, but for missing values; empty if there is none."""
     seen: set[int] = set()
     num_ops = len(snapshot.ops)
     for position, index in enumerate(schedule.steps):
+        step = f"step {position} of the schedule runs"
         if index >= num_ops:
-            return (
-                f"step {position} of the schedule runs op {index}, and the last is op {num_ops - 1}"
-            )
+            return f"{step} op {index}, and the last is op {num_ops - 1}"
         op = snapshot.ops[index]
         if position < len(schedule.forward) and op.phase != "forward":
-            return f"step {position} of the schedule runs {op.name} in the forward, which is an op of the backward"
+            return f"{step} {op.name} in the forward, which is an op of the backward"
         if index in seen and not op.is_recomputable:
-            return f"step {position} of the schedule runs {op.name} again, which can run only once"
+            return f"{step} {op.name} again, which can run only once"
         seen.add(index)
     for index, op in enumerate(snapshot.ops):
-        is_needed = op.final_gradients or any(
-            snapshot.storages[storage].kind.is_result for storage in op.writes
-        )
-        if is_needed and index not in seen:
+        if index not in seen and _is_needed(snapshot, op):
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"
     drawn = [index for index in dict.fromkeys(schedule.steps) if snapshot.ops[index].is_random]
-    if drawn != sorted(drawn) or any(
+    is_draw_missing = any(
         op.is_random and index not in seen for index, op in enumerate(snapshot.ops)
-    ):
+    )
+    if is_draw_missing or drawn != sorted(drawn):
         return "the schedule draws random numbers in another order than the model"
     return ""
 
 
+def _is_needed(snapshot: StepSnapshot, op: SnapshotOp) -> bool:
+    """Whether the step returns a result of the op, copies it to a buffer or hands it to `.grad`."""
+    return bool(op.final_gradients) or any(
+        snapshot.storages[storage].kind.is_result or storage in snapshot.updates
+        for storage in op.writes
+    )
+
+
 def _check_schedule_rows(plan: PlanRecord, rows: list[str], origin: str) -> None:
-    for number, (row, expected) in enumerate(
-        zip(rows, plan.schedule.rows(plan.snapshot.names), strict=True)
-    ):
+    """Raises `PlanFileError` if a row names another op than its index, or lacks a mark."""
+    written = plan.schedule.rows(plan.snapshot.names)
+    for number, (row, expected) in enumerate(zip(rows, written, strict=True)):
         if row.split() != expected.split():
-            msg = f"step {number} of the schedule in {origin} reads {row!r} and would have to read {expected!r}."
+            msg = (
+                f"step {number} of the schedule in {origin} reads {row!r} and would have to read "
+                f"{expected!r}."
+            )
             raise PlanFileError(msg)
 
 
 def _replayed(plan: PlanRecord, origin: str) -> PlanRecord:
+    """The plan with the peak and the time of its schedule."""
     found = plan.simulation
     if found.peak_bytes > plan.predicted_peak_bytes:
         msg = (
-            f"the schedule in {origin} has a peak of {found.peak_bytes:,} bytes, at step {found.peak_position}, above the "
-            f"{plan.predicted_peak_bytes:,} bytes that the plan promises."
+            f"the schedule in {origin} has a peak of {found.peak_bytes:,} bytes, at step "
+            f"{found.peak_position}, above the {plan.predicted_peak_bytes:,} bytes that the plan "
+            "promises."
         )
         raise PlanFileError(msg)
     return replace(plan, predicted_peak_bytes=found.peak_bytes, predicted_ms=found.time_ms)

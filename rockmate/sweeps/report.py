@@ -12,7 +12,7 @@ from string import Template
 
 from rockmate.budget import size_text
 from rockmate.costs.cost import Costs
-from rockmate.plan.explain import BlockRow
+from rockmate.plan.block_table import BlockRow
 from rockmate.plan.plan import Plan
 from rockmate.schedule.schedule import Schedule
 from rockmate.sweeps.result import Sweep

@@ -177,8 +177,8 @@ def test_a_skip_of_a_unet_is_kept_at_a_loose_budget_and_made_again_at_a_tight_on
     assert not made_again.is_kept
     assert made_again.num_recomputations >= 1
     for found, end in (
-        (kept, "and stays until the backward has read it"),
-        (made_again, "is made again for the backward"),
+        (kept, "and is saved until the backward has read it"),
+        (made_again, "is recomputed for the backward"),
     ):
         assert found.rule.startswith("it is carried from block ")
         assert end in found.rule
@@ -216,7 +216,7 @@ def test_the_tree_is_read_off_a_saved_plan_as_well() -> None:
     assert Plan.from_text(plan.to_text()).tree() == text
     assert text.splitlines()[1].startswith("the whole model ")
     assert all(f"─ {part.name} " in text for part in parts(plan)[1:])
-    assert f"{len(plan.pass_through_values)} storages pass blocks by" in text
+    assert f"{len(plan.pass_through_values)} values cross blocks unused" in text
     name = plan.snapshot.ops[plan.block_tree.block(1).forward[0]].name
     assert plan.explain(name).storages[0].option.startswith("strategy 'rockmate', block 1 (")
 

@@ -118,10 +118,10 @@ def test_known_answer_on_a_small_model() -> None:
     )
     tight = planner.plan(planner.minimum_peak_bytes)
     text = str(tight.explain("gelu"))
-    assert "not kept, recomputed once" in text
+    assert "not saved, recomputed once" in text
     assert "strategy 'rockmate', block " in text
     assert text.count("in memory") == 2
-    assert "made again at step" in text
+    assert "recomputed at step" in text
 
 
 def test_submodule_stands_for_what_its_forward_makes() -> None:

@@ -358,7 +358,7 @@ def rows_of(plan: Plan, schedule: Schedule) -> list[str]:
     [
         (lambda rows: rows.pop(0), "reads .* before it is made"),
         (lambda rows: rows.pop(), "never runs"),
-        (lambda rows: rows.insert(0, "backward 0 addmm"), "behind one of the backward"),
+        (lambda rows: rows.insert(0, "backward 0 addmm"), "after one of the backward"),
         (lambda rows: rows.insert(0, rows[-1].replace("backward", "forward")), "in the forward"),
         (lambda rows: rows.append(rows[-1]), "only once"),
         (lambda rows: rows.append("backward 9999 addmm"), "op 9999"),
@@ -371,6 +371,33 @@ def test_invalid_edit_of_the_schedule_is_refused(
 ) -> None:
     with pytest.raises(PlanFileError, match=said):
         Plan.from_text(edited(plan_of("mlp"), lambda content: change(content["schedule"])))
+
+
+class RunningMean(nn.Module):
+    """Copies a mean into a buffer, by an op whose result nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        self.mean.copy_(hidden.detach().mean(0))
+        return hidden.square().sum()
+
+
+def test_edit_that_leaves_out_the_update_of_a_buffer_is_refused() -> None:
+    plan = Planner(RunningMean(), torch.randn(8, 16)).plan(1.0)
+    (update,) = plan.snapshot.updates
+    maker = next(i for i, op in enumerate(plan.snapshot.ops) if update in op.writes)
+
+    def leave_out(content: dict[str, Any]) -> None:
+        del content["schedule"][plan.schedule.steps.index(maker)]
+
+    name = plan.snapshot.ops[maker].name
+    with pytest.raises(PlanFileError, match=f"never runs {name}"):
+        Plan.from_text(edited(plan, leave_out))
 
 
 def test_edit_that_draws_in_another_order_is_refused() -> None:
@@ -447,7 +474,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for given in ("plan.json", path, 3, planner, planner.plan(1.0).to_text()):
         with pytest.raises(
-            TypeError, match=rf"is of type {type(given).__name__}, .*plan=Plan\.load\(path\)"
+            TypeError, match=rf"is of type {type(given).__name__}; .*plan=Plan\.load\(path\)"
         ) as caught:
             RockmateModule(model, x, plan=given)  # pyright: ignore[reportArgumentType]
         assert len(str(caught.value)) < 400

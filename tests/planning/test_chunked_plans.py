@@ -398,7 +398,7 @@ def test_plans_without_time_to_solve(
         assert plan.predicted_peak_bytes <= budget
         assert plan.num_unproved_blocks > 0
         assert "the solver stopped at its time limit of" in caplog.text
-        assert "the lower bound is from convex hulls" in caplog.text
+        assert "the lower bound comes from convex hulls" in caplog.text
         assert "a larger time_limit_s may help" in plan.summary()
     with pytest.raises(ValueError, match=r"time_limit_s is 0\.0; it must be above 0"):
         Planner(model, batch, time_limit_s=0.0)

@@ -1,0 +1,99 @@
+"""A plan in a few lines: budget, peak, time, saved and recomputed values, lower bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rockmate.budget import size_text
+from rockmate.plan.record import PlanRecord
+
+# Number of calls named as those that are recomputed most often.
+_NUM_NAMED_CALLS = 4
+
+
+def summary_text(plan: PlanRecord) -> str:
+    """The lines of `Plan.summary`."""
+    rows = [*_promise_rows(plan), *_content_rows(plan), *_remark_rows(plan)]
+    return "\n".join(f"{title:<19} {text}" for title, text in rows)
+
+
+def _promise_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    peak_share = _share_text(plan.predicted_peak_bytes, plan.baseline_peak_bytes)
+    baseline_peak = size_text(plan.baseline_peak_bytes)
+    yield "activation budget", size_text(plan.budget_bytes)
+    yield (
+        "predicted peak",
+        f"{size_text(plan.predicted_peak_bytes)}  "
+        f"({peak_share} of {baseline_peak} without recomputation)",
+    )
+    yield "  reached in", plan.peak_place()
+    yield (
+        "predicted time",
+        f"{plan.predicted_ms:.1f} ms a step, {plan.predicted_ratio:.3f}x of "
+        f"{plan.baseline_ms:.1f} ms without recomputation",
+    )
+    if plan.machine:
+        yield "  estimated for", plan.machine
+
+
+def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    yield "saved for backward", size_text(plan.simulation.saved_bytes)
+    named = _most_recomputed(plan)
+    num_recomputed = f"{plan.schedule.num_recomputations()} of {len(plan.snapshot.ops)} ops"
+    yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
+    largest = max(len(leaf.forward) for leaf in plan.block_tree.leaves())
+    yield (
+        "blocks",
+        f"{len(plan.chain.blocks)}, the largest part of {largest} forward ops; "
+        f"{_pass_through_text(plan)}",
+    )
+
+
+def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    if "loss_chunks" in plan.options:
+        note = plan.loss_block
+        yield "loss block", f"{note.text} ({note.module or 'no single submodule'})"
+    if plan.held_at_peak_bytes:
+        yield (
+            "outputs",
+            f"{size_text(plan.held_at_peak_bytes)} of the peak are outputs beside the loss; "
+            'with outputs="loss" they are planned like any other value',
+        )
+    if plan.lower_bound_ms:
+        yield (
+            "lower bound",
+            f"{plan.lower_bound_ms:.1f} ms within the budget; "
+            f"the plan is {plan.optimality_gap:.1%} above",
+        )
+    if plan.num_unproved_blocks:
+        yield (
+            "solver",
+            f"{plan.num_unproved_blocks} answers without a proof of optimality; "
+            "a larger time_limit_s may help",
+        )
+
+
+def _pass_through_text(plan: PlanRecord) -> str:
+    passing = [value.storage for value in plan.pass_through_values]
+    saved = [storage for storage in passing if plan.residency.is_saved(storage)]
+    return (
+        f"{len(passing)} values cross blocks unused, {size_text(_bytes(plan, saved))} of "
+        f"{size_text(_bytes(plan, passing))} saved"
+    )
+
+
+def _bytes(plan: PlanRecord, storages: list[int]) -> int:
+    return sum(plan.snapshot.storages[storage].num_bytes for storage in storages)
+
+
+def _most_recomputed(plan: PlanRecord) -> str:
+    counts: Counter[str] = Counter()
+    for index, count in plan.recompute_counts.items():
+        counts[plan.snapshot.ops[index].short_call] += count
+    top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_NUM_NAMED_CALLS]
+    return ", ".join(f"{name} x{count}" for name, count in top)
+
+
+def _share_text(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "all"

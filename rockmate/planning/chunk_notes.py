@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.graph.chunking.unroll import Chunks
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.chunking_notes import ChunkingNote
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 

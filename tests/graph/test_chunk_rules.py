@@ -14,15 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from rockmate.graph.chunking.linearity import check_linear, depending_on
-from rockmate.graph.chunking.rules import (
-    CHUNK_ROWS,
-    PARTIAL,
-    InseparableError,
-    Piece,
-    Rows,
-    rows_within,
-    separate,
-)
+from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Piece, Rows, rows_within
+from rockmate.graph.chunking.separate import separate
 
 _aten = torch.ops.aten
 _SIZES = (3, 1, 4)  # rows of the chunks

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.chunking.unroll import Chunks
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.step import CapturedStep, capture_step
 
 FORMS = ("5 recompute", "3 at_once")

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rockmate import Plan, Planner
 from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.graph.chunking.unroll import Chunks
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.ir import Op, Phase
 from rockmate.step import capture_step
 

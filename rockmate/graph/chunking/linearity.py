@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.graph.chunking.rules import InseparableError
+from rockmate.graph.chunking.forms import InseparableError
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten

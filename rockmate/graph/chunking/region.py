@@ -20,16 +20,8 @@ from torch import fx
 
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
-from rockmate.graph.chunking.rules import (
-    Form,
-    InseparableError,
-    Piece,
-    Rows,
-    add_piece,
-    is_elementwise,
-    rows_within,
-    separate,
-)
+from rockmate.graph.chunking.forms import Form, InseparableError, Piece, Rows, rows_within
+from rockmate.graph.chunking.separate import add_piece, is_elementwise, separate
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten

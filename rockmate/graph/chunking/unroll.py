@@ -15,259 +15,37 @@ Sums in half precision are made and accumulated in float32, and rounded once, as
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate._torch.autocast import autocast_off
-from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids
-from rockmate.capture.roles import Capture, Role, RoleKind, with_graph
+from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.graph.chunking.calls import (
+    FILLS,
+    HALF_PRECISION,
+    VIEWS,
+    as_captured,
+    chunk_bounds,
+    insert_call,
+    maker_of,
+    sort_topologically,
+)
+from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
 from rockmate.graph.chunking.linearity import check_linear, depending_on, reading_from
 from rockmate.graph.chunking.region import (
-    Refusal,
     Region,
-    find_feed_forward,
-    find_loss_block,
-    region_of,
-)
-from rockmate.graph.chunking.rules import (
-    CHUNK_ROWS,
-    PARTIAL,
-    SUMMED_LOSSES,
-    SUMMED_LOSSES_BACKWARD,
-    InseparableError,
-    Rows,
-    chunk_shape,
 )
 from rockmate.graph.ir import IN_FORWARD
 from rockmate.graph.value_numbering import remove_dead
-from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_weight
 
 _aten = torch.ops.aten
-_HALF = {torch.float16, torch.bfloat16}
-_FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
-_MEAN, _SUM = 1, 2  # ATen's numbers for reductions
-_VIEWS = {
-    _aten.t.default,
-    _aten.view.default,
-    _aten.transpose.int,
-    _aten._unsafe_view.default,
-    _aten.detach.default,
-}
 
 
-_RESULTS: dict[Any, Any] = {
-    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
-    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
-}
-"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """How a step runs in chunks, of sizes that differ by one row at most.
-
-    Attributes:
-        number: of chunks of the loss block; 1 leaves that whole.
-        form: of the loss block; see above.
-        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves those whole.
-    """
-
-    number: int
-    form: Literal["recompute", "at_once"]
-    layers: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.number} {self.form}" + (
-            f", {self.layers} in layers" if self.layers > 1 else ""
-        )
-
-    def describe(self) -> str:
-        """In words."""
-        how = (
-            "gradients made in the forward, scaled in the backward"
-            if self.form == "at_once"
-            else "forward and backward each by chunks"
-        )
-        of_loss = f"in {self.number} chunks of its rows; {how}" if self.number > 1 else "whole"
-        return of_loss + (f"; feed-forward blocks in {self.layers}" if self.layers > 1 else "")
-
-    @classmethod
-    def parse(cls, text: str) -> Chunks:
-        """What `str` wrote; `ValueError` for anything else."""
-        match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
-        if match is None or (match[1] == "1" and match[3] in (None, "1")):
-            msg = f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, 4 in layers', with numbers from 2"
-            raise ValueError(msg)
-        return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
-
-
-def chunk_loss_block(
-    capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
-) -> Capture | Refusal:
-    """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
-
-    Args:
-        capture: the step, which stays as it is.
-        chunks: how many, and in which form.
-        returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
-    """
-    copied = _copy(capture)
-    if chunks.number > 1:
-        _sum_losses(copied.joint.graph)
-    if chunks.layers > 1:
-        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
-            if isinstance(block, Refusal):
-                continue
-            done = _in_chunks(
-                copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients
-            )
-            if isinstance(done, Refusal):
-                return done
-            copied = done
-    if chunks.number == 1:
-        return copied
-    region = find_loss_block(copied, at_once=chunks.form == "at_once")
-    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
-
-
-def _in_chunks(
-    capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
-) -> Capture | Refusal:
-    """Writes one region of a graph out, in place."""
-    if isinstance(region, Refusal):
-        return region
-    if number > region.num_rows:
-        reason = f"{region.num_rows} rows cannot be {number} chunks"
-        return Refusal(call="", module=region.name, reason=reason, block=region.name)
-    try:
-        return _Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
-    except InseparableError as error:
-        module = error.node.meta.get("module", "")
-        return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
-
-
-@dataclass(frozen=True, slots=True)
-class SeparableBlocks:
-    """What `chunk_loss_block` takes in chunks, or why not: the loss block, and the blocks that widen a value."""
-
-    loss: Region | Refusal
-    feed_forward: tuple[Region | Refusal, ...]
-
-
-def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
-    """The blocks of a captured step; of those that widen a value, the ones with a value of at least so many bytes."""
-    copied = _copy(capture)
-    _sum_losses(copied.joint.graph)
-    loss = find_loss_block(copied)
-    return SeparableBlocks(
-        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
-    )
-
-
-def _copy(capture: Capture) -> Capture:
-    """A capture with a graph of its own; fake tensors are shared."""
-    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-    returned = graph.graph_copy(capture.joint.graph, twins)
-    graph.output(returned)
-    return with_graph(capture, graph, twins)
-
-
-def _sum_losses(graph: fx.Graph) -> None:
-    """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
-    for node in list(graph.nodes):
-        if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
-            _sum_elements(graph, node)
-        if node.target not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
-            continue
-        scores, target, weight, reduction, ignore_index = node.args
-        assert isinstance(scores, fx.Node)
-        items = {user.args[1]: user for user in node.users}
-        with graph.inserting_before(node):
-            total = _call(
-                graph,
-                target_weight,
-                (target, weight, ignore_index, scores.meta["val"].dtype),
-                like=node,
-            )
-        if 1 in items:
-            items[1].replace_all_uses_with(total)
-            graph.erase_node(items[1])
-        if reduction == _MEAN and 0 in items:
-            node.args = (scores, target, weight, _SUM, ignore_index)
-            with graph.inserting_after(items[0]):
-                mean = _call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
-            items[0].replace_all_uses_with(
-                mean, delete_user_cb=lambda user, mean=mean: user is not mean
-            )
-
-
-def _sum_elements(graph: fx.Graph, node: fx.Node) -> None:
-    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
-    is_backward = node.target in SUMMED_LOSSES_BACKWARD
-    place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
-    operands = [
-        argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)
-    ]
-    args = [*node.args, *[None] * (place - len(node.args)), *[_MEAN] * (len(node.args) <= place)]
-    if args[place] != _MEAN:
-        return
-    num_elements = prod(
-        torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands))
-    )
-    args[place] = _SUM
-    if is_backward:
-        with graph.inserting_before(node):
-            args[0] = _call(graph, _aten.div.Scalar, (args[0], num_elements), like=node)
-        node.args = tuple(args)
-        return
-    node.args = tuple(args)
-    with graph.inserting_after(node):
-        mean = _call(graph, _aten.div.Scalar, (node, num_elements), like=node)
-    node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
-
-
-def _call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    like: fx.Node,
-) -> fx.Node:
-    """A new call with its fake result; where it comes from is said by `like`."""
-    node = graph.call_function(target, args, dict(kwargs or {}))
-    node.meta = {
-        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
-    }
-    given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with _as_captured(like):
-        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
-    return node
-
-
-@contextmanager
-def _as_captured(node: fx.Node) -> Iterator[None]:
-    """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
-    value = node.meta["val"]
-    fake = (
-        value
-        if isinstance(value, torch.Tensor)
-        else next(item for item in value if isinstance(item, torch.Tensor))
-    )
-    with mode_of(fake), torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
-        yield
-
-
-class _Unroller:
+class Unroller:
     """Writes a region out chunk by chunk."""
 
     def __init__(
@@ -277,7 +55,7 @@ class _Unroller:
         self.graph = capture.joint.graph
         self.region = region
         self.calls = {*region.forward, *region.backward}
-        self.bounds = _bounds(region.num_rows, num_chunks)
+        self.bounds = chunk_bounds(region.num_rows, num_chunks)
         self.parts: dict[fx.Node, list[fx.Node]] = {}
         self.total: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, Rows, int], fx.Node] = {}
@@ -295,7 +73,7 @@ class _Unroller:
                         self._write_out(calls)
                         self._join(calls)
         self._replace()
-        _sort(self.graph)
+        sort_topologically(self.graph)
         remove_dead(self.graph)
         self.graph.lint()
         self.capture.joint.recompile()
@@ -330,13 +108,13 @@ class _Unroller:
         *,
         like: fx.Node,
     ) -> fx.Node:
-        return _call(self.graph, target, args, kwargs, like=like)
+        return insert_call(self.graph, target, args, kwargs, like=like)
 
     def _accumulate(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         before = self.total.get(node)
-        is_half = node.meta["val"].dtype in _HALF
+        is_half = node.meta["val"].dtype in HALF_PRECISION
         if is_half:
             target, args, kwargs = self._in_float32(node, target, args, kwargs)
         if before is not None and target is _aten.mm.default:
@@ -345,7 +123,7 @@ class _Unroller:
         part = self._new(target, args, kwargs, like=node)
         if before is not None:
             self.total[node] = self._new(_aten.add.Tensor, (before, part), like=node)
-        elif is_half and part.meta["val"].dtype in _HALF:
+        elif is_half and part.meta["val"].dtype in HALF_PRECISION:
             self.total[node] = self._new(
                 _aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node
             )
@@ -400,7 +178,7 @@ class _Unroller:
         """The part of a value from outside that belongs to a chunk: a view, or for a constant a smaller one."""
         shape = tuple(value.meta["val"].shape)
         part = chunk_shape(shape, rows, stop - start)
-        if value.target in _FILLS:
+        if value.target in FILLS:
             return self._new(value.target, (part, *value.args[1:]), value.kwargs, like=value)
         if rows.stop - rows.start == 1:
             return self._new(_aten.slice.Tensor, (value, rows.start, start, stop), like=value)
@@ -459,7 +237,7 @@ class _Unroller:
                 args, kwargs = fx.map_arg(
                     (reader.args, reader.kwargs), lambda argument: argument.meta["val"]
                 )
-                with _as_captured(reader):
+                with as_captured(reader):
                     reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 pending += [user for user in reader.users if user.op == "call_function"]
 
@@ -478,11 +256,11 @@ class _Unroller:
             if node.target is not _aten.mm.default or self.region.pieces[node].forms != (PARTIAL,):
                 continue
             views, last = list[fx.Node](), node
-            while len(last.users) == 1 and (user := next(iter(last.users))).target in _VIEWS:
+            while len(last.users) == 1 and (user := next(iter(last.users))).target in VIEWS:
                 views.append(user)
                 last = user
             is_returned = last in roles and returned.count(last) == 1 and len(last.users) == 1
-            if is_returned and node.meta["val"].dtype not in _HALF:
+            if is_returned and node.meta["val"].dtype not in HALF_PRECISION:
                 found[node] = (views, roles[last])
         return found
 
@@ -530,7 +308,7 @@ class _Unroller:
             for node in self.region.backward:
                 total = self.total.get(node)
                 if total is not None:
-                    _maker(total).meta[IN_FORWARD] = True
+                    maker_of(total).meta[IN_FORWARD] = True
                     if node in dependent:
                         self.total[node] = self._new(_aten.mul.Tensor, (total, tangent), like=node)
 
@@ -561,37 +339,3 @@ class _Unroller:
                 made = self._new(node.target, args, kwargs, like=node)
             self.instead[node] = made
         return self.instead[node]
-
-
-def _maker(value: fx.Node) -> fx.Node:
-    """The call that makes the memory that `value` views."""
-    while value.target in _VIEWS:
-        value = value.all_input_nodes[0]
-    return value
-
-
-def _bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
-    """First row and the one after the last of each chunk."""
-    edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return list(itertools.pairwise(edges))
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
-    order = list(graph.nodes)
-    missing = {node: len(node.all_input_nodes) for node in order}
-    reached: set[fx.Node] = set()
-    last: fx.Node | None = None
-    for node in order:
-        reached.add(node)
-        pending = [node] if not missing[node] else []
-        while pending:
-            placed = pending.pop()
-            if last is not None:
-                last.append(placed)
-            last = placed
-            for user in placed.users:
-                missing[user] -= 1
-            pending += [
-                user for user in reversed(placed.users) if not missing[user] and user in reached
-            ]

@@ -1,0 +1,165 @@
+"""Calls written into a joint graph during a rewrite, with the fake tensors of their results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate._torch.autocast import autocast_off
+from rockmate._torch.fake import mode_of
+from rockmate.capture.roles import Capture, with_graph
+from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_weight
+
+_aten = torch.ops.aten
+HALF_PRECISION = {torch.float16, torch.bfloat16}
+FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
+MEAN, SUM = 1, 2  # ATen's numbers for reductions
+VIEWS = {
+    _aten.t.default,
+    _aten.view.default,
+    _aten.transpose.int,
+    _aten._unsafe_view.default,
+    _aten.detach.default,
+}
+
+
+_RESULTS: dict[Any, Any] = {
+    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+}
+"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
+
+
+def copied_capture(capture: Capture) -> Capture:
+    """A capture with a graph of its own; fake tensors are shared."""
+    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = graph.graph_copy(capture.joint.graph, twins)
+    graph.output(returned)
+    return with_graph(capture, graph, twins)
+
+
+def sum_losses(graph: fx.Graph) -> None:
+    """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
+    for node in list(graph.nodes):
+        if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
+            sum_elements(graph, node)
+        if node.target not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
+            continue
+        scores, target, weight, reduction, ignore_index = node.args
+        assert isinstance(scores, fx.Node)
+        items = {user.args[1]: user for user in node.users}
+        with graph.inserting_before(node):
+            total = insert_call(
+                graph,
+                target_weight,
+                (target, weight, ignore_index, scores.meta["val"].dtype),
+                like=node,
+            )
+        if 1 in items:
+            items[1].replace_all_uses_with(total)
+            graph.erase_node(items[1])
+        if reduction == MEAN and 0 in items:
+            node.args = (scores, target, weight, SUM, ignore_index)
+            with graph.inserting_after(items[0]):
+                mean = insert_call(graph, _aten.div.Tensor, (items[0], total), like=items[0])
+            items[0].replace_all_uses_with(
+                mean, delete_user_cb=lambda user, mean=mean: user is not mean
+            )
+
+
+def sum_elements(graph: fx.Graph, node: fx.Node) -> None:
+    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
+    is_backward = node.target in SUMMED_LOSSES_BACKWARD
+    place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
+    operands = [
+        argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)
+    ]
+    args = [*node.args, *[None] * (place - len(node.args)), *[MEAN] * (len(node.args) <= place)]
+    if args[place] != MEAN:
+        return
+    num_elements = prod(
+        torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands))
+    )
+    args[place] = SUM
+    if is_backward:
+        with graph.inserting_before(node):
+            args[0] = insert_call(graph, _aten.div.Scalar, (args[0], num_elements), like=node)
+        node.args = tuple(args)
+        return
+    node.args = tuple(args)
+    with graph.inserting_after(node):
+        mean = insert_call(graph, _aten.div.Scalar, (node, num_elements), like=node)
+    node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+
+
+def insert_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """A new call with its fake result; where it comes from is said by `like`."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {
+        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
+    }
+    given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    with as_captured(like):
+        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
+    return node
+
+
+@contextmanager
+def as_captured(node: fx.Node) -> Iterator[None]:
+    """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
+    value = node.meta["val"]
+    fake = (
+        value
+        if isinstance(value, torch.Tensor)
+        else next(item for item in value if isinstance(item, torch.Tensor))
+    )
+    with mode_of(fake), torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+def maker_of(value: fx.Node) -> fx.Node:
+    """The call that makes the memory that `value` views."""
+    while value.target in VIEWS:
+        value = value.all_input_nodes[0]
+    return value
+
+
+def chunk_bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
+    """First row and the one after the last of each chunk."""
+    edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
+    order = list(graph.nodes)
+    missing = {node: len(node.all_input_nodes) for node in order}
+    reached: set[fx.Node] = set()
+    last: fx.Node | None = None
+    for node in order:
+        reached.add(node)
+        pending = [node] if not missing[node] else []
+        while pending:
+            placed = pending.pop()
+            if last is not None:
+                last.append(placed)
+            last = placed
+            for user in placed.users:
+                missing[user] -= 1
+            pending += [
+                user for user in reversed(placed.users) if not missing[user] and user in reached
+            ]

@@ -1,0 +1,121 @@
+"""Chunking of a step: in how many chunks its loss block or its feed-forward blocks run, and how."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rockmate.capture.roles import Capture
+from rockmate.graph.chunking.calls import copied_capture, sum_losses
+from rockmate.graph.chunking.forms import InseparableError
+from rockmate.graph.chunking.region import (
+    Refusal,
+    Region,
+    find_feed_forward,
+    find_loss_block,
+    region_of,
+)
+from rockmate.graph.chunking.unroll import Unroller
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a step runs in chunks, of sizes that differ by one row at most.
+
+    Attributes:
+        number: of chunks of the loss block; 1 leaves that whole.
+        form: of the loss block; see above.
+        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves those whole.
+    """
+
+    number: int
+    form: Literal["recompute", "at_once"]
+    layers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.form}" + (
+            f", {self.layers} in layers" if self.layers > 1 else ""
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        how = (
+            "gradients made in the forward, scaled in the backward"
+            if self.form == "at_once"
+            else "forward and backward each by chunks"
+        )
+        of_loss = f"in {self.number} chunks of its rows; {how}" if self.number > 1 else "whole"
+        return of_loss + (f"; feed-forward blocks in {self.layers}" if self.layers > 1 else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Chunks:
+        """What `str` wrote; `ValueError` for anything else."""
+        match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
+        if match is None or (match[1] == "1" and match[3] in (None, "1")):
+            msg = f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, 4 in layers', with numbers from 2"
+            raise ValueError(msg)
+        return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
+
+
+def chunk_loss_block(
+    capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
+) -> Capture | Refusal:
+    """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
+
+    Args:
+        capture: the step, which stays as it is.
+        chunks: how many, and in which form.
+        returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
+    """
+    copied = copied_capture(capture)
+    if chunks.number > 1:
+        sum_losses(copied.joint.graph)
+    if chunks.layers > 1:
+        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
+            if isinstance(block, Refusal):
+                continue
+            done = _in_chunks(
+                copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients
+            )
+            if isinstance(done, Refusal):
+                return done
+            copied = done
+    if chunks.number == 1:
+        return copied
+    region = find_loss_block(copied, at_once=chunks.form == "at_once")
+    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
+
+
+def _in_chunks(
+    capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
+) -> Capture | Refusal:
+    """Writes one region of a graph out, in place."""
+    if isinstance(region, Refusal):
+        return region
+    if number > region.num_rows:
+        reason = f"{region.num_rows} rows cannot be {number} chunks"
+        return Refusal(call="", module=region.name, reason=reason, block=region.name)
+    try:
+        return Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
+    except InseparableError as error:
+        module = error.node.meta.get("module", "")
+        return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
+
+
+@dataclass(frozen=True, slots=True)
+class SeparableBlocks:
+    """What `chunk_loss_block` takes in chunks, or why not: the loss block, and the blocks that widen a value."""
+
+    loss: Region | Refusal
+    feed_forward: tuple[Region | Refusal, ...]
+
+
+def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
+    """The blocks of a captured step; of those that widen a value, the ones with a value of at least so many bytes."""
+    copied = copied_capture(capture)
+    sum_losses(copied.joint.graph)
+    loss = find_loss_block(copied)
+    return SeparableBlocks(
+        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
+    )

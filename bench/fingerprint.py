@@ -6,8 +6,9 @@
 
 The comparison shows whether a change of code changes a plan. Op costs are estimated for one CPU.
 So equal code gives equal plans on every machine with the same versions of PyTorch, transformers and
-the solvers. Nothing is run or timed. The models are those of `bench.plan_quality` and
-`bench.branched`.
+the solvers. Only the lower bound also depends on speed: its program stops after ten seconds, so a
+busy machine may prove less. Nothing is run or timed. The models are those of `bench.plan_quality`
+and `bench.branched`.
 
 Each model gives one line of kind `model`, with its baseline and smallest peak, and one line of kind
 `plan` for each budget. The line of an infeasible budget has the smallest feasible peak instead.

@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench import measure
-from bench.machine import machine_line, machine_record
+from bench.machine import machine_text, machine_record
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sys.stdout.write(f"{machine_line(machine_record('bench.lengths'))}\n\n{HEADER}\n")
+    sys.stdout.write(f"{machine_text(machine_record('bench.lengths'))}\n\n{HEADER}\n")
     for name in chosen.model or MODELS:
         sys.stdout.write(as_row(measure_model(name, chosen.lengths)) + "\n")
         sys.stdout.flush()

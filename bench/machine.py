@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 
 
 def machine_record(module: str) -> dict[str, Any]:
-    """Command, commit, load, processor and versions of this process, started as `python -m module`."""
+    """Command, commit, load, processor and versions of this process, run as `python -m module`."""
     return {
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
         "commit": _commit(),
@@ -31,35 +31,30 @@ def machine_record(module: str) -> dict[str, Any]:
     }
 
 
-def machine_line(record: Mapping[str, Any]) -> str:
-    """The record on one line, for what is printed and not kept."""
-    told = ("processor", "torch", "transformers", "commit", "load_average")
-    return ", ".join(f"{name} {record[name]}" for name in told)
+def machine_text(record: Mapping[str, Any]) -> str:
+    """Command, commit and machine in one paragraph, for a page that one command prints."""
+    return (
+        f"`{record['command']}` at commit {record['commit']}, load average "
+        f"{record['load_average']:.1f} at the start. {hardware_text(record)}. "
+        f"{versions_text(record)}."
+    )
 
 
 def hardware_text(record: Mapping[str, Any], *, device: str = "cpu") -> str:
-    """Processor or graphics card, cores and threads, as the head of a page says them."""
+    """Processor or graphics card, cores and threads, as a page names them."""
     hardware = (
         record["gpu"]
         if device.startswith("cuda")
         else f"{record['processor']} ({record['machine']})"
     )
-    return f"{hardware}, {record['num_cores']} cores, {record['num_threads']} thread used"
-
-
-def told_by_model(told: Iterable[tuple[str, str]]) -> str:
-    """What holds for which models, from pairs of a model and what is told of it; without the models where the same holds for all."""
-    models_of: dict[str, dict[str, None]] = {}
-    for model, text in told:
-        models_of.setdefault(text, {})[model] = None
-    if len(models_of) == 1:
-        return next(iter(models_of))
-    return "; ".join(f"{text} ({', '.join(names)})" for text, names in models_of.items())
+    threads = "1 thread" if record["num_threads"] == 1 else f"{record['num_threads']} threads"
+    return f"{hardware}, {record['num_cores']} cores, {threads} used"
 
 
 def versions_text(record: Mapping[str, Any]) -> str:
-    """What was run, as the head of a page says it."""
-    return f"Python {record['python']}, PyTorch {record['torch']}, transformers {record['transformers']}"
+    """Versions of Python and libraries, as a page names them."""
+    names = {"Python": "python", "PyTorch": "torch", "transformers": "transformers"}
+    return ", ".join(f"{name} {record[key]}" for name, key in names.items())
 
 
 def _commit() -> str:

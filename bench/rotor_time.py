@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.machine import machine_line, machine_record
+from bench.machine import machine_text, machine_record
 from rotor import Chain, Option, Stage, solve_table
 
 MIB = 2**20
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=5, help="how many of each chain, at least 1")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sys.stdout.write(f"{HEADER}\n{machine_line(machine_record('bench.rotor_time'))}\n\n{COLUMNS}\n")
+    sys.stdout.write(f"{HEADER}\n{machine_text(machine_record('bench.rotor_time'))}\n\n{COLUMNS}\n")
     for size in SIZES:
         sys.stdout.write(as_row(size, seconds_of_runs(size, chosen.runs), peak_gib(size)) + "\n")
         sys.stdout.flush()

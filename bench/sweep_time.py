@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from bench import models
-from bench.machine import machine_line, machine_record
+from bench.machine import machine_text, machine_record
 from rockmate import Plan, Planner
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--budgets is {chosen.budgets}; fewer than {LEAST_BUDGETS} are not planned together"
         )
     torch.set_num_threads(1)
-    sys.stdout.write(f"{HEADER}\n{machine_line(machine_record('bench.sweep_time'))}\n\n{COLUMNS}\n")
+    sys.stdout.write(f"{HEADER}\n{machine_text(machine_record('bench.sweep_time'))}\n\n{COLUMNS}\n")
     for name in chosen.model or MODELS:
         sys.stdout.write(as_row(measure_model(name, chosen.budgets)) + "\n")
         sys.stdout.flush()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import compare, comparison, comparison_plans
-from bench.comparison_table import ModelResult, page
-from bench.machine import told_by_model
+from bench import compare
+from bench.comparison import process
+from bench.comparison.lines import Lines, read
+from bench.comparison.page import page
+from bench.comparison.plans import peaks_to_meet
+from bench.comparison.points import points_csv
+from bench.comparison.result import ModelResult
+from bench.pages import Start, provenance
 
 OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
 MACHINE = {
@@ -144,18 +151,22 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
     )
     lines.append({**point("min-cut: 0.4 dp", 450, [])[0], "same_as": "min-cut: 0.5 dp"})
     text = "\n".join(page(lines))
-    assert "no more time beyond 2 % | all | 1 of 3 | | **miss**" in text
-    assert "our measured peaks within the budget | all | 1 of 2 | | **miss**" in text
+    assert "dominated, within 2 % of time | all | 1 of 3 |  | **miss** |" in text
+    assert "our measured peaks within the budget | all | 1 of 2 |  | **miss** |" in text
     assert "| m | checkpoint | 0.0004 | 1.300 ± 0.000 | none as small |" in text
-    assert "| min-cut: 0.5 dp | 0.00045 | 0.450 |  | 0.950 ± 0.100 |" in text
     assert "**wrong**, 0.7" in text
-    assert "- sqrt(n) segments **failed**: ValueError: none" in text
-    assert "- min-cut: 0.4 dp: the same as min-cut: 0.5 dp." in text
-    assert "Not finished" in text
+    assert "## Not finished" in text
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(points_csv(lines)))}
+    assert rows["sqrt(n) segments"]["note"] == "failed: ValueError: none"
+    assert rows["min-cut: 0.4 dp"]["note"] == "the same as min-cut: 0.5 dp"
+    cut = rows["min-cut: 0.5 dp"]
+    assert (cut["peak_of_eager"], cut["time_over_eager"]) == ("0.4500", "0.9500")
+    assert (cut["gradient_difference"], cut["is_dominated"]) == ("7.0e-01", "no")
+    assert rows["eager"]["our_peak_mb"] == "0.001"
 
 
 def test_peers_with_nearly_the_same_peak_share_the_plan_for_the_smallest() -> None:
-    assert comparison_plans.peaks_to_meet([2000, 1000, 1009, 1011, 1010]) == [1000, 1011, 2000]
+    assert peaks_to_meet([2000, 1000, 1009, 1011, 1010]) == [1000, 1011, 2000]
 
 
 def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(
@@ -163,12 +174,12 @@ def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(
 ) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"model": "a", "kind": "run"}\n{"model": "a", "ki')
-    assert comparison.read(path) == [{"model": "a", "kind": "run"}]
-    comparison.Lines(path, "a").add("finished")
-    assert [record["kind"] for record in comparison.read(path)] == ["run", "finished"]
+    assert read(path) == [{"model": "a", "kind": "run"}]
+    Lines(path, "a").add("finished")
+    assert [record["kind"] for record in read(path)] == ["run", "finished"]
     path.write_text('{"model\n{"model": "a", "kind": "run"}\n')
     with pytest.raises(ValueError, match="line 1"):
-        comparison.read(path)
+        read(path)
 
 
 def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(
@@ -177,7 +188,7 @@ def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     waiting: list[bool] = []
     monkeypatch.setattr(
-        comparison, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0
+        process, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0
     )
     lines = tmp_path / "peers.jsonl"
     options = compare._parse(
@@ -274,7 +285,7 @@ def test_a_plan_in_chunks_is_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     peaks = {
         record["method"]: record["peak_bytes"]
-        for record in comparison.read(tmp_path / "chunks.jsonl")
+        for record in read(tmp_path / "chunks.jsonl")
         if record["kind"] == "point"
     }
     assert 0 < peaks[method] <= 131_000 < peaks["eager"]
@@ -299,6 +310,15 @@ def test_the_command_refuses_what_it_cannot_do(
     assert text in capsys.readouterr().err
 
 
-def test_machines_and_commits_are_told_with_their_models_where_they_differ() -> None:
-    assert told_by_model([("a", "x"), ("b", "x")]) == "x"
-    assert told_by_model([("a", "x"), ("b", "y"), ("a", "x"), ("c", "x")]) == "x (a, c); y (b)"
+def test_commands_commits_and_machines_stand_with_their_models_where_they_differ() -> None:
+    def start(model: str, commit: str) -> Start:
+        return Start(model=model, command="run", machine=MACHINE | {"commit": commit})
+
+    same = "\n".join(provenance([start("a", "x"), start("b", "x")]))
+    assert (
+        "`run` at commit x, load average 0.5 at the start. P (M), 2 cores, 1 thread used." in same
+    )
+    apart = "\n".join(provenance([start("a", "x"), start("b", "y"), start("c", "x")]))
+    assert "from 1 command at 2 commits on 1 machine" in apart
+    assert "| `run` | x | a, c |" in apart
+    assert "| `run` | y | b |" in apart

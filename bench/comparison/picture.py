@@ -1,4 +1,7 @@
-"""One model's comparison as a picture: peers as labelled markers, ours as a line for each strategy. Needs matplotlib."""
+"""One model's comparison as a picture: markers for peers, one line for each of our strategies.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bench.comparison_table import OURS, ModelResult, Point
+from bench.comparison.result import OURS, ModelResult, Point
 
 _STRATEGY_COLORS = {
     OURS: "#1f6fb4",
@@ -28,14 +31,15 @@ _MARKERS = {
 }
 _INK = "#2b2e33"
 _TOP_RATIO = 2.6
+"""Largest ratio of the picture; a slower point is drawn at this edge."""
 
 
 def save(result: ModelResult, path: Path) -> None:
-    """Draws the model's timed points to `path`; a point slower than the picture's top is drawn at its edge.
+    """Draws the model's timed points to a file.
 
     Args:
-        result: with eager among its points.
-        path: a file name that ends in .png, .pdf or .svg.
+        result: With eager among its points.
+        path: A file name that ends in .png, .pdf or .svg.
     """
     from matplotlib.figure import Figure
 
@@ -47,7 +51,7 @@ def save(result: ModelResult, path: Path) -> None:
     for family, (marker, color) in _MARKERS.items():
         own = [point for point in result.peers if point.family == family]
         if own:
-            xs, ys = _places(own, eager.peak_bytes)
+            xs, ys = _coordinates(own, eager.peak_bytes)
             axes.plot(
                 xs,
                 ys,
@@ -85,7 +89,7 @@ def _draw_ours(axes: Any, result: ModelResult, eager_bytes: int) -> None:
             key=lambda point: point.peak_bytes,
         )
         if own:
-            xs, ys = _places(own, eager_bytes)
+            xs, ys = _coordinates(own, eager_bytes)
             is_default = strategy == OURS
             label = f"ours: {strategy}"
             axes.plot(
@@ -99,7 +103,7 @@ def _draw_ours(axes: Any, result: ModelResult, eager_bytes: int) -> None:
             )
 
 
-def _places(points: list[Point], eager_bytes: int) -> tuple[list[float], list[float]]:
+def _coordinates(points: list[Point], eager_bytes: int) -> tuple[list[float], list[float]]:
     return [point.peak_bytes / eager_bytes for point in points], [
         min(point.ratio, _TOP_RATIO) for point in points
     ]

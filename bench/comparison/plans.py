@@ -1,9 +1,10 @@
-"""Our plans for one model's comparison: the sweep of each strategy, or what was asked for, and a plan for the measured peak of each peer.
+"""Our plans for one model's comparison: the budgets of a sweep, and the measured peak of each peer.
 
-    python -m bench.comparison_plans --model llama --lines STEM.jsonl --plans DIRECTORY
+    python -m bench.comparison.plans --model llama --lines STEM.jsonl --plans DIRECTORY
 
-Started by `bench.comparison` once the peers' peaks are in the lines. Writes each plan to a file of its own and a list of them all, with the
-kinds of `bench.comparison`, to `plans.jsonl`, which appears only when it is complete.
+`bench.comparison.measurement` starts it when the peers' peaks are measured. Each plan has a file.
+`plans.jsonl` lists all plans in records of the kinds of `bench.comparison`. It appears only when it
+is complete.
 """
 
 from __future__ import annotations
@@ -20,37 +21,45 @@ from typing import Any
 
 import torch
 
-from bench import comparison, models
+from bench import models
+from bench.comparison.lines import Lines, Record, read
+from bench.comparison.process import parser
+from bench.comparison.result import OURS
 from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.graph.blocks import partition
 from rockmate.planning.rotor_family import SPANS
 
-Record = dict[str, Any]
+IN_TWICE = "in 2x"
+"""In place of a share: the smallest budget whose predicted time is at most twice the baseline's."""
 
-DEFAULT = "rockmate"
-IN_TWICE = "in 2x"  # in place of a share: the smallest budget whose plan is predicted to take at most `_TWICE` times no recomputation
-_TWICE, _HALVINGS = 2.0, 6
-_AT = re.compile(r"at ([0-9.]+) MB")  # likewise: a peak that a peer has reached
+_TWICE = 2.0
+_HALVINGS = 6
+"""Steps of the bisection for that budget."""
+
+_AT = re.compile(r"at ([0-9.]+) MB")
+"""In place of a share: the peak of a peer."""
+
 _SHARE = re.compile(rf"minimum|{IN_TWICE}|{_AT.pattern}|0?\.[0-9]+|1(\.0*)?")
 SHARES = {
-    DEFAULT: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
+    OURS: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
     "rotor": ("minimum", 0.3, 0.5, 0.7),
 }
-QUICK_SHARES = {DEFAULT: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
-OTHER_SHARES = {
-    "none": (1.0,),
-    "chen": ("minimum",),
-    "checkmate": (0.5,),
-}  # the first two have one schedule each
-LARGEST_WHOLE_GRAPH = 150  # ops that whole-graph Checkmate takes on in reasonable time
-PEAK_STEP = 0.01  # peers whose peaks differ by less share a plan, made for the smallest of them
+QUICK_SHARES = {OURS: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
+OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}
+"""Strategies with one budget. The first two have only one schedule."""
+
+LARGEST_WHOLE_GRAPH = 150
+"""Largest number of ops for which whole-graph Checkmate is tried."""
+
+PEAK_STEP = 0.01
+"""Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans for one model."""
-    options = comparison.parser("bench.comparison_plans").parse_args(arguments)
+    options = parser("bench.comparison.plans").parse_args(arguments)
     torch.set_num_threads(1)
     options.plans.mkdir(parents=True, exist_ok=True)
     workload = models.build(
@@ -58,13 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ).with_loss_inside()
     points = [
         record
-        for record in comparison.Lines(options.lines, options.model).of("point")
+        for record in Lines(options.lines, options.model).of("point")
         if record["owner"] == "peer"
     ]
     earlier = [
-        record
-        for record in comparison.read(options.plans / "plans.jsonl")
-        if record["kind"] != "planner"
+        record for record in read(options.plans / "plans.jsonl") if record["kind"] != "planner"
     ]
     known = {record["method"] for record in earlier}
     with recorded_programs() as programs:
@@ -88,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[int]]:
-    """Collects, of each 0/1 program that is written down meanwhile to be solved, how many ops it decides on."""
+    """Collects the number of ops of each 0/1 program that is built inside the context."""
     solving: Any = import_module("checkmate.solve")
     write, sizes = solving.build, list[int]()
 
@@ -116,7 +123,10 @@ def _planner_record(planner: Planner) -> Record:
 
 
 def _extent(plan: Plan) -> Record:
-    """How large the step is, and what a solver sees of it at once: a block's forward ops, and ops whose choices depend on each other."""
+    """The size of the step and of its largest parts that a solver sees at once.
+
+    Those are the forward ops of a block, and the ops whose choices depend on each other.
+    """
     graph, chain = plan.graph, partition(plan.graph)
     spans = [
         chain.span(first, first + length - 1)
@@ -140,13 +150,13 @@ def _extent(plan: Plan) -> Record:
 
 
 def is_ours(method: str) -> bool:
-    """Whether a method names one of our strategies and what it can be asked for."""
+    """Whether a method names one of our strategies and a valid share."""
     strategy, _, share = method.partition(": ")
     return strategy in STRATEGIES and bool(_SHARE.fullmatch(share))
 
 
 def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
-    """(method, strategy, budget in bytes) of all that is planned unless methods are asked for."""
+    """Method, strategy and budget in bytes of the full sweep."""
     shares = {**OTHER_SHARES, **(QUICK_SHARES if quick else SHARES)}
     for strategy in STRATEGIES:
         for share in shares.get(strategy, ("minimum", 0.5)):
@@ -154,7 +164,10 @@ def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
 
 
 def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """Likewise of those methods that name one of our strategies and a share of the peak, "minimum", "in 2x" or "at 12.5 MB"."""
+    """Method, strategy and budget in bytes of the methods that name a strategy.
+
+    A share is a fraction of the peak, "minimum", "in 2x" or as "at 12.5 MB".
+    """
     for method in methods:
         strategy, _, share = method.partition(": ")
         if is_ours(method):
@@ -175,7 +188,10 @@ def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
 
 
 def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
-    """The smallest budget, to a 64th of the range, whose plan is predicted to take at most `ratio` times no recomputation."""
+    """The smallest budget whose predicted time is at most `ratio` times the baseline's.
+
+    It is found to a 64th of the range.
+    """
     too_small, enough = planner.minimum_peak(strategy), planner.baseline_peak_bytes
     if planner.plan(too_small, strategy=strategy).predicted_ratio <= ratio:
         return too_small
@@ -187,14 +203,14 @@ def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
 
 
 def _at_peaks(planner: Planner, points: Iterable[Record]) -> Iterator[tuple[str, str, int]]:
-    """Likewise for the peers' peaks."""
+    """Method, strategy and budget in bytes at the peaks of peers."""
     for peak_bytes in peaks_to_meet([point["peak_bytes"] for point in points]):
         if peak_bytes < planner.baseline_peak_bytes:
-            yield f"{DEFAULT}: at {peak_bytes / 1e6:.6f} MB", DEFAULT, peak_bytes
+            yield f"{OURS}: at {peak_bytes / 1e6:.6f} MB", OURS, peak_bytes
 
 
 def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
-    """Of peaks that lie within `PEAK_STEP` of each other the smallest: a plan for it is within all of them."""
+    """The smallest of each group of peaks within `PEAK_STEP`: its plan fits all of them."""
     chosen: list[int] = []
     for peak_bytes in sorted(peaks):
         if not chosen or peak_bytes > chosen[-1] * (1 + PEAK_STEP):
@@ -220,7 +236,7 @@ def _plan_all(
             yield {
                 "kind": "skipped",
                 **record,
-                "why": f"takes on whole graphs of up to {LARGEST_WHOLE_GRAPH} ops",
+                "why": f"the graph has more than {LARGEST_WHOLE_GRAPH} ops",
             }
             continue
         begin = time.perf_counter()

@@ -1,0 +1,18 @@
+"""All methods on one model: the lines that are measured, and the page and pictures made of them.
+
+`bench.compare` and `bench.branched` start one process for each model:
+
+    python -m bench.comparison.measurement --model llama --lines STEM.jsonl --plans DIRECTORY
+
+Every measurement is one line of JSON. A line that is in the file is not measured again. Lines by
+kind:
+
+* `run`: machine, versions and options of one start;
+* `point`: peaks and gradients of one method, and the seconds that its first step took beyond a
+  later one;
+* `plan`: the budget and the predictions of one of our points;
+* `planner`: planning times, and the size of the step;
+* `failed`, `skipped`, `infeasible`: a method without a point, and why;
+* `time`: one step of one method, and the mean of the eager steps before and after it;
+* `finished`: nothing is left to measure for this model.
+"""

@@ -1,0 +1,315 @@
+"""The page of a comparison: how our points stand beside every peer's.
+
+Targets are set here, before anything is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from bench import peers
+from bench.comparison.lines import Record, by_model
+from bench.comparison.result import (
+    GRADIENT_TOLERANCE,
+    LEAST_PEAK_RATIO,
+    TIME_TOLERANCE,
+    Match,
+    ModelResult,
+    Point,
+)
+from bench.pages import Start, all_row, megabytes, provenance, table, targets, worst_row
+
+LEAST_PEAK = 0.75
+"""Target of our least peak, as a share of the least of any peer."""
+
+LEAST_PEAK_MEDIAN = 0.6
+"""The same for the median over models."""
+
+TIME_OF_CHECKPOINT = 0.90
+"""Target of our time at the peak of one checkpoint per layer, as a share of its time."""
+
+MEASURED = (
+    "A peak is the largest excess over the bytes allocated when the forward was called, with "
+    "`.grad` in place and the outputs held. It is taken from the allocator's events. The resident "
+    "peak is taken from the high-water mark of the process; it also counts scratch memory of "
+    "math libraries and slack of the C heap. Times are processor times on one CPU thread, wall "
+    "times on a GPU. Methods take turns in one process, with an eager step after every four. A "
+    "ratio is a step's time over the mean of the eager times before and after it; tables give the "
+    "median over rounds ± largest less smallest."
+)
+"""How peaks and times are measured, for the pages of comparisons."""
+
+
+def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str]:
+    """The page's lines.
+
+    Args:
+        records: of `bench.comparison`.
+        points_file: the path of the table of all points, from the page.
+    """
+    results = [ModelResult(name, own) for name, own in by_model(records).items()]
+    device = results[0].of("run")[0]["options"]["device"]
+    return [
+        f"# All peers beside rockmate, {'GPU' if device.startswith('cuda') else 'one CPU thread'}",
+        "",
+        *_headline(results, points_file),
+        "",
+        *_targets(results),
+        "",
+        *provenance(_starts(results)),
+        *_further_rounds(results),
+        *_quick_settings(results),
+        "",
+        *_overview(results),
+        "",
+        *_undominated(results),
+        "",
+        *_unfinished(results),
+        *_method(),
+    ]
+
+
+def _headline(results: Sequence[ModelResult], points_file: str) -> list[str]:
+    matches = [match for result in results for match in result.matches]
+    num_dominated = sum(match.is_dominated for match in matches)
+    return [
+        "Other ways to train in less memory (checkpointing in several forms, selective "
+        "checkpointing, the partitioners of `torch.compile`), and rockmate's plans.",
+        "",
+        f"**{num_dominated} of {len(matches)} points of other tools, on {len(results)} "
+        f"model{'s' * (len(results) > 1)}, are dominated: at no greater measured peak, rockmate's "
+        f"step takes no more time, within {100 * TIME_TOLERANCE:g} %.**",
+        "",
+        f"All points: [{points_file}]({points_file}).",
+    ]
+
+
+def _starts(results: Iterable[ModelResult]) -> list[Start]:
+    return [
+        Start(
+            model=result.name,
+            command=_command(run["options"]),
+            machine=run,
+            device=run["options"]["device"],
+        )
+        for result in results
+        for run in result.of("run")
+    ]
+
+
+def _command(options: Record) -> str:
+    words = ["python -m bench.compare --device", options["device"]]
+    words += [f"--{name}" for name in ("quick", "tiny") if options[name]]
+    words += ["--rounds", str(options["rounds"])]
+    words += [f'--method "{method}"' for method in options["method"]]
+    return " ".join(words)
+
+
+def _further_rounds(results: Sequence[ModelResult]) -> list[str]:
+    """A note on commands for single methods, if a model has such a command beside one for all."""
+    if all(
+        len({bool(run["options"]["method"]) for run in result.of("run")}) == 1 for result in results
+    ):
+        return []
+    return [
+        "",
+        "A command with `--method` adds rounds of these methods and of every plan at the peak of a "
+        "peer. It was run where a point was missed by less than its noise. Medians are over the "
+        "rounds of all commands.",
+    ]
+
+
+def _quick_settings(results: Sequence[ModelResult]) -> list[str]:
+    """A note on the models that had only the quick settings of each peer."""
+    quick = [
+        result.name
+        for result in results
+        if all(run["options"]["quick"] for run in result.of("run"))
+    ]
+    if not quick:
+        return []
+    settings = ", ".join(name for name in peers.peers_for(quick=True) if ":" in name)
+    return [
+        "",
+        f"With `--quick` ({', '.join(quick)}), families with settings have only these: {settings}.",
+    ]
+
+
+def _targets(results: Sequence[ModelResult]) -> list[str]:
+    matches = [match for result in results for match in result.matches]
+    checkpoints = [(r.name, r.checkpoint.excess + 1) for r in results if r.checkpoint]
+    least = [(r.name, _share_of_least(r.least)) for r in results if r.least]
+    median = [("", statistics.median(share for _, share in least))] if least else []
+    points = [point for result in results for point in result.points]
+    planned = [(p.peak_bytes, p.budget_bytes) for p in points if p.budget_bytes is not None]
+    return targets(
+        [
+            all_row(
+                f"peer points dominated, within {100 * TIME_TOLERANCE:g} % of time",
+                sum(match.is_dominated for match in matches),
+                len(matches),
+            ),
+            worst_row(
+                "time at the peak of one checkpoint per layer, of its time: largest",
+                TIME_OF_CHECKPOINT,
+                checkpoints,
+            ),
+            worst_row(
+                f"least peak in {LEAST_PEAK_RATIO:g}x eager's time, of the least of any peer: "
+                "largest",
+                LEAST_PEAK,
+                least,
+            ),
+            worst_row("the same: median", LEAST_PEAK_MEDIAN, median),
+            all_row(
+                "our measured peaks within the budget",
+                sum(peak_bytes <= budget_bytes for peak_bytes, budget_bytes in planned),
+                len(planned),
+            ),
+        ]
+    )
+
+
+def _share_of_least(least: Match) -> float:
+    return math.inf if least.ours is None else least.ours.peak_bytes / least.peer.peak_bytes
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def _overview(results: Iterable[ModelResult]) -> list[str]:
+    columns = (
+        *("model", "eager MB", "eager ms", "peer points", "dominated"),
+        *("checkpoint MB", "its time", "ours there", "of its time"),
+        *("least of a peer, MB", "whose", "ours, MB", "share", "our time"),
+    )
+    return ["## Model by model", "", *table(columns, map(_overview_row, results))]
+
+
+def _overview_row(result: ModelResult) -> list[str]:
+    eager = result.eager
+    sizes = [megabytes(eager.peak_bytes), number_text(eager.ms, ".0f")] if eager else ["", ""]
+    return [
+        result.name,
+        *sizes,
+        str(len(result.matches)),
+        str(sum(match.is_dominated for match in result.matches)),
+        *_checkpoint_cells(result.checkpoint),
+        *_least_cells(result.least),
+    ]
+
+
+def _checkpoint_cells(checkpoint: Match | None) -> list[str]:
+    if checkpoint is None:
+        return [""] * 4
+    return [
+        megabytes(checkpoint.peer.peak_bytes),
+        f"{checkpoint.peer.ratio:.3f}",
+        f"{checkpoint.ours.ratio:.3f}" if checkpoint.ours else "",
+        f"{checkpoint.excess + 1:.3f}",
+    ]
+
+
+def _least_cells(least: Match | None) -> list[str]:
+    if least is None:
+        return [""] * 5
+    own = ["none", "", ""]
+    if least.ours:
+        share = f"{_share_of_least(least):.3f}"
+        own = [megabytes(least.ours.peak_bytes), share, f"{least.ours.ratio:.3f}"]
+    return [megabytes(least.peer.peak_bytes), least.peer.method, *own]
+
+
+def _undominated(results: Iterable[ModelResult]) -> list[str]:
+    rows = [
+        _undominated_row(result.name, match)
+        for result in results
+        for match in result.matches
+        if not match.is_dominated
+    ]
+    title = "## Peer points that are not dominated"
+    if not rows:
+        return [title, "", "None."]
+    columns = (
+        *("model", "peer", "peak MB", "its time", "ours", "our peak MB", "our time"),
+        *("beyond", "within noise", "its gradients"),
+    )
+    return [
+        title,
+        "",
+        "Beyond is our time over the peer's at no greater peak, less 1. It is within noise if the "
+        "difference is less than the sum of both spreads.",
+        "",
+        *table(columns, rows),
+    ]
+
+
+def _undominated_row(model: str, match: Match) -> list[str]:
+    peer, ours = match.peer, match.ours
+    cells = [model, peer.method, megabytes(peer.peak_bytes), ratio_text(peer)]
+    if ours is None:
+        cells += ["none as small", "", "", "", ""]
+    else:
+        cells += [ours.method, megabytes(ours.peak_bytes), ratio_text(ours)]
+        cells += [f"{100 * match.excess:.1f} %", _noise_text(ours, peer)]
+    return [*cells, gradients_text(peer)]
+
+
+def _noise_text(ours: Point, peer: Point) -> str:
+    noise = ours.spread + peer.spread
+    if ours.ratio - peer.ratio <= noise:
+        return "yes"
+    return "no" if noise else "unknown: one round"
+
+
+def _unfinished(results: Iterable[ModelResult]) -> list[str]:
+    lines = [
+        f"- {result.name}: {len(result.points)} points so far."
+        for result in results
+        if not result.of("finished")
+    ]
+    return ["## Not finished", "", *lines, ""] if lines else []
+
+
+def _method() -> list[str]:
+    return [
+        "## How it was measured",
+        "",
+        f"{MEASURED} Every model computes its loss itself. Preparing is compiling or planning. MB "
+        "are millions of bytes.",
+        "",
+        "`bench/peers` describes the peers. Compiled peers run PyTorch's own kernels (AOT eager), "
+        "as rockmate does. So the comparison is about which values are saved and recomputed, not "
+        "about the fusion that `torch.compile` can add.",
+        "",
+        "Of our points with no greater measured peak, the one with the least predicted time is "
+        "compared with a peer. Gradients are bitwise eager's, or the table gives the largest "
+        f"relative difference. Gradients that differ by more than {GRADIENT_TOLERANCE:g} are "
+        "marked as wrong, and their points count all the same.",
+        "",
+        "To measure one point, add `--model MODEL --method METHOD --output STEM` to the command.",
+    ]
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def number_text(value: float, form: str = ".3f") -> str:
+    """The number, empty for NaN."""
+    return "" if math.isnan(value) else format(value, form)
+
+
+def ratio_text(point: Point) -> str:
+    """The point's time over eager's with its spread, empty if it was not timed."""
+    return "" if math.isnan(point.ratio) else f"{point.ratio:.3f} ± {point.spread:.3f}"
+
+
+def gradients_text(point: Point) -> str:
+    """The difference of the point's gradients from eager's."""
+    if point.gradient_difference == 0:
+        return "bitwise"
+    if point.is_wrong:
+        return f"**wrong**, {point.gradient_difference:.1g}"
+    return f"{point.gradient_difference:.1e}"

@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench import measure
-from bench.machine import machine_text, machine_record
+from bench.machine import machine_record, machine_text
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.machine import machine_text, machine_record
+from bench.machine import machine_record, machine_text
 from rotor import Chain, Option, Stage, solve_table
 
 MIB = 2**20

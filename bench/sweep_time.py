@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from bench import models
-from bench.machine import machine_text, machine_record
+from bench.machine import machine_record, machine_text
 from rockmate import Plan, Planner
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step

@@ -15,13 +15,9 @@ from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
-from rockmate.capture.symbolic import (
-    GenericCapture,
-    SizedNumbers,
-    SizeGroups,
-    SizesNotCoveredError,
-    SymbolicCapture,
-)
+from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
+from rockmate.capture.size_template import SizedNumbers
+from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.graph.hooked_gradients import hooked_names, sum_partial_gradients

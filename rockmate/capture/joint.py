@@ -26,7 +26,8 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.storage import storage_id
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.opaque_module import install, record_calls, traced_as_ops
+from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure, flatten

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rockmate._arrays import Ints
-from rockmate.capture.opaque_module import OpaqueForward
+from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
-from rockmate.capture.symbolic import SizedNumbers
+from rockmate.capture.size_template import SizedNumbers
 from rockmate.graph.ir import Op, Storage
 from rockmate.runtime.emit import Argument, Program
 

@@ -21,7 +21,8 @@ from rockmate.capture import symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, flatten_call, optional_keywords
-from rockmate.capture.symbolic import SizeGroups, SymbolicCapture
+from rockmate.capture.size_groups import SizeGroups
+from rockmate.capture.symbolic import SymbolicCapture
 from rockmate.graph.snapshot import snapshot_of
 
 SAMPLE = (4, 24)

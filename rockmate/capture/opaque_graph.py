@@ -1,0 +1,150 @@
+"""The autograd graph of one run of an opaque module: what it saves, and how it is differentiated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rockmate._torch.storage import StorageWeakRef, storage_id
+from rockmate.capture.opaque_inputs import ReleasableInputs
+from rockmate.ops.unused_gradient import undefined_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides, type and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """That of a tensor; one whose elements share memory, or leave gaps, is laid out anew."""
+        like = torch.empty_like(tensor, device="meta")
+        return cls(tuple(tensor.shape), like.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """A tensor of this layout, its values not set."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The tensor if it has this layout, and its memory to itself; else a copy that has."""
+        has_gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        return (
+            tensor
+            if tensor.stride() == self.stride and not has_gaps
+            else self.empty().copy_(tensor)
+        )
+
+
+@dataclass(slots=True)
+class SavedRun:
+    """One run of a submodule: its inputs as leaves of the autograd graph, its outputs, and what the graph borrows."""
+
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+    loan: ReleasableInputs
+
+    def values(self, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """The outputs as the plan has them: outside the graph, each in memory of its own, laid out as on the sample."""
+        given = {*storage_keys(inputs)}
+        values = []
+        for tensor, layout in zip(self.outputs, layouts, strict=True):
+            shares = storage_id(tensor) in given
+            values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
+            given.add(storage_id(tensor))
+        return values
+
+
+@dataclass(slots=True, eq=False)
+class RunGraph:
+    """The autograd graph of one run."""
+
+    leaves: list[Tensor]
+    ends: list[
+        GradientEdge | None
+    ]  # of the outputs, whose memory would be held with the tensors themselves
+    loan: ReleasableInputs
+
+    @classmethod
+    def of(cls, run: SavedRun) -> RunGraph:
+        wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
+        return cls(
+            wanted,
+            [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs],
+            run.loan,
+        )
+
+    def differentiate(
+        self,
+        gradients: Sequence[Tensor | None],
+        borrowed: Sequence[Tensor],
+        layouts: Sequence[Layout],
+    ) -> list[Tensor]:
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(self.ends, gradients, strict=True)
+            if not (end is None or gradient is None)
+        ]
+        ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+        with self.loan.given(borrowed):
+            found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+        values, seen = (
+            [],
+            {*storage_keys(gradient for gradient in gradients if gradient is not None)},
+        )
+        for gradient, layout in zip(
+            found, layouts, strict=True
+        ):  # each is memory of its own: the plan counts it so
+            made = layout.empty().zero_() if gradient is None else gradient
+            value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
+            values.append(value if gradient is not None else undefined_gradient(value))
+            seen.add(storage_id(made))
+        return values
+
+
+# --- memory of a run -----------------------------------------------------------------------------------------------------------
+
+
+class HeldMemory:
+    """The storages of some tensors, which are not kept alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.keys = storage_keys(tensors)
+        self.num_bytes = {
+            storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
+        self._references = {
+            storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors
+        }
+
+    def held(self) -> set[int]:
+        """Those that something still holds."""
+        if not all(reference.expired() for reference in self._references.values()):
+            gc.collect()  # it may be a cycle of what the run has left behind
+        return {key for key, reference in self._references.items() if not reference.expired()}
+
+
+@dataclass(slots=True)
+class SavedStorages:
+    """What an autograd graph saves: the storages, and how many tensors."""
+
+    keys: set[int] = field(default_factory=set)
+    count: int = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """Adds a tensor that is saved."""
+        self.count += 1
+        self.keys.add(storage_id(tensor))
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
+    """What tells the tensors' storages apart while they are alive."""
+    return [storage_id(tensor) for tensor in tensors]

@@ -30,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 from bench import branched, models, plan_quality
+from bench.quality.measurement import TWO_LAYER_MODELS
 from rockmate import InfeasibleBudgetError, Plan, Planner
 
 Record = dict[str, Any]
@@ -38,7 +39,7 @@ MODELS = tuple(
     dict.fromkeys(
         (
             *plan_quality.MODELS,
-            *plan_quality.TWO_LAYER_MODELS,
+            *TWO_LAYER_MODELS,
             *models.BRANCHED,
             *branched.CHAINS,
         )

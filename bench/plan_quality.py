@@ -1,426 +1,132 @@
-"""How good plans are: held against a lower bound, a proved optimum, other strategies and a plain knapsack.
+"""How good plans are: a lower bound, a proved optimum, other strategies, a plain knapsack.
 
-    python -m bench.plan_quality                                   # everything; writes bench/results/plan_quality_cpu_<yyyymm>.*
-    python -m bench.plan_quality --model llama --quick             # some of it, to the terminal
+    python -m bench.plan_quality            # all; writes bench/results/plan_quality_cpu_<yyyymm>.*
+    python -m bench.plan_quality --model llama --quick             # one model, to the terminal
     python -m bench.plan_quality --read bench/results/plan_quality_cpu_202611.jsonl
 
-Only predictions are compared: simulated peaks and sums of measured op times, both of one planner and so of one set of op costs. No
-step is run. The lines of JSON are of five kinds (`"kind"`):
-
-* `model`: what was captured, how long planning took, smallest peak and frontier of each strategy;
-* `plan`: one strategy at one budget, with what its schedule takes when it is replayed;
-* `chunked`: the default strategy at a budget of a series of targets, where the loss alone is returned and chunks are allowed;
-* `yardstick`: the plain knapsack at one limit, and the default strategy with that knapsack's peak as its budget;
-* `skipped`: a yardstick limit for which the knapsack has no proven answer.
+Writes STEM.jsonl, the page STEM.md, and a picture STEM/<model>.png for each model. The lines of a
+model are written when it is finished. An interrupted command goes on when it is started again with
+the same output. `bench.quality` says what is compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import io
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from bench import frontier_plot, models, quality_table
-from bench.knapsack import UnsolvedKnapsackError, plain_knapsack
 from bench.machine import machine_record
-from rockmate import InfeasibleBudgetError, Plan, Planner
-from rockmate.bound.protocol import Bounds
-from rockmate.errors import SolverLimitError
-from rockmate.schedule.simulate import simulate
-
-Record = dict[str, Any]
-_Made = TypeVar("_Made")
-
-DEFAULT = "rockmate"
-OTHERS = ("none", "chen", "rotor")
-STRATEGIES = (*OTHERS, DEFAULT)
-WHOLE_GRAPH = "checkmate"
-MODELS = (
-    "gpt2", "gpt2-deep", "bert-base", "bert-narrow", "llama", "t5-small", "vit-base", "resnet50", "qwen3", "mlp", "encoder",
-    "hf-resnet", "regnet", "convnext", "qwen3-moe", "modernbert",
-)  # fmt: skip
-TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
-PLANNING_MODELS = ("gpt2-12", "gpt2-96")
-BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
-MACHINE = "cpu-avx2"
-NUM_BOUNDS = 48  # budgets at which the lower bound is drawn
-PAGE_BYTES = 4096
-SAVED_SHARES = (
-    0.85,
-    0.6,
-    0.4,
-    0.2,
-    0.1,
-)  # of what is saved with nothing recomputed: the yardstick's limits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """How much is tried for each model.
-
-    Attributes:
-        budgets: fractions of the peak with nothing recomputed, at which every strategy plans.
-        whole_graph_budgets: those at which whole-graph Checkmate does, on two-layer models.
-        saved_shares: the yardstick's limits, as shares of what is saved with nothing recomputed.
-        num_frontier_points: of each other strategy's frontier, at whose peaks the default plans too.
-        whole_graph_limit_s: cap on one solve of whole-graph Checkmate.
-        is_tiny: models of milliseconds.
-    """
-
-    budgets: tuple[float, ...] = BUDGETS
-    whole_graph_budgets: tuple[float, ...] = (0.9, 0.7, 0.5, 0.4)
-    saved_shares: tuple[float, ...] = SAVED_SHARES
-    num_frontier_points: int = 6
-    whole_graph_limit_s: float = 600.0
-    is_tiny: bool = False
-
-
-QUICK = Extent(
-    budgets=(1.0, 0.5, 0.25),
-    whole_graph_budgets=(0.6,),
-    saved_shares=(0.4,),
-    num_frontier_points=1,
-    whole_graph_limit_s=15.0,
+from bench.quality import picture
+from bench.quality.measurement import (
+    PLANNING_MODELS,
+    QUICK,
+    TWO_LAYER_MODELS,
+    Extent,
+    measure,
 )
+from bench.quality.page import page
+from bench.quality.records import Record
+
+MODELS = (
+    "gpt2", "gpt2-deep", "bert-base", "bert-narrow", "llama", "t5-small", "vit-base", "resnet50",
+    "qwen3", "mlp", "encoder", "hf-resnet", "regnet", "convnext", "qwen3-moe", "modernbert",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; 0 whether rows are hit or missed."""
+    """Prints the page; 0 whether targets are hit or missed."""
     options = _parse(arguments)
     torch.set_num_threads(1)
     records = _read(options.read) if options.read else _measure_all(options)
     if options.output:
         _write_page(records, options.output)
-    sys.stdout.write("\n".join(quality_table.page(records)) + "\n")
+    sys.stdout.write("\n".join(page(records)) + "\n")
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench.plan_quality", description=(__doc__ or "").partition("\n")[0]
-    )
     every = (*MODELS, *TWO_LAYER_MODELS, *PLANNING_MODELS)
-    parser.add_argument(
-        "--model", action="append", choices=every, help="repeatable; all of the table if left out"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.plan_quality", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="variants of milliseconds, to see that it runs"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer budgets and limits")
-    parser.add_argument(
-        "--checkmate-limit",
-        type=float,
-        metavar="S",
-        help="cap on one solve of whole-graph Checkmate, in seconds",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.jsonl, STEM.md and STEM/<model>.png go",
-    )
-    parser.add_argument(
-        "--read", type=Path, metavar="JSONL", help="print the table of an earlier run"
-    )
+    add = parser.add_argument
+    add("--model", action="append", choices=every, help="repeatable; default: all of the page")
+    add("--tiny", action="store_true", help="models for tests")
+    add("--quick", action="store_true", help="fewer budgets and limits")
+    limit = "time limit of one solve of whole-graph Checkmate, in seconds"
+    add("--checkmate-limit", type=float, metavar="S", help=limit)
+    files = "write STEM.jsonl, STEM.md and the folder STEM"
+    add("--output", type=Path, metavar="STEM", help=files)
+    add("--read", type=Path, metavar="JSONL", help="print the page of these lines")
     options = parser.parse_args(arguments)
     is_whole = not (options.model or options.tiny or options.quick or options.read)
     if is_whole and options.output is None:
-        options.output = (
-            Path(__file__).parent / "results" / f"plan_quality_cpu_{time.strftime('%Y%m')}"
-        )
+        name = f"plan_quality_cpu_{time.strftime('%Y%m')}"
+        options.output = Path(__file__).parent / "results" / name
     options.model = options.model or every
     return options
 
 
 def _measure_all(options: argparse.Namespace) -> list[Record]:
+    """The records of the output with those of all models that it lacks."""
     extent = replace(QUICK if options.quick else Extent(), is_tiny=options.tiny)
     if options.checkmate_limit:
         extent = replace(extent, whole_graph_limit_s=options.checkmate_limit)
-    head = machine_record("bench.plan_quality") | {"tiny": options.tiny}
-    records: list[Record] = []
-    bar = tqdm(options.model, unit="model")
-    with _lines_file(options.output) as lines:
-        for name in bar:
-            for record in measure(
-                name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")
-            ):
-                records.append(head | record)
-                lines.write(json.dumps(records[-1]) + "\n")
-                lines.flush()
-            gc.collect()  # a captured graph is full of cycles
-    return records
-
-
-def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) -> Iterator[Record]:
-    """The records of one model; the first is that of kind `model`.
-
-    Args:
-        name: of the model, in `bench.models.REGISTRY`.
-        extent: how much is tried.
-        say: is told what is being done.
-    """
-    say("capture")
-    workload = models.build(name, tiny=extent.is_tiny)
-    if name in TWO_LAYER_MODELS:
-        planner = Planner(workload.model, workload.sample, time_limit_s=extent.whole_graph_limit_s)
-    else:
-        planner = Planner(workload.model, workload.sample)
-    run = _Run(name=name, planner=planner, extent=extent, say=say)
-    yield run.model_record()
-    if name not in PLANNING_MODELS:
-        yield from run.plans()
-        yield from run.yardsticks()
-        yield from run.chunked_series()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One model with its planner."""
-
-    name: str
-    planner: Planner
-    extent: Extent
-    say: Callable[[str], object]
-
-    def model_record(self) -> Record:
-        self.say("first plan")
-        planner = self.planner
-        half = planner.minimum_peak_bytes <= planner.baseline_peak_bytes // 2
-        plan, first_plan_s = _timed(lambda: planner.plan(0.5 if half else 1.0))
-        record = {
-            "kind": "model",
-            "model": self.name,
-            "num_ops": len(plan.graph.ops),
-            "baseline_peak_bytes": planner.baseline_peak_bytes,
-            "baseline_ms": planner.baseline_ms,
-            "timings_s": dict(planner.timings),
-            "first_plan_s": first_plan_s,
-        }
-        if self.name in PLANNING_MODELS:
-            return record | {
-                "tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]
-            }
-        self.say("frontiers")
-        proved_minimum_bytes = self._proved_minimum_bytes()
-        share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
-        budgets_bytes = [
-            proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)
-        ]
-        smallest = {
-            strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy)
-            for strategy in STRATEGIES
-        }
-        return record | {
-            "minimum_peak_bytes": {
-                strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES
-            },
-            "minimum_places": {strategy: plan.peak_place() for strategy, plan in smallest.items()},
-            "minimum_own_shares": {
-                strategy: _own_share(plan) for strategy, plan in smallest.items()
-            },
-            "whole_graph_limit_s": self.extent.whole_graph_limit_s,
-            "proved_minimum_bytes": proved_minimum_bytes,
-            "lower_bounds": [
-                (num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes
-            ],
-            "frontiers": {
-                strategy: [
-                    (point.budget_bytes, point.predicted_ms)
-                    for point in planner.frontier(strategy=strategy)
-                ]
-                for strategy in STRATEGIES
-            },
-            "loss_only_minimum_bytes": self._loss_only_minimum_bytes(),
-        }
-
-    def _loss_only_minimum_bytes(self) -> dict[str, int]:
-        """Smallest peaks where the loss alone is returned, so that blocks may run in chunks; op times do not matter there."""
-        self.say("smallest peak in chunks")
-        planner = self._loss_only_planner(machine=MACHINE)
-        return {strategy: planner.minimum_peak(strategy) for strategy in ("rotor", DEFAULT)}
-
-    def _loss_only_planner(self, **options: Any) -> Planner:
-        workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
-        return Planner(
-            workload.model, workload.sample, outputs="loss", allow_chunking=True, **options
+    head = machine_record("bench.plan_quality") | {
+        "tiny": options.tiny,
+        "quick": options.quick,
+        "checkmate_limit_s": options.checkmate_limit,
+    }
+    settings = ("tiny", "quick", "checkmate_limit_s")
+    path = Path(f"{options.output}.jsonl") if options.output else None
+    known = _read(path) if path and path.exists() else []
+    finished = {
+        record["model"]
+        for record in known
+        if all(name in record and record[name] == head[name] for name in settings)
+    }
+    missing = [name for name in options.model if name not in finished]
+    records = [record for record in known if record["model"] not in missing]
+    bar = tqdm(missing, unit="model")
+    for name in bar:
+        own = measure(
+            name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")
         )
-
-    def chunked_series(self) -> Iterator[Record]:
-        """The default strategy at the budgets of the series, in bytes, where the loss alone is returned and blocks may run in chunks."""
-        if self.name not in quality_table.SERIES:
-            return
-        self.say("series in chunks")
-        planner = self._loss_only_planner()
-        for budget in quality_table.SERIES[self.name]:
-            plan = planner.plan(int(budget * self.planner.baseline_peak_bytes))
-            plan.schedule.verify(plan.graph)
-            yield {
-                "kind": "chunked",
-                "model": self.name,
-                "budget": budget,
-                "budget_bytes": plan.budget_bytes,
-                "peak_bytes": simulate(plan.graph, plan.schedule, plan.costs).peak_bytes,
-                "ratio": plan.predicted_ms / planner.baseline_ms,
-                "lower_bound_ratio": plan.lower_bound_ms / planner.baseline_ms,
-                "chunks": plan.options.get("loss_chunks", ""),
-            }
-
-    @property
-    def _bounds(self) -> Bounds:
-        """On schedules not in chunks, as those are at all budgets that can be met without."""
-        return self.planner.plan(1.0, strategy="none").bounds
-
-    def _proved_minimum_bytes(self) -> int:
-        """The largest number of bytes, to the page, below which no schedule not in chunks has its peak: there the bound is infinite."""
-        low, high = 0, self.planner.minimum_peak_bytes
-        while high - low > PAGE_BYTES:
-            middle = (low + high) // 2
-            if math.isinf(self._bounds.tight_bound_ms(middle)):
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def plans(self) -> Iterator[Record]:
-        """Every strategy at every budget, and the default where another strategy is at its best."""
-        for budget in self.extent.budgets:
-            for strategy in STRATEGIES:
-                yield self._plan(budget, strategy, purpose="budget")
-        for budget in quality_table.SERIES.get(self.name, {}):
-            yield self._plan(budget, DEFAULT, purpose="series")
-        for other in OTHERS:
-            points = self.planner.frontier(strategy=other)
-            for index in _spread(len(points), self.extent.num_frontier_points):
-                for strategy in (other, DEFAULT):
-                    yield self._plan(
-                        points[index].budget_bytes, strategy, purpose=f"frontier of {other}"
-                    )
-        if self.name in TWO_LAYER_MODELS:
-            for budget in self.extent.whole_graph_budgets:
-                for strategy in (WHOLE_GRAPH, DEFAULT):
-                    yield self._plan(budget, strategy, purpose="whole graph")
-
-    def _plan(self, budget: float | int, strategy: str, *, purpose: str) -> Record:
-        self.say(f"{strategy} at {budget:g}")
-        baseline_peak_bytes = self.planner.baseline_peak_bytes
-        record = {
-            "kind": "plan",
-            "model": self.name,
-            "purpose": purpose,
-            "strategy": strategy,
-            "budget": budget if isinstance(budget, float) else budget / baseline_peak_bytes,
-            "is_feasible": False,
-        }
-        try:
-            plan, plan_s = _timed(lambda: self.planner.plan(budget, strategy=strategy))
-        except InfeasibleBudgetError as error:
-            return record | {
-                "budget_bytes": error.budget_bytes,
-                "minimum_bytes": error.minimum_bytes,
-            }
-        except SolverLimitError as error:
-            return record | {"why": str(error)}
-        return record | {"is_feasible": True, "plan_s": plan_s} | self._replayed(plan)
-
-    def _replayed(self, plan: Plan) -> Record:
-        """What the plan's schedule takes, whatever the plan says that it takes."""
-        plan.schedule.verify(plan.graph)
-        simulation = simulate(plan.graph, plan.schedule, plan.costs)
-        return {
-            "budget_bytes": plan.budget_bytes,
-            "peak_bytes": simulation.peak_bytes,
-            "ms": simulation.time_ms,
-            "ratio": simulation.time_ms / self.planner.baseline_ms,
-            "lower_bound_ms": plan.lower_bound_ms,
-            "gap": (simulation.time_ms - plan.lower_bound_ms) / self.planner.baseline_ms,
-            "is_proved": plan.num_unproved_blocks == 0,
-            "chunks": plan.options.get("loss_chunks", ""),
-        }
-
-    def yardsticks(self) -> Iterator[Record]:
-        """The plain knapsack at several limits, each with the default strategy at its peak."""
-        everything = self.planner.plan(1.0, strategy="none")
-        saved_bytes = everything.simulation.saved_bytes
-        for share in self.extent.saved_shares:
-            self.say(f"knapsack that saves {share:g}")
-            record: Record = {"model": self.name, "saved_share": share}
-            limit_bytes = int(share * saved_bytes)
-            try:
-                schedule = plain_knapsack(everything.graph, everything.costs, limit_bytes)
-            except UnsolvedKnapsackError as error:
-                yield record | {"kind": "skipped", "why": str(error)}
-                continue
-            schedule.verify(everything.graph)
-            found = simulate(everything.graph, schedule, everything.costs)
-            assert found.saved_bytes <= limit_bytes, (
-                f"the knapsack saves {found.saved_bytes} bytes, above its limit of {limit_bytes}"
-            )
-            ours = self._plan(found.peak_bytes, DEFAULT, purpose="yardstick")
-            yield ours
-            yield record | {
-                "kind": "yardstick",
-                "saved_limit_bytes": limit_bytes,
-                "budget_bytes": found.peak_bytes,
-                "ms": found.time_ms,
-                "ours_ms": ours.get("ms"),
-            }
-
-
-def _own_share(plan: Plan) -> float:
-    """Of the peak of a plan, what the op that runs there reads and makes, its workspace included."""
-    simulation = plan.simulation
-    op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
-    own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-    result_and_workspace_bytes = (
-        sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
-    )
-    return min(
-        1.0, result_and_workspace_bytes / simulation.peak_bytes
-    )  # what it makes may take the place of what it reads
-
-
-def _spread(length: int, num_points: int) -> list[int]:
-    """At most that many indices below `length`, evenly spread, both ends among them if there are two or more."""
-    if length <= num_points:
-        return list(range(length))
-    return [round(point * (length - 1) / max(1, num_points - 1)) for point in range(num_points)]
-
-
-def _timed(make: Callable[[], _Made]) -> tuple[_Made, float]:
-    begin = time.perf_counter()
-    made = make()
-    return made, time.perf_counter() - begin
+        records += [head | record for record in own]
+        if path:
+            _write_lines(path, records)
+        # A captured graph has many reference cycles.
+        gc.collect()
+    return records
 
 
 def _read(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _lines_file(stem: Path | None) -> TextIO:
-    if stem is None:
-        return io.StringIO()
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    return Path(f"{stem}.jsonl").open("w")
+def _write_lines(path: Path, records: Iterable[Record]) -> None:
+    """Replaces the file at once, so that an interruption leaves whole models."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    partial.rename(path)
 
 
 def _write_page(records: Sequence[Record], stem: Path) -> None:
-    Path(f"{stem}.md").write_text("\n".join(quality_table.page(records)) + "\n")
-    stem.mkdir(exist_ok=True)
+    Path(f"{stem}.md").write_text("\n".join(page(records)) + "\n")
+    stem.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(record["model"] for record in records):
         own = [record for record in records if record["model"] == name]
         if "frontiers" in own[0]:
-            frontier_plot.save(own, stem / f"{name}.png")
+            picture.save(own, stem / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench import plan_quality, quality_table
-from bench.knapsack import UnsolvedKnapsackError, plain_knapsack
-from bench.quality_table import Row
+from bench import plan_quality
+from bench.quality.knapsack import UnsolvedKnapsackError, plain_knapsack
+from bench.quality.page import page
+from bench.quality.targets import Row, rows
 from rockmate import Plan, Planner
 from rockmate.schedule.simulate import simulate
 
@@ -156,7 +157,7 @@ def plan_line(budget: float, ms: float, **changes: Any) -> dict[str, Any]:
 
 def row(start: str, *lines: dict[str, Any]) -> Row:
     """The one row whose text begins like that."""
-    found = [row for row in quality_table.rows(lines) if row.what.startswith(start)]
+    found = [row for row in rows(lines) if row.what.startswith(start)]
     assert len(found) == 1, found
     return found[0]
 
@@ -164,8 +165,8 @@ def row(start: str, *lines: dict[str, Any]) -> Row:
 def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
     del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
-    assert {found.is_hit for found in quality_table.rows([bare])} == {None}
-    assert "not measured" in str(row("llama at 0.48:", bare))
+    assert {found.is_hit for found in rows([bare])} == {None}
+    assert "not measured" in row("llama at 0.48:", bare).cells
 
 
 def test_gap_rows_take_the_largest_and_the_median() -> None:
@@ -200,8 +201,8 @@ def test_gap_of_the_series_counts_budgets_with_a_target(
     lines = [model_line(), HEAD | chunked | {"lower_bound_ratio": 1.05, "chunks": ""}]
     assert row("the same of the series", *lines).is_hit is is_hit
     noted = any(
-        line.startswith("- llama at 0.25, the loss alone returned: 3.00 %, in one piece")
-        for line in quality_table.page(lines)
+        line.startswith("- llama at 0.25, only the loss returned: 3.00 %, unchunked")
+        for line in page(lines)
     )
     assert noted is (is_hit is False)
 
@@ -212,19 +213,14 @@ def test_notes_say_what_is_out_of_reach_and_what_planning_is_spent_on() -> None:
         model_line(minimum_peak_bytes=peaks),
         model_line(minimum_peak_bytes=peaks, proved_minimum_bytes=150),
     )
-    assert "whether one reaches 0.7 is not known: ours has 0.800" in "\n".join(
-        quality_table.page([unknown])
-    )
-    assert "below 0.750 of Rotor's: 0.7 is out of reach." in "\n".join(
-        quality_table.page([out_of_reach])
-    )
+    assert "whether 0.7 can be reached is not known: ours has 0.800" in "\n".join(page([unknown]))
+    assert "below 0.750 of Rotor's: 0.7 is out of reach." in "\n".join(page([out_of_reach]))
     assert not any(
-        line.startswith("- gpt2-12: measuring")
-        for line in quality_table.page([model_line("gpt2-12")])
+        line.startswith("- gpt2-12: measuring") for line in page([model_line("gpt2-12")])
     )
     assert any(
         line.startswith("- gpt2-12: measuring")
-        for line in quality_table.page([model_line("gpt2-12", tightest_plan_s=0.5)])
+        for line in page([model_line("gpt2-12", tightest_plan_s=0.5)])
     )
 
 
@@ -279,12 +275,12 @@ def test_rows_in_chunks_have_the_target_and_fit_the_budget(
         "ratio": ratio,
     }
     found = row(
-        "llama at 0.48, the loss alone",
+        "llama at 0.48, only the loss",
         model_line(),
         chunked | {"lower_bound_ratio": 1.05, "chunks": "4"},
     )
     assert found.is_hit is is_hit
-    assert "in 4 chunks; none of the graphs considered has a schedule below 1.050" in found.where
+    assert "in 4 chunks; no considered graph has a schedule below 1.050" in found.where
 
 
 @pytest.mark.parametrize(("ours_ms", "is_hit"), [(110.0, True), (110.01, False), (None, False)])
@@ -333,10 +329,10 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
         ).is_hit
         is False
     )
-    assert row("the same where the loss", model_line()).figure == "0.300"
+    assert row("the same where only the loss", model_line()).figure == "0.300"
     assert (
         row(
-            "the same where the loss",
+            "the same where only the loss",
             model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71}),
         ).is_hit
         is False
@@ -371,7 +367,7 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
 
 
 def test_command_measures_writes_and_reads_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem = tmp_path / "quality"
     chosen = [
@@ -386,8 +382,8 @@ def test_command_measures_writes_and_reads_back(
     ]
     plan_quality.main([*chosen, "--output", str(stem)])
     printed = capsys.readouterr().out
-    page = Path(f"{stem}.md").read_text()
-    assert printed == page
+    text = Path(f"{stem}.md").read_text()
+    assert printed == text
     for name in ("gpt2-2layer", "mlp"):
         assert (stem / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in Path(f"{stem}.jsonl").read_text().splitlines()]
@@ -400,8 +396,11 @@ def test_command_measures_writes_and_reads_back(
     assert strategies == {"none", "chen", "rotor", "checkmate", "rockmate"}
     assert row("simulated peak", *records).is_hit
     assert row("no schedule", *records).is_hit
+    monkeypatch.setattr(plan_quality, "measure", None)
+    plan_quality.main([*chosen, "--output", str(stem)])
+    assert capsys.readouterr().out == text, "a finished model is not measured again"
     plan_quality.main(["--read", f"{stem}.jsonl"])
-    assert capsys.readouterr().out == page
+    assert capsys.readouterr().out == text
 
 
 def test_command_refuses_a_model_that_is_not_in_the_table(

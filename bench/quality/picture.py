@@ -20,18 +20,19 @@ _COLORS = {
 }
 _BOUND_COLOR = "#c8322b"
 _INK = "#2b2e33"
-_TOP_RATIO = 2.0  # of the picture; multi-level plans at the smallest peaks may take longer
+_TOP_RATIO = 2.0
+"""Largest ratio of the picture; plans at the smallest peaks may be slower."""
 
 
 def save(records: Sequence[Record], path: Path) -> None:
-    """Write the picture of one model's records to `path`.
+    """Writes the picture of one model's records.
 
-    A strategy's curve is a step: the time at a budget is that of its fastest plan for no more. So is the bound's: what is proved at
-    a budget holds for every smaller one.
+    A strategy's curve is a step function: the time at a budget is that of its fastest plan for no
+    more. So is the bound's: it holds for every smaller budget.
 
     Args:
-        records: of one model, that of kind `model` first; see `bench.plan_quality`.
-        path: a file name that ends in .png, .pdf or .svg.
+        records: Of one model, the one of kind `model` first; see `bench.quality`.
+        path: A file name that ends in .png, .pdf or .svg.
     """
     from matplotlib.figure import Figure
 
@@ -61,23 +62,21 @@ def save(records: Sequence[Record], path: Path) -> None:
     )
     axes.set_xlim(0, 1.05)
     axes.set_ylim(0.98, _TOP_RATIO)
-    axes.set_xlabel("peak, as a share of that with nothing recomputed", color=_INK)
-    axes.set_ylabel("predicted time over that with nothing recomputed", color=_INK)
+    axes.set_xlabel("peak, as a share of the baseline's", color=_INK)
+    axes.set_ylabel("predicted time over the baseline's", color=_INK)
     axes.legend(frameon=False, labelcolor=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.grid(color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     megabytes = model["baseline_peak_bytes"] / 1e6
-    axes.set_title(
-        f"{model['model']}: {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms with nothing recomputed",
-        color=_INK,
-    )
+    baseline = f"baseline {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms"
+    axes.set_title(f"{model['model']}: {baseline}", color=_INK)
     figure.savefig(path, dpi=110)
 
 
 def _frontier(model: Record, plans: Sequence[Record], strategy: str) -> list[tuple[float, float]]:
-    """(share of the peak, time ratio) of what nothing else of the strategy beats, from its frontier and its plans."""
+    """Share of the peak and time ratio of the strategy's points that no other one dominates."""
     points = {(budget_bytes, ms) for budget_bytes, ms in model["frontiers"].get(strategy, ())}
     points |= {(r["peak_bytes"], r["ms"]) for r in plans if r["strategy"] == strategy}
     best: list[tuple[float, float]] = []

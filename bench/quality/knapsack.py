@@ -1,22 +1,24 @@
-"""The plain whole-graph knapsack: a yardstick for planners, written apart from the one that it is held against.
+"""The plain whole-graph knapsack: a yardstick for planners, with no code of theirs.
 
-Each forward value is saved, or recomputed once; the bytes saved at the end of the forward are limited; the recomputation
-time is the least possible. That is one 0/1 program over the whole graph. What it decides is placed as late as possible
-in the backward. The peak is nobody's concern here: replay the schedule to have it.
+Each forward value is saved or recomputed once. The bytes saved at the end of the forward are
+limited, and the recomputation time is minimal. That is one 0/1 program over the whole graph.
+Recomputations are placed as late as possible in the backward. The peak is not limited; a replay of
+the schedule gives it.
 
-====== ==================================================================================================
+====== =================================================================
 symbol meaning
-====== ==================================================================================================
+====== =================================================================
 S_v    storage v is saved
 R_o    op o is recomputed
-====== ==================================================================================================
+====== =================================================================
 
     minimize    sum of time_o R_o
-    where       S_v + R_o >= 1       for each v that the backward reads, o its maker
-                S_v + R_o >= R_p     for each recomputed p that reads v, o its maker
+    where       S_v + R_o >= 1       for each v that the backward reads, o its producer
+                S_v + R_o >= R_p     for each recomputed p that reads v, o its producer
                 sum of bytes_v S_v + sum of state_o R_o <= limit
 
-with state_o the random state that o needs to draw the same numbers again. What the user holds is saved for nothing but counted.
+with state_o the random state that o needs to draw the same numbers again. Storages that the caller
+holds are saved without counting.
 """
 
 from __future__ import annotations
@@ -33,28 +35,30 @@ from rockmate.schedule.schedule import Schedule, finish
 
 _Item = TypeVar("_Item", Op, Storage)
 
-RELATIVE_GAP = (
-    3e-3  # of the recomputation time: equal layers make the last thousandths a search through ties
-)
+RELATIVE_GAP = 3e-3
+"""Of the recomputation time. Equal layers make the last thousandths a search among ties."""
 
 
 class UnsolvedKnapsackError(RuntimeError):
-    """No proven answer: the limit is below what has to be saved, or the solver ran out of time."""
+    """No proved answer: the limit is too small, or the solver ran out of time."""
 
 
 def plain_knapsack(
     graph: Graph, costs: Costs, saved_limit_bytes: int, *, time_limit_s: float = 60.0
 ) -> Schedule:
-    """The schedule of least recomputation time, to `RELATIVE_GAP`, that saves at most so much.
+    """The schedule with the least recomputation time within a limit on saved bytes.
+
+    The time is optimal to `RELATIVE_GAP`.
 
     Args:
-        graph: ops and storages of one step.
-        costs: time of each op when it runs again.
-        saved_limit_bytes: bound on what is live when the forward has ended, outputs and random states included.
-        time_limit_s: cap on the solver.
+        graph: Ops and storages of one step.
+        costs: Recomputation time of each op.
+        saved_limit_bytes: Limit on the live bytes at the end of the forward, with outputs and
+            random states.
+        time_limit_s: Time limit of the solver.
 
     Raises:
-        UnsolvedKnapsackError: no choice saves so little, or none was proven best in time.
+        UnsolvedKnapsackError: No choice saves so little, or none was proved optimal in time.
     """
     recomputed, saved = _solve(graph, costs, saved_limit_bytes, time_limit_s)
     return finish(
@@ -70,7 +74,7 @@ def _solve(
     program = pulp.LpProblem("knapsack", pulp.LpMinimize)
     ops = graph.forward_ops
     values = [storage for op in ops for storage in op.writes]
-    # Integers within bounds: PuLP gives a binary variable the bounds 0 and 1, whatever else is asked for.
+    # Integer variables with bounds, since PuLP gives a binary variable the bounds 0 and 1.
     saved = {
         v: program.add_variable(f"S{v.index}", int(v.is_output), 1, pulp.LpInteger) for v in values
     }
@@ -82,20 +86,26 @@ def _solve(
     }
     program += pulp.lpSum(costs.recompute[op.index].time_ms * recompute[op] for op in ops)
     for value in _read_by_backward(graph):
-        program += saved[value] + recompute[_maker(value)] >= 1
+        program += saved[value] + recompute[_producer(value)] >= 1
     for op in ops:
         for value in op.reads:
             if value in saved:
-                program += saved[value] + recompute[_maker(value)] >= recompute[op]
+                program += saved[value] + recompute[_producer(value)] >= recompute[op]
     bytes_of_values = pulp.lpSum(v.num_bytes * saved[v] for v in values)
     bytes_of_states = pulp.lpSum(state_bytes(op) * recompute[op] for op in ops)
     program += bytes_of_values + bytes_of_states <= limit_bytes
     status = program.solve(_solver(time_limit_s))
     if status == pulp.LpStatusInfeasible:
-        message = f"no choice of what to recompute once saves at most {limit_bytes:,} bytes. Raise the limit."
+        message = (
+            f"no choice of single recomputations saves at most {limit_bytes:,} bytes. "
+            "Raise the limit."
+        )
         raise UnsolvedKnapsackError(message)
     if status != pulp.LpStatusOptimal or program.sol_status != pulp.LpSolutionOptimal:
-        message = f"a knapsack of {len(ops)} ops within {limit_bytes:,} bytes took more than {time_limit_s:g} s. Raise time_limit_s."
+        message = (
+            f"a knapsack of {len(ops)} ops within {limit_bytes:,} bytes took more than "
+            f"{time_limit_s:g} s. Raise time_limit_s."
+        )
         raise UnsolvedKnapsackError(message)
     return _chosen(recompute), _chosen(saved)
 
@@ -126,7 +136,7 @@ def _read_by_backward(graph: Graph) -> Iterable[Storage]:
     ]
 
 
-def _maker(value: Storage) -> Op:
+def _producer(value: Storage) -> Op:
     assert value.producer is not None
     return value.producer
 
@@ -134,9 +144,10 @@ def _maker(value: Storage) -> Op:
 def _as_late_as_possible(
     graph: Graph, recomputed: Collection[Op], saved: Collection[Storage]
 ) -> list[int]:
-    """The backward, written from its end: an op that floats is placed as soon as all that read it are.
+    """The backward, built from its end: an op that floats is placed when all its readers are.
 
-    Backward ops keep the graph's order. Recomputed ops float, and so do late ones, which read no gradient.
+    Backward ops keep the graph's order. Recomputed ops float, and so do late ones, which read no
+    gradient.
     """
     floating = {
         *recomputed,
@@ -147,7 +158,8 @@ def _as_late_as_possible(
     def sources(op: Op) -> set[Op]:
         return {v.producer for v in op.reads if v not in saved and v.producer in floating}
 
-    unplaced = dict.fromkeys(floating, 0)  # readers that are yet to be placed
+    # Number of readers that are not placed yet.
+    unplaced = dict.fromkeys(floating, 0)
     for reader in (*fixed, *floating):
         for source in sources(reader):
             unplaced[source] += 1

@@ -1,0 +1,311 @@
+"""The records of one model: plans of all strategies, replayed, and the plain knapsack."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from bench import models
+from bench.quality.knapsack import UnsolvedKnapsackError, plain_knapsack
+from bench.quality.records import Record
+from bench.quality.targets import SERIES
+from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.bound.protocol import Bounds
+from rockmate.errors import SolverLimitError
+from rockmate.schedule.simulate import simulate
+
+_Made = TypeVar("_Made")
+DEFAULT = "rockmate"
+OTHERS = ("none", "chen", "rotor")
+STRATEGIES = (*OTHERS, DEFAULT)
+WHOLE_GRAPH = "checkmate"
+TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
+PLANNING_MODELS = ("gpt2-12", "gpt2-96")
+BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
+MACHINE = "cpu-avx2"
+NUM_BOUNDS = 48
+"""Number of budgets at which the lower bound is drawn."""
+PAGE_BYTES = 4096
+
+SAVED_SHARES = (0.85, 0.6, 0.4, 0.2, 0.1)
+"""Limits of the yardstick, as shares of the bytes that the baseline saves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is tried for each model.
+
+    Attributes:
+        budgets: Fractions of the baseline's peak at which every strategy plans.
+        whole_graph_budgets: Those of whole-graph Checkmate, on two-layer models.
+        saved_shares: Limits of the yardstick, as shares of the bytes that the baseline saves.
+        num_frontier_points: Points of each other strategy's frontier at whose peaks the default
+            plans too.
+        whole_graph_limit_s: Time limit of one solve of whole-graph Checkmate.
+        is_tiny: Take the models for tests.
+    """
+
+    budgets: tuple[float, ...] = BUDGETS
+    whole_graph_budgets: tuple[float, ...] = (0.9, 0.7, 0.5, 0.4)
+    saved_shares: tuple[float, ...] = SAVED_SHARES
+    num_frontier_points: int = 6
+    whole_graph_limit_s: float = 600.0
+    is_tiny: bool = False
+
+
+QUICK = Extent(
+    budgets=(1.0, 0.5, 0.25),
+    whole_graph_budgets=(0.6,),
+    saved_shares=(0.4,),
+    num_frontier_points=1,
+    whole_graph_limit_s=15.0,
+)
+
+
+def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) -> Iterator[Record]:
+    """The records of one model; the first is of kind `model`.
+
+    Args:
+        name: Of the model, in `bench.models.REGISTRY`.
+        extent: How much is tried.
+        say: Is called with a word on progress.
+    """
+    say("capture")
+    workload = models.build(name, tiny=extent.is_tiny)
+    if name in TWO_LAYER_MODELS:
+        planner = Planner(workload.model, workload.sample, time_limit_s=extent.whole_graph_limit_s)
+    else:
+        planner = Planner(workload.model, workload.sample)
+    run = _ModelPlans(name=name, planner=planner, extent=extent, say=say)
+    yield run.model_record()
+    if name not in PLANNING_MODELS:
+        yield from run.plans()
+        yield from run.yardsticks()
+        yield from run.chunked_series()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelPlans:
+    """One model with its planner."""
+
+    name: str
+    planner: Planner
+    extent: Extent
+    say: Callable[[str], object]
+
+    def model_record(self) -> Record:
+        self.say("first plan")
+        planner = self.planner
+        half = planner.minimum_peak_bytes <= planner.baseline_peak_bytes // 2
+        plan, first_plan_s = _timed(lambda: planner.plan(0.5 if half else 1.0))
+        record = {
+            "kind": "model",
+            "model": self.name,
+            "num_ops": len(plan.graph.ops),
+            "baseline_peak_bytes": planner.baseline_peak_bytes,
+            "baseline_ms": planner.baseline_ms,
+            "timings_s": dict(planner.timings),
+            "first_plan_s": first_plan_s,
+        }
+        if self.name in PLANNING_MODELS:
+            return record | {
+                "tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]
+            }
+        self.say("frontiers")
+        proved_minimum_bytes = self._proved_minimum_bytes()
+        share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
+        budgets_bytes = [
+            proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)
+        ]
+        smallest = {
+            strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy)
+            for strategy in STRATEGIES
+        }
+        return record | {
+            "minimum_peak_bytes": {
+                strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES
+            },
+            "minimum_places": {strategy: plan.peak_place() for strategy, plan in smallest.items()},
+            "minimum_own_shares": {
+                strategy: _own_share(plan) for strategy, plan in smallest.items()
+            },
+            "whole_graph_limit_s": self.extent.whole_graph_limit_s,
+            "proved_minimum_bytes": proved_minimum_bytes,
+            "lower_bounds": [
+                (num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes
+            ],
+            "frontiers": {
+                strategy: [
+                    (point.budget_bytes, point.predicted_ms)
+                    for point in planner.frontier(strategy=strategy)
+                ]
+                for strategy in STRATEGIES
+            },
+            "loss_only_minimum_bytes": self._loss_only_minimum_bytes(),
+        }
+
+    def _loss_only_minimum_bytes(self) -> dict[str, int]:
+        """Smallest peaks with only the loss returned, where blocks may run in chunks."""
+        self.say("smallest peak in chunks")
+        planner = self._loss_only_planner(machine=MACHINE)
+        return {strategy: planner.minimum_peak(strategy) for strategy in ("rotor", DEFAULT)}
+
+    def _loss_only_planner(self, **options: Any) -> Planner:
+        workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
+        return Planner(
+            workload.model, workload.sample, outputs="loss", allow_chunking=True, **options
+        )
+
+    def chunked_series(self) -> Iterator[Record]:
+        """The default strategy at the budgets of the series, with chunks.
+
+        Only the loss is returned. Budgets are in bytes.
+        """
+        if self.name not in SERIES:
+            return
+        self.say("series in chunks")
+        planner = self._loss_only_planner()
+        for budget in SERIES[self.name]:
+            plan = planner.plan(int(budget * self.planner.baseline_peak_bytes))
+            plan.schedule.verify(plan.graph)
+            yield {
+                "kind": "chunked",
+                "model": self.name,
+                "budget": budget,
+                "budget_bytes": plan.budget_bytes,
+                "peak_bytes": simulate(plan.graph, plan.schedule, plan.costs).peak_bytes,
+                "ratio": plan.predicted_ms / planner.baseline_ms,
+                "lower_bound_ratio": plan.lower_bound_ms / planner.baseline_ms,
+                "chunks": plan.options.get("loss_chunks", ""),
+            }
+
+    @property
+    def _bounds(self) -> Bounds:
+        """The bounds on unchunked schedules."""
+        return self.planner.plan(1.0, strategy="none").bounds
+
+    def _proved_minimum_bytes(self) -> int:
+        """The largest number of bytes that no unchunked schedule fits in.
+
+        The bound is infinite there. The number is exact to a page.
+        """
+        low, high = 0, self.planner.minimum_peak_bytes
+        while high - low > PAGE_BYTES:
+            middle = (low + high) // 2
+            if math.isinf(self._bounds.tight_bound_ms(middle)):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def plans(self) -> Iterator[Record]:
+        """Every strategy at every budget, and the default at points of other frontiers."""
+        for budget in self.extent.budgets:
+            for strategy in STRATEGIES:
+                yield self._plan(budget, strategy, purpose="budget")
+        for budget in SERIES.get(self.name, {}):
+            yield self._plan(budget, DEFAULT, purpose="series")
+        for other in OTHERS:
+            points = self.planner.frontier(strategy=other)
+            for index in _spread(len(points), self.extent.num_frontier_points):
+                for strategy in (other, DEFAULT):
+                    yield self._plan(
+                        points[index].budget_bytes, strategy, purpose=f"frontier of {other}"
+                    )
+        if self.name in TWO_LAYER_MODELS:
+            for budget in self.extent.whole_graph_budgets:
+                for strategy in (WHOLE_GRAPH, DEFAULT):
+                    yield self._plan(budget, strategy, purpose="whole graph")
+
+    def _plan(self, budget: float | int, strategy: str, *, purpose: str) -> Record:
+        self.say(f"{strategy} at {budget:g}")
+        baseline_peak_bytes = self.planner.baseline_peak_bytes
+        record = {
+            "kind": "plan",
+            "model": self.name,
+            "purpose": purpose,
+            "strategy": strategy,
+            "budget": budget if isinstance(budget, float) else budget / baseline_peak_bytes,
+            "is_feasible": False,
+        }
+        try:
+            plan, plan_s = _timed(lambda: self.planner.plan(budget, strategy=strategy))
+        except InfeasibleBudgetError as error:
+            return record | {
+                "budget_bytes": error.budget_bytes,
+                "minimum_bytes": error.minimum_bytes,
+            }
+        except SolverLimitError as error:
+            return record | {"why": str(error)}
+        return record | {"is_feasible": True, "plan_s": plan_s} | self._replayed(plan)
+
+    def _replayed(self, plan: Plan) -> Record:
+        """Peak and time of the replayed schedule, apart from the plan's own figures."""
+        plan.schedule.verify(plan.graph)
+        simulation = simulate(plan.graph, plan.schedule, plan.costs)
+        return {
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": simulation.peak_bytes,
+            "ms": simulation.time_ms,
+            "ratio": simulation.time_ms / self.planner.baseline_ms,
+            "lower_bound_ms": plan.lower_bound_ms,
+            "gap": (simulation.time_ms - plan.lower_bound_ms) / self.planner.baseline_ms,
+            "is_proved": plan.num_unproved_blocks == 0,
+            "chunks": plan.options.get("loss_chunks", ""),
+        }
+
+    def yardsticks(self) -> Iterator[Record]:
+        """The plain knapsack at several limits, each with the default strategy at its peak."""
+        everything = self.planner.plan(1.0, strategy="none")
+        saved_bytes = everything.simulation.saved_bytes
+        for share in self.extent.saved_shares:
+            self.say(f"knapsack that saves {share:g}")
+            record: Record = {"model": self.name, "saved_share": share}
+            limit_bytes = int(share * saved_bytes)
+            try:
+                schedule = plain_knapsack(everything.graph, everything.costs, limit_bytes)
+            except UnsolvedKnapsackError as error:
+                yield record | {"kind": "skipped", "why": str(error)}
+                continue
+            schedule.verify(everything.graph)
+            found = simulate(everything.graph, schedule, everything.costs)
+            assert found.saved_bytes <= limit_bytes, (
+                f"the knapsack saves {found.saved_bytes} bytes, above its limit of {limit_bytes}"
+            )
+            ours = self._plan(found.peak_bytes, DEFAULT, purpose="yardstick")
+            yield ours
+            yield record | {
+                "kind": "yardstick",
+                "saved_limit_bytes": limit_bytes,
+                "budget_bytes": found.peak_bytes,
+                "ms": found.time_ms,
+                "ours_ms": ours.get("ms"),
+            }
+
+
+def _own_share(plan: Plan) -> float:
+    """Share of a plan's peak that belongs to the op there: inputs, results and workspace."""
+    simulation = plan.simulation
+    op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
+    own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
+    result_and_workspace_bytes = (
+        sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
+    )
+    # A result may take over the memory of an input, which then counts once.
+    return min(1.0, result_and_workspace_bytes / simulation.peak_bytes)
+
+
+def _spread(length: int, num_points: int) -> list[int]:
+    """At most that many indices below `length`, evenly spread, with both ends."""
+    if length <= num_points:
+        return list(range(length))
+    return [round(point * (length - 1) / max(1, num_points - 1)) for point in range(num_points)]
+
+
+def _timed(make: Callable[[], _Made]) -> tuple[_Made, float]:
+    begin = time.perf_counter()
+    made = make()
+    return made, time.perf_counter() - begin

@@ -1,13 +1,15 @@
-"""Checkmate: which values to save, and which to recompute, as a knapsack or in stages.
+"""Checkmate: the values to save and the values to recompute, as a knapsack or in stages.
 
-Numbers in, plan out: this package knows ops (a time, what they read, what they make) and values (bytes),
-never tensors.
+Numbers in, plan out. This package knows ops (a time, inputs, outputs) and values (bytes), never
+tensors.
 
 >>> from checkmate import Knapsack, Op, pareto, solve, verify
 >>> linear = Op(time_ms=10.0, inputs=(0,), outputs=(1,))  # value 0 is given: no op makes it
 >>> gelu = Op(time_ms=1.0, inputs=(1,), outputs=(2,))
 >>> dropout = Op(time_ms=1.5, inputs=(2,), outputs=(3, 4))  # the output and its mask
->>> block = Knapsack(ops=(linear, gelu, dropout), value_bytes=(4, 8, 8, 8, 2), required=frozenset({1, 2, 4}))
+>>> block = Knapsack(
+...     ops=(linear, gelu, dropout), value_bytes=(4, 8, 8, 8, 2), required=frozenset({1, 2, 4})
+... )
 >>> plan = solve(block, 10)  # at most 10 bytes saved
 >>> sorted(plan.saved), plan.recomputed, plan.time_ms, plan.saved_bytes
 ([1, 4], (1,), 1.0, 10)
@@ -15,8 +17,8 @@ never tensors.
 >>> [(plan.saved_bytes, plan.time_ms) for plan in pareto(block)]
 [(18, 0.0), (10, 1.0), (8, 2.5), (2, 11.0), (0, 12.5)]
 
-The knapsack bounds what is saved. The staged form takes a whole step, forward and backward, decides the order of the
-recomputation too, and bounds the peak:
+The knapsack bounds the saved bytes. The staged form takes a whole step, forward and backward. It
+decides the order of the recomputation too, and bounds the peak:
 
 >>> from checkmate import StagedOp, StagedProblem, solve_staged, verify_staged
 >>> first = StagedOp(time_ms=3.0, inputs=(0,), outputs=(1,))
@@ -25,7 +27,9 @@ recomputation too, and bounds the peak:
 >>> third_gradient = StagedOp(time_ms=4.0, inputs=(3, 2), outputs=(4,), recomputable=False)
 >>> gradient = StagedOp(time_ms=5.0, inputs=(4, 1), outputs=(5,), recomputable=False)
 >>> step = StagedProblem(
-...     ops=(first, second, third, third_gradient, gradient), value_bytes=(0, 8, 8, 4, 4, 2), stays=frozenset({5})
+...     ops=(first, second, third, third_gradient, gradient),
+...     value_bytes=(0, 8, 8, 4, 4, 2),
+...     held=frozenset({5}),
 ... )
 >>> schedule = solve_staged(step, 20)
 >>> schedule.steps, schedule.time_ms, schedule.peak_bytes, schedule.bound_ms
@@ -33,14 +37,17 @@ recomputation too, and bounds the peak:
 >>> verify_staged(step, schedule, budget_bytes=20)
 
 * `solve`: the fastest plan within one limit on saved bytes.
+* `Curve`: plans and lower bounds for many limits, prepared once.
 * `pareto`: the useful limits, from the fastest plan to the one that saves the fewest bytes.
-* `convex_hull`: the levels on the lower convex hull, in polynomial time, for whole models.
-* `solve_staged`: the fastest staged schedule whose peak is within a budget, for blocks and small whole graphs.
+* `convex_hull`: the plans on the lower convex hull, in polynomial time, for whole models.
+* `solve_staged`: the fastest staged schedule whose peak is within a budget, for blocks and small
+  whole graphs.
 * `verify`, `verify_staged`: independent checks of a plan and of a schedule.
 
-Every answer is exact and proven unless its `Status` says otherwise, verified before it is returned, and the
-same for the same input. The problems and their sources are stated in `checkmate.problem` and `checkmate.staged`, the
-methods at the top of `reduction`, `frontier`, `hull`, `model` and `staged_model`.
+Every answer is exact and proven unless its `Status` says otherwise. It is verified before it is
+returned, and equal for equal input. `checkmate.problem` and `checkmate.staged` state the problems
+and their sources. The heads of `reduction`, `frontier`, `hull`, `model` and `staged_model` state
+the methods.
 """
 
 from checkmate.curve import Curve

@@ -1,9 +1,10 @@
-"""One run of an ILP solver: the only place that names solvers, sets their options and reads their status.
+"""One run of an ILP solver: the only file that names solvers, their options and their status.
 
-* `"cbc"`: the CBC that ships with PuLP, a process of its own; always there.
-* `"highs"`: HiGHS, in process, where `highspy` is installed.
+* `"cbc"`: the CBC that ships with PuLP, in its own process; always available.
+* `"highs"`: HiGHS, in this process; available if `highspy` is installed.
 
-One thread and fixed seeds: the same program gives the same answer, unless the time limit stops the solver.
+With one thread and fixed seeds, the same program gives the same answer, unless the time limit stops
+the solver.
 """
 
 import importlib.util
@@ -22,18 +23,18 @@ from checkmate.problem import Status
 
 SOLVERS = ("cbc", "highs")
 
-_PRINTED = 1e-3
-"""CBC prints its bound to so many units."""
+_CBC_BOUND_RESOLUTION = 1e-3
+"""Resolution, in units of the objective, of the bound that CBC prints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a solver said. The variables of the program hold the values where the status says that there are any.
+    """The result of a solver's run. The program's variables hold the solution if there is one.
 
     Attributes:
         status: How much is proven.
-        bound: No value of the objective is below; minus infinity where the solver gave none, infinite where it
-            proved that there is no solution.
+        bound: A lower bound on the objective. Minus infinity if the solver gave none, infinity if
+            it proved that there is no solution.
     """
 
     status: Status
@@ -44,13 +45,13 @@ def check_backend(backend: str, known: Sequence[str]) -> None:
     """Refuse a backend that cannot be used.
 
     Raises:
-        ValueError: It is not among `known`, or not installed.
+        ValueError: The backend is unknown or not installed.
     """
     if backend not in known:
         raise ValueError(f"backend is {backend!r}; known are {', '.join(known)}")
     if backend == "highs" and not has_highs():
         raise ValueError(
-            "backend is 'highs', but highspy is not installed; install it or take 'cbc'"
+            "backend is 'highs', but highspy is not installed; install it or choose 'cbc'"
         )
 
 
@@ -63,13 +64,13 @@ def run(program: pulp.LpProblem, seconds: float, backend: str) -> Outcome:
     """Run a solver once.
 
     Args:
-        program: To be minimized; its objective has no constant term.
+        program: The program to minimize; its objective has no constant term.
         seconds: Wall time after which the solver stops.
         backend: One of `SOLVERS`.
 
     Returns:
-        The status and the proven bound. PuLP's `status` reads Optimal after a time limit with an incumbent too;
-        only `sol_status` tells.
+        The status and the proven bound. PuLP's `status` reads Optimal after a time limit with an
+        incumbent too. Only `sol_status` tells the difference.
     """
     if seconds <= 0:
         return Outcome(status=Status.NOT_FOUND, bound=-inf)
@@ -77,7 +78,8 @@ def run(program: pulp.LpProblem, seconds: float, backend: str) -> Outcome:
     bound = _run_cbc(program, seconds) if backend == "cbc" else _run_highs(program, seconds)
     # CBC's "integer infeasible" leaves `sol_status` at 0.
     if program.status == pulp.LpStatusInfeasible or program.sol_status == pulp.LpSolutionInfeasible:
-        # CBC's presolve says "infeasible" too when the clock stops it, so that this counts within the limit only.
+        # CBC's presolve says "infeasible" too when the clock stops it. So it counts within the
+        # limit only.
         if monotonic() - begin >= seconds:
             return Outcome(status=Status.NOT_FOUND, bound=-inf)
         return Outcome(status=Status.INFEASIBLE, bound=inf)
@@ -95,11 +97,12 @@ def run(program: pulp.LpProblem, seconds: float, backend: str) -> Outcome:
 
 
 def _run_cbc(program: pulp.LpProblem, seconds: float) -> float:
-    """The bound that CBC prints when it stops early."""
+    """Run CBC and return the bound that it prints when it stops early."""
     with TemporaryDirectory(prefix="checkmate-") as folder:
         log = Path(folder) / "cbc.log"
-        # No `threads=1`: that starts a worker thread, which now and then hangs until the time limit; without
-        # it CBC is serial. PULP_CBC_CMD itself warns of its removal, so its binary is named instead.
+        # No `threads=1`: it starts a worker thread, which sometimes hangs until the time limit.
+        # Without it, CBC is serial. PULP_CBC_CMD itself warns of its removal, so its binary is
+        # named instead.
         solver = pulp.COIN_CMD(
             path=pulp.PULP_CBC_CMD.pulp_cbc_path,
             msg=False,
@@ -110,12 +113,12 @@ def _run_cbc(program: pulp.LpProblem, seconds: float) -> float:
         )
         program.solve(solver)
         printed = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
-    bound = float(printed[-1]) - _PRINTED if printed else -inf
+    bound = float(printed[-1]) - _CBC_BOUND_RESOLUTION if printed else -inf
     return bound if abs(bound) < 1e40 else -inf
 
 
 def _run_highs(program: pulp.LpProblem, seconds: float) -> float:
-    """The dual bound of HiGHS."""
+    """Run HiGHS and return its dual bound."""
     solver = pulp.HiGHS(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
     program.solve(solver)
     engine: Any = program.solverModel  # the `highspy.Highs` that PuLP leaves there

@@ -1,8 +1,9 @@
 """One problem for many limits on saved bytes, prepared once.
 
-Where only the time is asked for, no plan has to be put together or checked. The answer is a lower bound in every case: exact
-where the dynamic program (`frontier`) gets through, else the lower convex hull of the sum of the parts' Pareto sets, else of
-minimum cuts (`hull`), both of which no plan beats. A plan is the best where the program gets through, else one of the hull's.
+Times and plans are asked for apart: a time alone needs no plan to be assembled and checked. Every
+time is a lower bound. It is exact where the dynamic program (`frontier`) gets through. Else it
+comes from the lower convex hull of the sum of the parts' Pareto sets, or from the hull by minimum
+cuts (`hull`). A plan is the best where the dynamic program gets through, else one of the hull's.
 """
 
 from dataclasses import replace
@@ -19,8 +20,8 @@ from checkmate.frontier import (
     TooManyLabelsError,
     Total,
     best_within,
+    merge_fronts,
     part_fronts,
-    put_together,
     recomputed_ops,
 )
 from checkmate.hull import convex_hull
@@ -33,15 +34,17 @@ class Curve:
     """Least recompute time, and the plan that takes it, for every limit on saved bytes.
 
     Attributes:
-        is_cut_short: Whether a time limit, here or for one limit on bytes, has left the convex hull to answer.
+        is_cut_short: Whether a time limit, of the preparation or of an answer, left the answer to
+            the convex hull.
     """
 
     def __init__(self, problem: Knapsack, *, time_limit_s: float = 10.0) -> None:
         """Prepares the parts.
 
         Args:
-            problem: What may be saved or recomputed.
-            time_limit_s: Wall time for this, in seconds, after which the convex hull is all there is.
+            problem: The values to save or recompute.
+            time_limit_s: Wall time of the preparation, in seconds. After it, the convex hull
+                answers.
         """
         self._problem = problem
         self._reduced = reduce(problem)
@@ -51,7 +54,7 @@ class Curve:
         self._last: tuple[int, Total] | None = None
         try:
             fronts = part_fronts(self._reduced, deadline=monotonic() + time_limit_s)
-            self._reduced, self._fronts = put_together(self._reduced, fronts)
+            self._reduced, self._fronts = merge_fronts(self._reduced, fronts)
             self._hulls = Hulls.of(self._fronts)
             self._hull_bytes, ticks = self._hulls.whole
             self._hull_ms = ms_of_ticks(problem, ticks.tolist())
@@ -62,7 +65,7 @@ class Curve:
             self._hull_ms = [plan.time_ms for plan in plans]
 
     def bound_ms(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> float:
-        """A time that no plan within the limit beats, in milliseconds; infinite if there is no plan.
+        """A lower bound on the time of plans within the limit, in milliseconds; infinite if none.
 
         After `time_limit_s` seconds of wall time the convex hull answers.
 
@@ -78,17 +81,18 @@ class Curve:
         return float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))
 
     def hull_plan_ms(self, max_saved_bytes: int) -> float:
-        """The time of the fastest plan of the convex hull within the limit, in milliseconds; infinite if there is no plan.
+        """The time of the convex hull's fastest plan within the limit, in milliseconds.
 
-        Read off at once; `bound_ms` is never above it.
+        Infinite if there is no plan. The answer is immediate, and `bound_ms` is never above it.
         """
         within = int(np.searchsorted(self._hull_bytes, max_saved_bytes, side="right"))
         return float(self._hull_ms[within - 1]) if within else inf
 
     def plan(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> Solution | None:
-        """The fastest plan within the limit, or the fastest of the convex hull where that cannot be told; None if there is no plan.
+        """The fastest plan within the limit; None if there is no plan.
 
-        The hull answers, with `Status.FEASIBLE`, after `time_limit_s` seconds of wall time and where the problem is too wide.
+        After `time_limit_s` seconds of wall time, and where the problem is too wide, it is the
+        fastest plan of the convex hull, with `Status.FEASIBLE`.
 
         Raises:
             ValueError: The limit is no whole number.
@@ -106,7 +110,7 @@ class Curve:
         return plan
 
     def _best_within(self, max_saved_bytes: int, time_limit_s: float) -> Total | None:
-        """What the dynamic program says, None where it does not get through."""
+        """The dynamic program's answer; None if it does not get through."""
         if self._fronts is None:
             return None
         if self._last is None or self._last[0] != max_saved_bytes:

@@ -1,19 +1,21 @@
-"""The whole Pareto set of (saved bytes, time), exactly, by dynamic programming over labels.
+"""The exact Pareto set of (saved bytes, time), by dynamic programming over labels.
 
-Within a part (`reduction.Part`) the ops are swept in reverse topological order. A *label* is a choice for the
-ops swept so far: its bytes, its ticks, and its *state*, the set of links that a recomputed op reads and whose
-maker is still to come. At each op a label either keeps the op's required and needed outputs (bytes) or
-recomputes it (ticks, and its own links become needed). Of two labels in one state the dominated one is
-dropped (the list method of Nemhauser and Ullmann, 1969, along a path decomposition), so time grows with the
-number of open links, small in practice, and with the number of Pareto points.
+Within a part (`reduction.Part`) the ops are swept in reverse topological order. A *label* is a
+choice for the ops swept so far: its bytes, its ticks, and its *state*, the set of links that a
+recomputed op reads and whose maker is still to come. At each op a label either keeps the op's
+required and needed outputs (bytes) or recomputes it (ticks, and its own links become needed). Of
+two labels in one state the dominated one is dropped (the list method of Nemhauser and Ullmann,
+1969, along a path decomposition), so time grows with the number of open links, small in practice,
+and with the number of Pareto points.
 
-The parts' sets are then summed one part at a time. For one limit, labels are also dropped when even the
-convex hull of the parts to come cannot bring them under the best known plan, which leaves few; fewer still where a
-plan is first sought that is nearer to the hull than the known one, which if there is any is the best.
+The parts' sets are then summed one part at a time. For one limit, a label is also dropped if the
+convex hull of the remaining parts cannot bring it below the best known plan. Few labels remain.
+Fewer still remain when a plan is first sought that is nearer to the hull than the known one. If
+there is one, it is the best.
 
-Optimal always. It refuses (`TooManyLabelsError`) rather than run for long: the refusal depends on the input
-alone, never on the clock, so the same input takes the same way. NP-hardness shows as that refusal; the ILP
-takes over there.
+The answer is always optimal. Rather than run for long, the program refuses (`TooManyLabelsError`).
+The refusal depends on the input alone, never on the clock, so equal input takes equal paths. This
+is where NP-hardness shows, and where the ILP (`model`) takes over.
 """
 
 from collections.abc import Sequence
@@ -23,18 +25,21 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from checkmate.hull import descend
+from checkmate.hull import merge_steps
 from checkmate.reduction import Part, PartOp, Reduced
 
-_PART_LABELS = 1 << 16
-_SUM_LABELS = 1 << 18
-_POINTS_TOGETHER = 64  # of parts that are put together: fewer parts, each of more points
-_SHARES_OF_GAP = (
-    0.05,
-    0.3,
-    1.0,
-)  # from the hull to a plan that is known, looked at in turn: the best plan is seldom far from the hull
+# Limit on the labels of one part.
+_MAX_PART_LABELS = 1 << 16
+# Limit on the labels of the sum of parts.
+_MAX_SUM_LABELS = 1 << 18
+# Limit on the points of a merged part. A higher limit gives fewer parts of more points.
+_MAX_MERGED_POINTS = 64
+# Shares of the gap between the hull and a known plan that are searched in turn. The best plan is
+# seldom far from the hull.
+_GAP_SHARES = (0.05, 0.3, 1.0)
+# Limit on links that are open at once: each takes one bit of a state.
 _MAX_OPEN_LINKS = 62
+# Limit on sums of bytes, which are 64-bit integers.
 _MAX_BYTES = 1 << 61
 
 Ints = NDArray[np.int64]
@@ -55,7 +60,7 @@ class Front:
     Attributes:
         saved_bytes: Strictly rising.
         ticks: Strictly falling.
-        recomputed: For each point, which ops of the part run again; shape (points, ops).
+        recomputed: For each point, whether each op of the part is recomputed; shape (points, ops).
     """
 
     saved_bytes: Ints
@@ -65,12 +70,12 @@ class Front:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Total:
-    """Labels of the sum over all parts, with what is needed to tell the choice behind each.
+    """Labels of the sum over all parts, with the history that tells the choice behind each.
 
     Attributes:
         saved_bytes: Strictly rising.
         ticks: Strictly falling.
-        history: For each part, each label's predecessor and the point of the part that it took.
+        history: For each part, each label's predecessor and the point of the part that it chose.
     """
 
     saved_bytes: Ints
@@ -83,7 +88,7 @@ def part_fronts(reduced: Reduced, *, deadline: float) -> tuple[Front, ...]:
 
     Args:
         reduced: The parts.
-        deadline: When to give up, in seconds of `time.monotonic`.
+        deadline: Time to give up at, in seconds of `time.monotonic`.
 
     Raises:
         TooManyLabelsError: A part is too wide for the sweep.
@@ -96,15 +101,16 @@ def part_fronts(reduced: Reduced, *, deadline: float) -> tuple[Front, ...]:
     return tuple(known[part.ops] for part in reduced.parts)
 
 
-def put_together(reduced: Reduced, fronts: Sequence[Front]) -> tuple[Reduced, tuple[Front, ...]]:
-    """The same problem in fewer parts, as long as their Pareto sets stay short: less to sum at each of many limits.
+def merge_fronts(reduced: Reduced, fronts: Sequence[Front]) -> tuple[Reduced, tuple[Front, ...]]:
+    """The same problem in fewer parts with short Pareto sets, so that each sum takes less time.
 
     Args:
         reduced: The parts.
         fronts: Their Pareto sets.
 
     Returns:
-        Parts, each of one or several of those given, equal ones first of all, and their Pareto sets. Both lose nothing.
+        Parts, each merged from one or several of those given, and their Pareto sets. Equal parts
+        are merged first. Nothing is lost.
     """
     kinds: dict[tuple[PartOp, ...], list[int]] = {}
     for number, part in enumerate(reduced.parts):
@@ -113,8 +119,8 @@ def put_together(reduced: Reduced, fronts: Sequence[Front]) -> tuple[Reduced, tu
     together: list[Front] = []
     for number in (number for equal in kinds.values() for number in equal):
         part, front = reduced.parts[number], fronts[number]
-        both = _both(together[-1], front) if together else None
-        if both is None or len(both.saved_bytes) > _POINTS_TOGETHER:
+        both = _minkowski_sum(together[-1], front) if together else None
+        if both is None or len(both.saved_bytes) > _MAX_MERGED_POINTS:
             parts.append(part)
             together.append(front)
         else:
@@ -123,14 +129,14 @@ def put_together(reduced: Reduced, fronts: Sequence[Front]) -> tuple[Reduced, tu
     return Reduced(free=reduced.free, parts=tuple(parts)), tuple(together)
 
 
-def _both(one: Front, other: Front) -> Front | None:
-    """The Pareto set of two parts; None where there are too many pairs to look at."""
+def _minkowski_sum(one: Front, other: Front) -> Front | None:
+    """The Pareto set of two parts together; None if they have too many pairs of points."""
     num_others = len(other.saved_bytes)
-    if len(one.saved_bytes) * num_others > _POINTS_TOGETHER**2:
+    if len(one.saved_bytes) * num_others > _MAX_MERGED_POINTS**2:
         return None
     saved_bytes = np.add.outer(one.saved_bytes, other.saved_bytes).ravel()
     ticks = np.add.outer(one.ticks, other.ticks).ravel()
-    keep = _useful(saved_bytes, ticks)
+    keep = _nondominated(saved_bytes, ticks)
     return Front(
         saved_bytes=saved_bytes[keep],
         ticks=ticks[keep],
@@ -141,7 +147,7 @@ def _both(one: Front, other: Front) -> Front | None:
 
 
 def sum_fronts(fronts: Sequence[Front], *, deadline: float) -> Total:
-    """The Pareto set of the whole: every useful level.
+    """The Pareto set of the whole problem: every useful level.
 
     Raises:
         TooManyLabelsError: There are too many levels to list.
@@ -153,20 +159,20 @@ def sum_fronts(fronts: Sequence[Front], *, deadline: float) -> Total:
 def best_within(
     fronts: Sequence[Front], max_saved_bytes: int, *, deadline: float, hulls: "Hulls | None" = None
 ) -> Total:
-    """Labels of which the last is the fastest within a limit, of the fewest bytes; none if there is no plan.
+    """Labels within a limit, the last of which is the fastest; empty if there is no plan.
 
     Args:
         fronts: The parts' Pareto sets.
         max_saved_bytes: The limit.
-        deadline: When to give up, in seconds of `time.monotonic`.
-        hulls: Of these fronts, where many limits are asked for.
+        deadline: Time to give up at, in seconds of `time.monotonic`.
+        hulls: Of these fronts, to be given if many limits are asked for.
 
     Raises:
         TooManyLabelsError: The bound leaves too many labels.
         OutOfTimeError: The deadline passed.
     """
     hulls, limit = hulls or Hulls.of(fronts), min(max_saved_bytes, _MAX_BYTES)
-    for share in _SHARES_OF_GAP:
+    for share in _GAP_SHARES:
         total = _sum(fronts, _Bound(hulls, limit, share), deadline)
         if len(total.ticks):
             break
@@ -213,10 +219,10 @@ def _sweep(part: Part, deadline: float) -> Front:
         else:
             saved = kept
         redone = np.arange(len(labels)) >= len(state)
-        keep = _undominated(rest, saved, ticks)
+        keep = _nondominated_by_state(rest, saved, ticks)
         state, saved, ticks = rest[keep], saved[keep], ticks[keep]
         history.append((labels[keep], redone[keep]))
-        if len(state) > _PART_LABELS:
+        if len(state) > _MAX_PART_LABELS:
             raise TooManyLabelsError
         if monotonic() > deadline:
             raise OutOfTimeError
@@ -228,14 +234,14 @@ def _sweep(part: Part, deadline: float) -> Front:
     return Front(saved_bytes=saved, ticks=ticks, recomputed=recomputed)
 
 
-def _undominated(state: Ints, saved: Ints, ticks: Ints) -> Ints:
-    """Indices of the labels that none of the same state beats, by state, then rising bytes, falling ticks."""
+def _nondominated_by_state(state: Ints, saved: Ints, ticks: Ints) -> Ints:
+    """Indices of the nondominated labels of each state, by state, then by rising bytes."""
     order = np.lexsort((ticks, saved, state))
     state, ticks = state[order], ticks[order]
     new_state = np.empty(len(order), dtype=np.bool_)
     new_state[0] = True
     np.not_equal(state[1:], state[:-1], out=new_state[1:])
-    # Later states get lower numbers, so that a running minimum starts afresh with each.
+    # Later states get lower numbers, so a running minimum starts anew with each state.
     shifted = ticks - np.cumsum(new_state) * (int(ticks.max()) + 1)
     least = np.minimum.accumulate(shifted)
     keep = new_state
@@ -250,19 +256,19 @@ def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> To
     history: list[tuple[Ints, Ints]] = []
     for which, front in enumerate(fronts):
         num_points = len(front.saved_bytes)
-        if len(saved) * num_points > 8 * _SUM_LABELS:
+        if len(saved) * num_points > 8 * _MAX_SUM_LABELS:
             raise TooManyLabelsError
-        # By point of the part, the last first: one rising run for each, which a stable sort merges instead of sorting. Of equal labels
-        # the one comes first whose part recomputes least.
+        # By point of the part, the last first: each point gives one rising run, and a stable sort
+        # merges runs. Of equal labels, the one whose part recomputes least comes first.
         all_saved = np.add.outer(front.saved_bytes[::-1], saved).ravel()
         all_ticks = np.add.outer(front.ticks[::-1], ticks).ravel()
         keep = np.arange(len(all_saved))
         if bound is not None:
-            keep = keep[bound.may_win(which, all_saved, all_ticks)]
-        keep = keep[_useful(all_saved[keep], all_ticks[keep])]
+            keep = keep[bound.can_win(which, all_saved, all_ticks)]
+        keep = keep[_nondominated(all_saved[keep], all_ticks[keep])]
         history.append((keep % len(saved), num_points - 1 - keep // len(saved)))
         saved, ticks = all_saved[keep], all_ticks[keep]
-        if len(saved) > _SUM_LABELS:
+        if len(saved) > _MAX_SUM_LABELS:
             raise TooManyLabelsError
         if monotonic() > deadline:
             raise OutOfTimeError
@@ -271,8 +277,8 @@ def _sum(fronts: Sequence[Front], bound: "_Bound | None", deadline: float) -> To
     return Total(saved_bytes=saved, ticks=ticks, history=tuple(history))
 
 
-def _useful(saved: Ints, ticks: Ints) -> Ints:
-    """Indices of the labels that none beats, by rising bytes; of labels that are equal in both one stays."""
+def _nondominated(saved: Ints, ticks: Ints) -> Ints:
+    """Indices of the nondominated labels, by rising bytes; one of each group of equal labels."""
     if not len(saved):
         return np.zeros(0, dtype=np.int64)
     order = np.argsort(saved, kind="stable")
@@ -284,7 +290,7 @@ def _useful(saved: Ints, ticks: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hulls:
-    """Lower convex hulls of sums of parts: what the parts from each one on can do at best.
+    """Lower convex hulls of the sums of all parts from each part on.
 
     Attributes:
         whole: The hull of the Pareto set of the whole: rising saved bytes, falling ticks.
@@ -298,12 +304,12 @@ class Hulls:
     def of(fronts: Sequence[Front]) -> "Hulls":
         """The hulls of these parts."""
         hulls = [_lower_hull(front) for front in fronts]
-        whole, *rest = _walked(hulls, descend(hulls))
+        whole, *rest = _suffix_hulls(hulls, merge_steps(hulls))
         return Hulls(whole=whole, rest=tuple(rest))
 
 
 class _Bound:
-    """What the parts still to come can do at best, against a plan that is known."""
+    """Bounds a label by the hull of the remaining parts and compares it with a known plan."""
 
     def __init__(self, hulls: Hulls, limit: int, share: float) -> None:
         self.limit = limit
@@ -315,21 +321,22 @@ class _Bound:
             if within
             else (-1.0, -1.0)
         )
-        self._most_ticks = at_best + share * (known - at_best)
+        self._max_ticks = at_best + share * (known - at_best)
 
-    def may_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
-        """Which labels, part `which` included, may still end as the best plan."""
+    def can_win(self, which: int, saved: Ints, ticks: Ints) -> NDArray[np.bool_]:
+        """Whether each label, with part `which` chosen, can still become the best plan."""
         rest_saved, rest_ticks = self._rest[which]
         room = self.limit - saved
-        # Half a tick is far above the rounding of the interpolation, and below what tells two plans apart.
+        # Half a tick is far above the rounding of the interpolation, and below what tells two plans
+        # apart.
         at_best = ticks + np.interp(room, rest_saved, rest_ticks)
-        return (room >= rest_saved[0]) & (at_best <= self._most_ticks + 0.5)
+        return (room >= rest_saved[0]) & (at_best <= self._max_ticks + 0.5)
 
 
-def _walked(
+def _suffix_hulls(
     hulls: list[list[tuple[int, int]]], walk: list[tuple[int, int]]
 ) -> list[tuple[Ints, Ints]]:
-    """For each part, and none, the hull of the sum of the parts from it on, by rising bytes."""
+    """For each part, and for none, the hull of the sum from it on, by rising bytes."""
     which = np.array([part for part, _ in walk], dtype=np.int64)
     steps = np.array(
         [np.subtract(hulls[part][to], hulls[part][to - 1]) for part, to in walk], dtype=np.int64

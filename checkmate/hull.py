@@ -1,20 +1,21 @@
 """The lower convex hull of (saved bytes, time), exactly and in polynomial time, by minimum cuts.
 
-The Lagrangian relaxation  min time + lambda * saved bytes  is a minimum cut, like project selection (Picard,
-1976): with `R_o` = op o is recomputed and `N_v` = value v is needed, a plan pays
+The Lagrangian relaxation  min time + lambda * saved bytes  is a minimum cut, like project selection
+(Picard, 1976): with `R_o` = op o is recomputed and `N_v` = value v is needed, a plan pays
 
     time_o            where R_o = 1                          edge  o -> sink
     lambda * bytes_v  where N_v = 1 and R_maker(v) = 0       edge  v -> maker(v)
     infinity          where R_o = 1 and N_v = 0, o reads v   edge  o -> v
 
-and N_v = 1 for required v (edge source -> maker). The source side of the cut is what equals 1. Walking from
-the two ends of the frontier, each cut either finds a new vertex strictly below the chord between two known
-ones, whose slope is its lambda, or proves the chord an edge of the hull (Eisner and Severance, 1976). Weights
-are integers (ticks * bytes), so nothing depends on rounding. Cuts are found by Dinic's algorithm (1970), part
-by part; the hull of the whole is the Minkowski sum of the parts' hulls: all their steps, cheapest time per
-byte first.
+and N_v = 1 for required v (edge source -> maker). The variables on the source side of the cut equal
+1. Walking from the two ends of the frontier, each cut either finds a new vertex strictly below the
+chord between two known ones, whose slope is its lambda, or proves the chord an edge of the hull
+(Eisner and Severance, 1976). Weights are integers (ticks * bytes), so nothing depends on rounding.
+Cuts are found by Dinic's algorithm (1970), part by part; the hull of the whole is the Minkowski sum
+of the parts' hulls: all their steps, cheapest time per byte first.
 
-Optimal: each returned plan is the fastest for its own saved bytes. Not covered: Pareto points above the hull.
+Each returned plan is the fastest for its own saved bytes. Pareto points above the hull are not
+found.
 """
 
 from collections import deque
@@ -40,17 +41,17 @@ class Vertex:
 def convex_hull(
     problem: Knapsack, *, choose: Callable[[list[tuple[int, int]]], Collection[int]] | None = None
 ) -> tuple[Solution, ...]:
-    """Plans on the lower convex hull of the frontier, by minimum cuts, with no ILP.
+    """Plans on the lower convex hull of the frontier, by minimum cuts, without an ILP.
 
     Args:
         problem: The problem; whole models of some hundreds of ops are fine.
-        choose: Given (saved bytes, ticks) of every plan below, in their order, the positions of those that are
-            wanted: to put a plan together takes longer than to find it. All of them if left out.
+        choose: Gets (saved bytes, ticks) of every plan in order and returns the positions of those
+            to assemble, since that takes longer than to find them. None assembles all.
 
     Returns:
-        Verified plans of strictly falling saved bytes and strictly rising time, from the least time to the
-        least bytes. Every vertex of the hull is among them; plans between, on its edges, stand where one part
-        of several with equal price has moved.
+        Verified plans of strictly falling saved bytes and strictly rising time. Every vertex of the
+        hull is among them. Others lie on its edges: there, several parts have equal price, and some
+        of them have moved.
     """
     reduced = reduce(problem)
     known: dict[tuple[PartOp, ...], tuple[Vertex, ...]] = {}
@@ -62,7 +63,7 @@ def convex_hull(
     recomputed = set(reduced.free)
     for part, vertices in zip(reduced.parts, hulls, strict=True):
         recomputed.update(part.indices[i] for i in vertices[0].recomputed)
-    walk = descend([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls])
+    walk = merge_steps([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls])
     saved_bytes = [sum(vertices[0].saved_bytes for vertices in hulls)]
     ticks = [sum(vertices[0].ticks for vertices in hulls)]
     for which, to in walk:
@@ -78,25 +79,25 @@ def convex_hull(
         recomputed.update(part.indices[i] for i in after.recomputed)
         if position in wanted:
             plans.append(assemble(problem, recomputed, Status.OPTIMAL))
-    plans = strictly_falling(plans)
+    plans = drop_dominated(plans)
     for plan in plans:
         verify(problem, plan)
     return tuple(plans)
 
 
-def least_saved_bytes(problem: Knapsack) -> int:
-    """The fewest bytes that any plan saves: below it every limit is infeasible. One minimum cut a part."""
-    return sum(_leanest(part).saved_bytes for part in reduce(problem).parts)
+def min_saved_bytes(problem: Knapsack) -> int:
+    """The fewest bytes that any plan saves; lower limits are infeasible. One minimum cut a part."""
+    return sum(_min_bytes_vertex(part).saved_bytes for part in reduce(problem).parts)
 
 
-def descend(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The order in which to walk down several hulls: cheapest time per spared byte first.
+def merge_steps(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """The steps of several hulls in one order: the least time for each spared byte first.
 
     Args:
         hulls: For each part, its (saved bytes, ticks), from the least time to the least bytes.
 
     Returns:
-        Pairs (part, vertex moved to); ties go to the earlier part.
+        Pairs (part, index of the vertex that the step reaches). Ties go to the earlier part.
     """
     steps: list[tuple[Fraction, int, int]] = []
     for which, points in enumerate(hulls):
@@ -109,8 +110,8 @@ def descend(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]
     return [(which, to) for _, which, to in sorted(steps)]
 
 
-def strictly_falling(plans: Iterable[Solution]) -> list[Solution]:
-    """Drop what is dominated, times compared as floats: bytes then strictly fall and times strictly rise."""
+def drop_dominated(plans: Iterable[Solution]) -> list[Solution]:
+    """Drop dominated plans, so that bytes strictly fall and times, as floats, strictly rise."""
     kept: list[Solution] = []
     for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
         if not kept or plan.time_ms < kept[-1].time_ms:
@@ -122,8 +123,8 @@ def strictly_falling(plans: Iterable[Solution]) -> list[Solution]:
 def part_hull(part: Part) -> tuple[Vertex, ...]:
     """The vertices of one part's hull, from the least time to the least bytes."""
     total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in part.ops)
-    fastest = _cut(part, ticks_weight=total_bytes + 1, bytes_weight=1)
-    leanest = _leanest(part)
+    fastest = _min_cut(part, ticks_weight=total_bytes + 1, bytes_weight=1)
+    leanest = _min_bytes_vertex(part)
     if fastest.saved_bytes == leanest.saved_bytes:
         return (fastest,)
     vertices = [fastest]
@@ -131,7 +132,7 @@ def part_hull(part: Part) -> tuple[Vertex, ...]:
     while pending:
         left, right = pending.pop()
         ticks_weight, bytes_weight = left.saved_bytes - right.saved_bytes, right.ticks - left.ticks
-        between = _cut(part, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
+        between = _min_cut(part, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
         chord = left.ticks * ticks_weight + left.saved_bytes * bytes_weight
         if between.ticks * ticks_weight + between.saved_bytes * bytes_weight < chord:
             pending += [(between, right), (left, between)]
@@ -140,25 +141,25 @@ def part_hull(part: Part) -> tuple[Vertex, ...]:
     return tuple(vertices)
 
 
-def _leanest(part: Part) -> Vertex:
-    """The choice of the fewest bytes, and of the least time among those."""
-    return _cut(part, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in part.ops))
+def _min_bytes_vertex(part: Part) -> Vertex:
+    """The choice of the fewest bytes; of those, the one of the least time."""
+    return _min_cut(part, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in part.ops))
 
 
-def _cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
+def _min_cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
     """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part."""
     ops = part.ops
     source, sink = len(ops), len(ops) + 1
     num_links = sum(len(op.links_out) for op in ops)
     network = _Network(len(ops) + 2 + num_links)
-    endless = 1 + sum(
+    infinite = 1 + sum(
         op.ticks * ticks_weight + (op.kept_bytes + sum(op.link_bytes)) * bytes_weight for op in ops
     )
     for node, op in enumerate(ops):
         network.add(source, node, op.kept_bytes * bytes_weight)
-        network.add(node, sink, op.ticks * ticks_weight if op.recomputable else endless)
+        network.add(node, sink, op.ticks * ticks_weight if op.recomputable else infinite)
         for link in op.links_in:
-            network.add(node, sink + 1 + link, endless)
+            network.add(node, sink + 1 + link, infinite)
         for link, size in zip(op.links_out, op.link_bytes, strict=True):
             network.add(sink + 1 + link, node, size * bytes_weight)
     side = network.source_side(source, sink)
@@ -177,7 +178,7 @@ def _cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
 
 
 class _Network:
-    """A flow network with integer capacities; edge e and its reverse e ^ 1 stand side by side."""
+    """A flow network with integer capacities; edge e ^ 1 is the reverse of edge e."""
 
     def __init__(self, num_nodes: int) -> None:
         self.edges: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -193,7 +194,10 @@ class _Network:
             self.room += [capacity, 0]
 
     def source_side(self, source: int, sink: int) -> list[bool]:
-        """Which nodes are on the source's side of the least cut (the smallest side), by Dinic's algorithm."""
+        """Whether each node is on the source's side of the least cut, by Dinic's algorithm.
+
+        Of several least cuts, the one with the smallest source side.
+        """
         while True:
             level = self._levels(source, sink)
             if level[sink] < 0:

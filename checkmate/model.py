@@ -9,16 +9,17 @@ Symbols, as in Checkmate (Jain et al., MLSys 2020), with its T = 1:
 | C_o | `Op.time_ms` | its time |
 | M_v | `Knapsack.value_bytes` | its size |
 
-    min   sum C_o R_o
-    s.t.  R_o <= S_v + R_maker(v)      for each v that op o reads and that is neither given nor forced
+    min   sum C_o R_o s.t.  R_o <= S_v + R_maker(v)      for each v that op o reads and that is
+    neither given nor forced
           1   <= S_v + R_maker(v)      for each such v that is required
           sum M_v S_v <= limit         over values that are not forced
 
-`S` could be continuous, but is declared binary: solvers branch on it. Costs are scaled to suit the solvers'
-tolerances: times to a total of 1e6; bytes by their greatest common divisor, and where their total is still
-above 1e4, to that total. The limit is a hair loose (1e-7 of all bytes, and less than one unit): CBC calls a
-feasible program infeasible when a plan exceeds a row by about its tolerance. What the solvers return is
-therefore rounded, costed anew and cut off when it is above the limit, by `solve`.
+`S` could be continuous, but is declared binary, so that solvers branch on it. Costs are scaled to
+suit the solvers' tolerances. Times have a total of 1e6. Bytes are divided by their greatest common
+divisor and, if their total is still above 1e4, scaled to that total. The limit is raised by 1e-7 of
+all bytes, which is less than one unit: CBC calls a feasible program infeasible if a plan exceeds a
+row by about its tolerance. `solve` therefore rounds the solver's answer, counts its bytes again,
+and cuts it off if it is above the limit.
 """
 
 from dataclasses import dataclass
@@ -28,9 +29,12 @@ import pulp
 
 from checkmate.problem import Knapsack
 
-_TIME_TOTAL = 1e6
-_BYTES_TOTAL = 1e4
-_SLACK = 1e-3
+# Sum of all scaled times of a program.
+TIME_TOTAL = 1e6
+# Largest sum of all scaled bytes of a row.
+BYTES_TOTAL = 1e4
+# Slack of a row of bytes, in scaled units.
+BYTES_SLACK = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +61,7 @@ def build(problem: Knapsack, max_saved_bytes: int) -> Model:
 
     Args:
         problem: The problem.
-        max_saved_bytes: The limit on the saved bytes that are counted, at least 0.
+        max_saved_bytes: The limit on saved bytes, without forced values; at least 0.
 
     Returns:
         The program, with the time as its objective.
@@ -71,26 +75,26 @@ def build(problem: Knapsack, max_saved_bytes: int) -> Model:
         if op.recomputable
     }
     S = {value: program.add_variable(f"S_{value}", cat=pulp.LpBinary) for value in counted}
-    at_hand = {
+    available = {
         value: S[value] + R[maker[value]] if maker[value] in R else +S[value] for value in counted
     }
 
-    scale = _TIME_TOTAL / (fsum(op.time_ms for op in problem.ops) or 1.0)
+    scale = TIME_TOTAL / (fsum(op.time_ms for op in problem.ops) or 1.0)
     time = pulp.lpSum(
         problem.ops[index].time_ms * scale * variable for index, variable in R.items()
     )
     unit = gcd(*(problem.value_bytes[value] for value in counted)) or 1
     num_units = sum(problem.value_bytes[value] // unit for value in counted)
-    shrink = min(1.0, _BYTES_TOTAL / (num_units or 1))
+    shrink = min(1.0, BYTES_TOTAL / (num_units or 1))
     saved = pulp.lpSum(problem.value_bytes[value] // unit * shrink * S[value] for value in counted)
 
     program.setObjective(time)
     for value in sorted(problem.required & S.keys()):
-        program.addConstraint(at_hand[value] >= 1, f"required_{value}")
+        program.addConstraint(available[value] >= 1, f"required_{value}")
     for index in R:
         for value in sorted(S.keys() & problem.ops[index].inputs):
-            program.addConstraint(at_hand[value] >= R[index], f"op_{index}_reads_{value}")
+            program.addConstraint(available[value] >= R[index], f"op_{index}_reads_{value}")
     program.addConstraint(
-        saved <= min(max_saved_bytes // unit, num_units) * shrink + _SLACK, "limit"
+        saved <= min(max_saved_bytes // unit, num_units) * shrink + BYTES_SLACK, "limit"
     )
     return Model(program=program, recompute=R, save=S, time=time, saved=saved)

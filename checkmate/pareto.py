@@ -1,10 +1,10 @@
-"""All useful saved-byte levels of a problem, or a well spread choice of them.
+"""All useful levels of saved bytes of a problem, or a choice of them that covers the range.
 
-With the default backend the whole Pareto set comes out of one dynamic program (`frontier`), and the choice is
-made from it. Where that would be too large a table, and with an ILP backend, the vertices of the convex hull
-come first (`hull`) and the widest gaps between known points are then bisected, one solve each. No level is
-solved whose answer a neighbour
-implies: the plan for limit L with s saved bytes is the best for every limit in [s, L].
+With the default backend, one dynamic program (`frontier`) gives the whole Pareto set, and the
+choice is made from it. If that table would be too large, and with an ILP backend, the vertices of
+the convex hull come first (`hull`). The widest gaps between known points are then bisected, with
+one solve each. A level is skipped if a neighbour implies its answer: the plan for limit L with s
+saved bytes is the best for every limit in [s, L].
 """
 
 from bisect import bisect_left, bisect_right
@@ -22,7 +22,7 @@ from checkmate.frontier import (
     recomputed_ops,
     sum_fronts,
 )
-from checkmate.hull import convex_hull, strictly_falling
+from checkmate.hull import convex_hull, drop_dominated
 from checkmate.problem import Knapsack, Solution, Status, no_plan
 from checkmate.reduction import Reduced, assemble, reduce
 from checkmate.solve import check_search, solve_by_fronts, solve_by_ilp
@@ -41,20 +41,21 @@ def pareto(
     """Plans from the fastest down to the one that saves the fewest bytes.
 
     Args:
-        problem: What may be saved or recomputed.
-        max_points: The most plans to return, at least 2. All of the Pareto set, when it has no more; else
-            both ends, the vertices of the lower convex hull as far as they fit, and points that split the
-            widest gaps, in saved bytes or in time, each against its whole range.
-        time_limit_s: Wall time for the whole call, in seconds. The convex hull is found in any case.
+        problem: The values to save or recompute.
+        max_points: The most plans to return, at least 2. The whole Pareto set, if it has no more.
+            Else both ends, the vertices of the lower convex hull as far as they fit, and points
+            that split the widest gaps, in saved bytes or in time, each against its whole range.
+        time_limit_s: Wall time of the whole call, in seconds. The convex hull is always found.
         backend: As for `solve`.
 
     Returns:
-        Verified plans of strictly falling saved bytes and strictly rising time, never none: the first saves
-        every required value, or recomputes what is free. `Status.FEASIBLE` marks a plan that a stopped solver
-        left, and all plans where the time limit kept others from being found.
+        Verified plans of strictly falling saved bytes and strictly rising time, at least one. The
+        first plan saves every required value or recomputes it at no cost. `Status.FEASIBLE` marks a
+        plan of a stopped solver, and all plans if the time limit kept others from being found.
 
     Raises:
-        ValueError: `max_points` is below 2, the time limit is not positive, or the backend is unknown.
+        ValueError: `max_points` is below 2, the time limit is not positive, or the backend is
+            unknown.
     """
     check_search(time_limit_s, backend)
     if max_points < 2:
@@ -74,7 +75,7 @@ def pareto(
     except TooManyLabelsError:
         return _bisect(problem, by_ilp, max_points, deadline)
     except OutOfTimeError:
-        return _verified(problem, _cut_short(_spread_hull(problem, max_points)))
+        return _verified(problem, _without_proof(_chosen_hull_plans(problem, max_points)))
 
     def by_fronts(limit: int) -> Solution:
         try:
@@ -90,12 +91,12 @@ def pareto(
         return _bisect(problem, by_fronts, max_points, deadline)
 
 
-def spread(points: Points, max_points: int) -> list[int]:
-    """Choose points of a frontier: both ends, the convex hull as far as it fits, then what splits wide gaps.
+def choose_points(points: Points, max_points: int) -> list[int]:
+    """Choose points of a frontier: the ends, the hull as far as it fits, points in wide gaps.
 
     Args:
         points: (saved bytes, time) of strictly falling bytes and strictly rising time.
-        max_points: The most to choose, at least 2.
+        max_points: The most points to choose, at least 2.
 
     Returns:
         Rising positions in `points`.
@@ -113,7 +114,7 @@ def spread(points: Points, max_points: int) -> list[int]:
 
 
 def _fill(points: Points, chosen: list[int], candidates: Sequence[int], max_points: int) -> None:
-    """Add candidates (rising) to `chosen`, each near the middle of the widest gap that holds one."""
+    """Add rising candidates to `chosen`, each near the middle of the widest gap that has one."""
     while len(chosen) < max_points:
         gaps = [
             (_gap(points, low, high), place)
@@ -132,7 +133,7 @@ def _fill(points: Points, chosen: list[int], candidates: Sequence[int], max_poin
 
 
 def _gap(points: Points, low: int, high: int) -> float:
-    """Distance of two points: the larger of bytes and time, each as a share of the frontier's range."""
+    """Distance of two points: the larger share of the frontier's range, in bytes or in time."""
     (first_bytes, first_time), (last_bytes, last_time) = points[0], points[-1]
     (low_bytes, low_time), (high_bytes, high_time) = points[low], points[high]
     return max(
@@ -144,7 +145,7 @@ def _gap(points: Points, low: int, high: int) -> float:
 def _from_table(
     problem: Knapsack, reduced: Reduced, fronts: tuple[Front, ...], max_points: int, deadline: float
 ) -> tuple[Solution, ...]:
-    """Choose from the whole Pareto set.
+    """A choice from the whole Pareto set.
 
     Raises:
         TooManyLabelsError: It is too large to list.
@@ -157,21 +158,21 @@ def _from_table(
         assemble(
             problem, recomputed_ops(reduced, fronts, total, size - 1 - position), Status.OPTIMAL
         )
-        for position in spread(points, max_points)
+        for position in choose_points(points, max_points)
     ]
     return _verified(problem, plans)
 
 
-def _spread_hull(problem: Knapsack, max_points: int) -> list[Solution]:
+def _chosen_hull_plans(problem: Knapsack, max_points: int) -> list[Solution]:
     """A choice of the plans on the convex hull."""
-    return list(convex_hull(problem, choose=lambda points: spread(points, max_points)))
+    return list(convex_hull(problem, choose=lambda points: choose_points(points, max_points)))
 
 
 def _bisect(
     problem: Knapsack, best_within: Callable[[int], Solution], max_points: int, deadline: float
 ) -> tuple[Solution, ...]:
     """Start from the convex hull and split the widest gaps, one solve each."""
-    plans = _spread_hull(problem, max_points)
+    plans = _chosen_hull_plans(problem, max_points)
     closed: set[int] = set()
     while len(plans) < max_points:
         points = [(plan.saved_bytes, plan.time_ms) for plan in plans]
@@ -184,7 +185,7 @@ def _bisect(
         if not open_gaps:
             break
         if monotonic() >= deadline:
-            plans = _cut_short(plans)
+            plans = _without_proof(plans)
             break
         place = -max(open_gaps)[1]
         above, below = plans[place - 1], plans[place]
@@ -192,24 +193,24 @@ def _bisect(
         if not (
             found.found and below.saved_bytes < found.saved_bytes and found.time_ms < below.time_ms
         ):
-            # Nothing in the lower half that is better than `below`; what is left lies just under `above`.
+            # No plan in the lower half beats `below`. What remains lies just under `above`.
             found = best_within(above.saved_bytes - 1)
             if found.status is Status.NOT_FOUND:
-                plans = _cut_short(plans)
+                plans = _without_proof(plans)
                 break
             closed.add(above.saved_bytes)
         if found.found and below.saved_bytes < found.saved_bytes < above.saved_bytes:
-            plans = strictly_falling([*plans, found])
+            plans = drop_dominated([*plans, found])
     return _verified(problem, plans)
 
 
-def _cut_short(plans: Sequence[Solution]) -> list[Solution]:
-    """Plans beside which the time limit may have left out others."""
+def _without_proof(plans: Sequence[Solution]) -> list[Solution]:
+    """The plans, marked as possibly incomplete: the time limit may have left out others."""
     return [replace(plan, status=Status.FEASIBLE) for plan in plans]
 
 
 def _verified(problem: Knapsack, plans: Sequence[Solution]) -> tuple[Solution, ...]:
-    falling = strictly_falling(plans)
+    falling = drop_dominated(plans)
     for plan in falling:
         verify(problem, plan)
     return tuple(falling)

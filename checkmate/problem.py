@@ -1,22 +1,24 @@
-"""The precedence-constrained knapsack of rematerialization, as numbers, and what a solver says of it.
+"""The precedence-constrained knapsack of rematerialization, as numbers, and its solution.
 
-A directed acyclic graph of forward *ops*, each making one or more *values* (storages). The backward reads the
-`required` values. A value is **available** to the backward when it is
+A directed acyclic graph of forward *ops*, each making one or more *values* (storages). The backward
+reads the `required` values. A value is **available** to the backward when it is
 
-* *given*: no op makes it (a block's input, a parameter, a carried value), free of cost; or
+* *given*: no op makes it, as a block's input, a parameter or a carried value; it costs nothing; or
 * *saved* at the end of the forward, which costs its bytes; or
-* made by a *recomputed* op, which costs the op's time and needs all of the op's inputs to be available.
+* made by a *recomputed* op, which costs the op's time and needs all of the op's inputs to be
+  available.
 
-Wanted: every required value available, at the least recompute time, with the saved bytes within a limit; and
-among plans of equal time the one with the fewest saved bytes.
+The problem: make every required value available at the least recompute time, with the saved bytes
+within a limit. Among plans of equal time, the one with the fewest saved bytes is the answer.
 
-It is the case T = 1 of Checkmate's staged program (Jain et al., "Checkmate: Breaking the Memory Wall with
-Optimal Tensor Rematerialization", MLSys 2020) without its order and liveness variables, and the small form of
-Rockmate's per-block problem (Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
-Re-materialization in PyTorch", ICML 2023). The name of the combinatorial problem is *precedence-constrained
-knapsack*; it is NP-hard, since with no edges at all it is the knapsack problem.
+It is the case T = 1 of Checkmate's staged program, without its order and liveness variables (Jain
+et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020). It
+is also the small form of Rockmate's problem for a block (Zhao et al., "Rockmate: an Efficient,
+Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML 2023). The combinatorial
+problem is the *precedence-constrained knapsack*. It is NP-hard, since without edges it is the
+knapsack problem.
 
-Not done here: the order of the recomputation and the peak while it runs.
+Not done here: the order of the recomputation, and the peak while it runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +36,8 @@ class Op:
         time_ms: Time of one run, in milliseconds, at least 0.
         inputs: Indices of the values it reads; given values may be listed or left out.
         outputs: Indices of the values it makes.
-        recomputable: False where a second run is impossible (a mutation, a collective, a lost random state).
+        recomputable: False if a second run is impossible: a mutation, a collective, a lost random
+            state.
     """
 
     time_ms: float
@@ -49,14 +52,14 @@ class Knapsack:
 
     Attributes:
         ops: The forward ops in topological order.
-        value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is never
-            counted.
+        value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is
+            never counted.
         required: The values that the backward reads.
-        forced: Values that are saved in any case, whose bytes are not counted.
+        forced: Values that every plan saves; their bytes are not counted.
 
     Raises:
-        ValueError: An index, size or time is out of range, a value has two makers, or the order is not
-            topological.
+        ValueError: An index, size or time is out of range, a value has two makers, or the order is
+            not topological.
     """
 
     ops: tuple[Op, ...]
@@ -84,9 +87,8 @@ def check_ops(ops: Sequence[Op], value_bytes: Sequence[int]) -> None:
             )
     maker: dict[int, int] = {}
     for index, op in enumerate(ops):
-        is_number = isinstance(
-            op.time_ms, float | Real
-        )  # `float` for speed: a virtual subclass takes a look-up
+        # `float` for speed: a virtual subclass takes a look-up.
+        is_number = isinstance(op.time_ms, float | Real)
         if not (is_number and isfinite(op.time_ms) and op.time_ms >= 0):
             raise ValueError(
                 f"op {index} takes {op.time_ms!r} ms; a finite time (float) of at least 0 is needed"
@@ -103,8 +105,8 @@ def check_ops(ops: Sequence[Op], value_bytes: Sequence[int]) -> None:
         for value in op.inputs:
             if maker.get(value, -1) >= index:
                 raise ValueError(
-                    f"op {index} reads value {value}, which op {maker[value]} makes; ops must stand in "
-                    f"topological order (maker below {index})"
+                    f"op {index} reads value {value}, which op {maker[value]} makes; ops must be "
+                    f"in topological order (maker below {index})"
                 )
 
 
@@ -112,7 +114,7 @@ def check_values(values: Iterable[int], num_values: int, role: str) -> None:
     """Check that values exist.
 
     Raises:
-        ValueError: One does not; the text begins with its role.
+        ValueError: One does not. The text begins with its role.
     """
     for value in values:
         if not 0 <= value < num_values:
@@ -120,48 +122,48 @@ def check_values(values: Iterable[int], num_values: int, role: str) -> None:
 
 
 def check_limit(name: str, num_bytes: int) -> None:
-    """Check that a limit on bytes is a whole number; one below 0 is a limit that nothing is within.
+    """Check that a limit on bytes is a whole number; a negative limit is valid and infeasible.
 
     Raises:
-        ValueError: It is not; the text begins with its name.
+        ValueError: It is not a whole number. The text begins with its name.
     """
     if not isinstance(num_bytes, Integral) or isinstance(num_bytes, bool):
         raise ValueError(f"{name} is {num_bytes!r}; a whole number (int) of bytes is needed")
 
 
 def check_time_limit(time_limit_s: float) -> None:
-    """Check that a time limit can be used.
+    """Check that a time limit is a positive number.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It is not.
     """
     if not (isinstance(time_limit_s, Real) and time_limit_s > 0):
         raise ValueError(f"time_limit_s is {time_limit_s!r}; it must be above 0")
 
 
 class Status(Enum):
-    """What a solver says of its answer."""
+    """How much is proven of an answer."""
 
     OPTIMAL = "optimal"
     """Proven: no plan within the limit is faster, and none as fast saves fewer bytes."""
     FEASIBLE = "feasible"
-    """A plan within the limit, but the solver stopped at its time limit before proving it the best."""
+    """A plan within the limit; the solver stopped at its time limit before a proof."""
     INFEASIBLE = "infeasible"
     """Proven: no plan saves so few bytes."""
     NOT_FOUND = "not found"
-    """The solver stopped at its time limit and holds no plan; there may be one."""
+    """The solver stopped at its time limit without a plan; there may be one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan: what to save, what to recompute, and what that costs.
+    """A plan: the values to save, the ops to recompute, and the cost.
 
     Attributes:
         status: How much is proven.
-        saved: The values kept from forward to backward, the forced ones included.
-        recomputed: The ops that run again, in topological order.
+        saved: The values saved from forward to backward, the forced ones included.
+        recomputed: The recomputed ops, in topological order.
         time_ms: Total time of the recomputed ops, in milliseconds; infinite where there is no plan.
-        saved_bytes: Total size of the saved values that are not forced, in bytes: what the limit bounds.
+        saved_bytes: Total size of the saved values that are not forced. The limit bounds it.
     """
 
     status: Status

@@ -1,17 +1,22 @@
-"""Presolve: from a `Knapsack` to independent small *parts*, and from a choice of ops back to a `Solution`.
+"""Presolve: splits a `Knapsack` into small independent *parts*, and assembles a `Solution`.
 
-A plan is fully told by the set of recomputed ops: what must then be saved follows (`assemble`). Which choices
-touch each other is decided by the **links**. A value is *always at hand* when it is given, forced, required
-(every plan has it, saved or recomputed), of zero bytes (saving it costs nothing) or made by an op of zero
-time whose inputs are always at hand (recomputing it costs nothing). Reading such a value constrains nothing.
-Every other value that some useful recomputation may read is a link; ops that share no link are independent,
-so the problem falls into parts, the connected components of ops and links. In a transformer, where nearly
-every large value is required, a part holds one to six ops, whatever the depth of the model, and equal layers
-give equal parts.
+The set of recomputed ops determines a plan: the values to save follow from it (`assemble`).
+**Links** decide which choices affect each other. A value is *always available* if it is
 
-All of it is exact. Times become integer *ticks*, the finest power of ten of a millisecond for which all ops
-together take at most 1e12 ticks: equal times compare equal (0.1 + 0.2 and 0.3), and times are exact to 1e-12
-of their total.
+* given or forced;
+* required, so that every plan has it, saved or recomputed;
+* of zero bytes, so that saving it costs nothing; or
+* made by an op of zero time whose inputs are always available, so that recomputing it costs
+  nothing.
+
+To read such a value constrains nothing. Every other value that some useful recomputation may read
+is a link. Ops that share no link are independent, so the problem falls into parts: the connected
+components of ops and links. In a transformer, nearly every large value is required. A part then
+holds one to six ops, whatever the depth of the model, and equal layers give equal parts.
+
+All of it is exact. Times become integer *ticks*: the finest power of ten of a millisecond for which
+all ops together take at most 1e12 ticks. Equal times then compare equal, as 0.1 + 0.2 and 0.3, and
+times are exact to 1e-12 of their total.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,20 +25,21 @@ from math import floor, fsum, log10
 
 from checkmate.problem import Knapsack, Solution, Status
 
+# Largest number of ticks of all ops together.
 _MAX_TICKS = 10**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOp:
-    """An op as its part sees it; two parts are equal when their ops are.
+    """An op within its part; two parts are equal if their ops are.
 
     Attributes:
         ticks: Time of one run, in ticks.
-        recomputable: Whether it may run again.
+        recomputable: Whether it may be recomputed.
         links_in: The part's links that it reads.
         links_out: The part's links that it makes.
         link_bytes: Their sizes, in bytes.
-        kept_bytes: Bytes of its required outputs, which must be saved unless the op is recomputed.
+        kept_bytes: Bytes of its required outputs, which are saved unless the op is recomputed.
     """
 
     ticks: int
@@ -46,11 +52,11 @@ class PartOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Ops whose choices depend on each other, in topological order.
+    """Ops whose choices affect each other, in topological order.
 
     Attributes:
         ops: The ops, with links counted from 0 within the part.
-        indices: The index of each in the problem.
+        indices: Index of each op in the problem.
     """
 
     ops: tuple[PartOp, ...]
@@ -62,7 +68,7 @@ class Reduced:
     """A problem in independent parts.
 
     Attributes:
-        free: Ops of zero time that are recomputed in any case.
+        free: Ops of zero time, which every plan recomputes.
         parts: The independent parts; their costs add up to the problem's.
     """
 
@@ -71,7 +77,7 @@ class Reduced:
 
 
 def ticks_of(problem: Knapsack) -> tuple[int, ...]:
-    """The time of each op in ticks; see the module's docstring."""
+    """The time of each op in ticks."""
     exponent = _exponent(problem)
     if exponent >= 0:
         return tuple(round(op.time_ms * 10.0**exponent) for op in problem.ops)
@@ -79,14 +85,14 @@ def ticks_of(problem: Knapsack) -> tuple[int, ...]:
 
 
 def ms_of_ticks(problem: Knapsack, ticks: Sequence[int]) -> list[float]:
-    """Sums of ticks in milliseconds, less what rounding each op's time to ticks may have added."""
+    """Sums of ticks in milliseconds, rounded down by the largest rounding error of all ops."""
     exponent = _exponent(problem)
     least = [max(0.0, sum_of_ticks - len(problem.ops) / 2) for sum_of_ticks in ticks]
     return [one / 10.0**exponent if exponent >= 0 else one * 10.0**-exponent for one in least]
 
 
 def _exponent(problem: Knapsack) -> int:
-    """A millisecond is ten to this power of ticks."""
+    """The power of ten of ticks in a millisecond."""
     total_ms = fsum(op.time_ms for op in problem.ops)
     return max(-280, min(280, floor(log10(_MAX_TICKS) - log10(total_ms)))) if total_ms else 0
 
@@ -98,21 +104,22 @@ def reduce(problem: Knapsack) -> Reduced:
         problem: The problem.
 
     Returns:
-        Its parts, ordered by their first op. The Pareto set of the problem is the sum of those of the parts.
+        Its parts, ordered by their first op. The Pareto set of the problem is the sum of those of
+        the parts.
     """
     ops, sizes = problem.ops, problem.value_bytes
     ticks = ticks_of(problem)
     maker = {value: index for index, op in enumerate(ops) for value in op.outputs}
-    at_hand = {
+    available = {
         value
         for value, size in enumerate(sizes)
         if value not in maker or value in problem.forced or value in problem.required or size == 0
     }
     free: set[int] = set()
     for index, op in enumerate(ops):
-        if op.recomputable and ticks[index] == 0 and at_hand.issuperset(op.inputs):
+        if op.recomputable and ticks[index] == 0 and available.issuperset(op.inputs):
             free.add(index)
-            at_hand.update(op.outputs)
+            available.update(op.outputs)
 
     needed = set(problem.required)
     useful: list[int] = []
@@ -125,13 +132,13 @@ def reduce(problem: Knapsack) -> Reduced:
                 needed.update(op.inputs)
     useful.reverse()
 
-    members = _components(problem, useful, at_hand, maker)
-    parts = tuple(_part(problem, indices, at_hand, needed, ticks) for indices in members)
+    members = _components(problem, useful, available, maker)
+    parts = tuple(_part(problem, indices, available, needed, ticks) for indices in members)
     return Reduced(free=tuple(sorted(free)), parts=parts)
 
 
 def _components(
-    problem: Knapsack, useful: list[int], at_hand: set[int], maker: dict[int, int]
+    problem: Knapsack, useful: list[int], available: set[int], maker: dict[int, int]
 ) -> list[tuple[int, ...]]:
     """The connected components of the useful ops, joined by links (union-find)."""
     root = {index: index for index in useful}
@@ -145,7 +152,7 @@ def _components(
     for index in useful:
         if problem.ops[index].recomputable:
             for value in problem.ops[index].inputs:
-                if value not in at_hand:
+                if value not in available:
                     one, other = find(index), find(maker[value])
                     root[max(one, other)] = min(one, other)
     groups: dict[int, list[int]] = {}
@@ -157,7 +164,7 @@ def _components(
 def _part(
     problem: Knapsack,
     indices: tuple[int, ...],
-    at_hand: set[int],
+    available: set[int],
     needed: set[int],
     ticks: tuple[int, ...],
 ) -> Part:
@@ -166,10 +173,12 @@ def _part(
     sizes = problem.value_bytes
     for index in indices:
         op = problem.ops[index]
-        links = tuple(v for v in op.outputs if v in needed and v not in at_hand)
+        links = tuple(v for v in op.outputs if v in needed and v not in available)
         for value in links:
             local[value] = len(local)
-        reads = sorted({local[v] for v in op.inputs if v not in at_hand}) if op.recomputable else []
+        reads = (
+            sorted({local[v] for v in op.inputs if v not in available}) if op.recomputable else []
+        )
         kept = problem.required.intersection(op.outputs) - problem.forced
         part_ops.append(
             PartOp(
@@ -185,14 +194,14 @@ def _part(
 
 
 def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> Solution:
-    """The plan that recomputes some ops and saves what then must be saved.
+    """The plan that recomputes some ops and saves the values that it then has to.
 
-    Recomputations that spare no bytes are left out, so equal costs give one canonical plan.
+    Recomputations that spare no bytes are left out, so plans of equal cost have one form.
 
     Args:
         problem: The problem.
         recomputed: Indices of recomputable ops.
-        status: The status to give to the plan.
+        status: The status of the plan.
 
     Returns:
         The plan, not yet verified.

@@ -1,19 +1,19 @@
-"""One limit, one plan: the single function through which every backend goes.
+"""The fastest plan within one limit on saved bytes, by any backend.
 
-Backends:
+* `"sweep"`, the default: presolve (`reduction`), then the exact dynamic program (`frontier`). It
+  takes about a millisecond for a block and some tens for a whole model. If the problem is too wide
+  for it, which depends on the input alone, CBC takes over.
+* `"cbc"`: the ILP (`model`) by the CBC that ships with PuLP; always available. It takes 20 to 80 ms
+  for 12 to 80 ops.
+* `"highs"`: the ILP by HiGHS in this process, if `highspy` is installed; about half of CBC's time.
 
-* `"sweep"` (the default): presolve (`reduction`), then the exact dynamic program (`frontier`). No solver
-  process; about a millisecond for a block, some tens for a whole model. Where the problem is too
-  wide for it, which depends on the input alone, it hands over to CBC.
-* `"cbc"`: the ILP (`model`) by the CBC that ships with PuLP; always there; 20 to 80 ms for 12 to 80 ops.
-* `"highs"`: the ILP by HiGHS, in process, where `highspy` is installed; about half of CBC's time.
+All are exact, so time and saved bytes do not depend on the backend. Those of an ILP are exact to
+about 1e-9 of the total time, the tolerance of solvers in floating point. The backend may decide
+which of several plans of equal time *and* bytes is returned. The default never uses HiGHS, so its
+installation changes nothing. With one thread and fixed seeds, the same input gives the same plan,
+unless the time limit stops the solver.
 
-All are exact, so time and saved bytes do not depend on the backend (the ILP's: to about 1e-9 of the total
-time, the tolerance of solvers in floating point). Which of several plans of equal time *and* bytes is
-returned may. The default never uses HiGHS, so installing it changes nothing. One thread and fixed seeds: the
-same input gives the same plan, unless the time limit stops the solver.
-
-Ties are broken in two stages: first the least time, then the fewest bytes with that time as a bound.
+An ILP is solved in two stages: first the least time, then the fewest bytes within that time.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from checkmate.frontier import (
     part_fronts,
     recomputed_ops,
 )
-from checkmate.hull import convex_hull, least_saved_bytes
+from checkmate.hull import convex_hull, min_saved_bytes
 from checkmate.model import Model, build
 from checkmate.problem import Knapsack, Solution, Status, check_limit, check_time_limit, no_plan
 from checkmate.reduction import Reduced, assemble, reduce, ticks_of
@@ -38,8 +38,8 @@ from checkmate.verify import verify
 
 BACKENDS = ("sweep", "cbc", "highs")
 
-_TIE = 1e-4
-"""Slack on the least time in the second stage, against the model's total of 1e6: 1e-10 of all ops' time."""
+_TIE_TOLERANCE = 1e-4
+"""Slack on the least time in the second stage, in the model's units: 1e-10 of all ops' time."""
 
 
 def solve(
@@ -49,22 +49,22 @@ def solve(
     time_limit_s: float = 10.0,
     backend: str | None = None,
 ) -> Solution:
-    """The fastest plan within a limit on saved bytes; among equally fast ones, the one that saves the fewest.
+    """The fastest plan within a limit on saved bytes; the fewest saved bytes break ties.
 
     Args:
-        problem: What may be saved or recomputed.
-        max_saved_bytes: Limit on the bytes saved, forced values not counted.
+        problem: The values to save or recompute.
+        max_saved_bytes: Limit on the saved bytes, forced values not counted.
         time_limit_s: Wall time after which the search stops, in seconds.
         backend: One of `BACKENDS`; None for the default.
 
     Returns:
-        A verified plan, or one without a plan whose status says why. With the default backend a search out of
-        time still returns the best plan of the convex hull, as `Status.FEASIBLE`, and `Status.NOT_FOUND`
-        never occurs.
+        A verified plan, or a solution without a plan whose status says why. If the default backend
+        runs out of time, it returns the best plan of the convex hull as `Status.FEASIBLE`. Its
+        status is never `Status.NOT_FOUND`.
 
     Raises:
-        ValueError: The limit is no whole number, the time limit is not positive, or the backend is unknown or
-            not installed.
+        ValueError: The limit is no whole number, the time limit is not positive, or the backend is
+            unknown or not installed.
     """
     check_limit("max_saved_bytes", max_saved_bytes)
     check_search(time_limit_s, backend)
@@ -79,16 +79,16 @@ def solve(
         except OutOfTimeError:
             answer = no_plan(Status.NOT_FOUND)
         if answer.status in (Status.FEASIBLE, Status.NOT_FOUND):
-            answer = _at_least_the_hull(problem, max_saved_bytes, answer)
+            answer = _improve_by_hull(problem, max_saved_bytes, answer)
         return answer
     return solve_by_ilp(problem, max_saved_bytes, deadline=deadline, backend=backend)
 
 
 def check_search(time_limit_s: float, backend: str | None) -> None:
-    """Refuse a time limit or a backend that cannot be used.
+    """Check a time limit and a backend.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The time limit is not positive, or the backend is unknown or not installed.
     """
     check_time_limit(time_limit_s)
     if backend is not None:
@@ -103,7 +103,7 @@ def solve_by_fronts(
     *,
     deadline: float,
 ) -> Solution:
-    """`solve` where the parts' Pareto sets are known.
+    """`solve` with known Pareto sets of the parts.
 
     Raises:
         TooManyLabelsError: Too wide for the sweep.
@@ -121,13 +121,13 @@ def solve_by_fronts(
 def solve_by_ilp(
     problem: Knapsack, max_saved_bytes: int, *, deadline: float, backend: str
 ) -> Solution:
-    """`solve` by the ILP alone, in two stages; only whether any plan exists is told by minimum cuts."""
-    if max_saved_bytes < least_saved_bytes(problem):
+    """`solve` by the ILP in two stages; minimum cuts decide whether any plan exists."""
+    if max_saved_bytes < min_saved_bytes(problem):
         return no_plan(Status.INFEASIBLE)
     model = build(problem, max_saved_bytes)
     fastest = _run_within(problem, model, max_saved_bytes, deadline, backend)
     if not fastest.found:
-        # There is a plan: a solver that says otherwise is wrong by its rounding, and is not believed.
+        # There is a plan. A solver that denies it is wrong by its rounding.
         return no_plan(Status.NOT_FOUND)
     if fastest.status is Status.FEASIBLE:
         verify(problem, fastest, max_saved_bytes=max_saved_bytes)
@@ -135,14 +135,14 @@ def solve_by_ilp(
     ticks = ticks_of(problem)
     least_ticks = sum(ticks[index] for index in fastest.recomputed)
     bound = sum(model.time.get(model.recompute[index], 0.0) for index in fastest.recomputed)
-    model.program.addConstraint(model.time <= bound + _TIE, "least_time")
+    model.program.addConstraint(model.time <= bound + _TIE_TOLERANCE, "least_time")
     model.program.setObjective(model.saved)
-    leanest = _run_within(problem, model, max_saved_bytes, deadline, backend)
+    fewest = _run_within(problem, model, max_saved_bytes, deadline, backend)
     best = fastest
-    if leanest.found and sum(ticks[i] for i in leanest.recomputed) <= least_ticks:
-        best = min(leanest, fastest, key=lambda plan: plan.saved_bytes)
+    if fewest.found and sum(ticks[i] for i in fewest.recomputed) <= least_ticks:
+        best = min(fewest, fastest, key=lambda plan: plan.saved_bytes)
     best = replace(
-        best, status=Status.OPTIMAL if leanest.status is Status.OPTIMAL else Status.FEASIBLE
+        best, status=Status.OPTIMAL if fewest.status is Status.OPTIMAL else Status.FEASIBLE
     )
     verify(problem, best, max_saved_bytes=max_saved_bytes)
     return best
@@ -151,10 +151,11 @@ def solve_by_ilp(
 def _run_within(
     problem: Knapsack, model: Model, max_saved_bytes: int, deadline: float, backend: str
 ) -> Solution:
-    """Run the solver until its rounded plan truly is within the limit.
+    """Run the solver until its rounded plan is exactly within the limit.
 
-    A solver's tolerance may let a plan slip past the limit by a few bytes. Such a plan is cut off (its saved
-    values cannot all be saved) and the solver is run again: exact, whatever the tolerance.
+    A solver's tolerance may let a plan exceed the limit by a few bytes. Such a plan is cut off by a
+    constraint that not all of its saved values are saved, and the solver runs once more. The result
+    is exact, whatever the tolerance.
     """
     while True:
         status = run(model.program, deadline - monotonic(), backend).status
@@ -175,8 +176,8 @@ def _run_within(
         model.program.addConstraint(pulp.lpSum(cover) <= len(cover) - 1)
 
 
-def _at_least_the_hull(problem: Knapsack, max_saved_bytes: int, answer: Solution) -> Solution:
-    """The better of an unfinished answer and the convex hull, which also tells whether any plan exists."""
+def _improve_by_hull(problem: Knapsack, max_saved_bytes: int, answer: Solution) -> Solution:
+    """The better of an unproved answer and the convex hull, which tells whether a plan exists."""
     within = [plan for plan in convex_hull(problem) if plan.saved_bytes <= max_saved_bytes]
     if not within:
         return no_plan(Status.INFEASIBLE)

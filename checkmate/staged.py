@@ -1,21 +1,25 @@
-"""The staged form of Checkmate as numbers: a whole step, recomputation and its order, and a bound on the peak.
+"""The staged form of Checkmate as numbers: a whole step, recomputed in stages, within a peak.
 
-The *ops* of a step, forward and backward, stand in one topological list; each makes *values*. A schedule (`steps`)
-is a list of op runs. Every op that is needed runs at least once, the first runs in the order of the list, and an
-op that is `recomputable` may run again. A read takes the value of its maker's latest run. What is freed when
-follows from the order: a value is **live** from the run that makes it until its last read before it is made anew;
-one that nobody reads before then ends with the run that made it. A value that *stays* is live from its first run to
-the end, and it is that one that is read; a further run of its maker makes a copy that ends with that run. A value
-that no op makes is *given* and never counted. While an op runs there are in use the live values, its inputs and outputs
-among them, and its own overhead; the largest such sum is the **peak**.
+The *ops* of a step, forward and backward, stand in one topological list. Each makes *values*. A
+schedule (`steps`) is a list of op runs. Every needed op runs at least once, first runs are in the
+order of the list, and a `recomputable` op may run more often. A read takes the value of its maker's
+latest run.
 
-**Stage** t begins when the op before t has run for the first time and ends with the first run of op t. In a *staged*
-schedule each op runs at most once in a stage, in the order of the list. That is the family of Jain et al.,
-"Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020, with its frontier-advancing
-stages. Wanted: the staged schedule of least time whose peak is within a budget.
+Live intervals follow from the order. A value is **live** from a run of its maker to the last read
+before the next run. Without a read in between, it ends with the run that made it. A *held* value is
+live from its first run to the end, and all reads take that one. Another run of its maker makes a
+copy that ends with that run. A value that no op makes is *given* and never counted. While an op
+runs, the live values, its inputs and outputs among them, and its own overhead are in use. The
+largest such sum is the **peak**.
 
-Not done here: another order of first runs, recomputing twice within a stage or in another order there, work in
-place.
+**Stage** t begins when the op before t has run for the first time and ends with the first run of op
+t. In a *staged* schedule, each op runs at most once in a stage, in the order of the list. That is
+the family of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", MLSys 2020, with its frontier-advancing stages. The problem: the staged schedule
+of least time whose peak is within a budget.
+
+Not done here: another order of first runs, two recomputations of one op within a stage, another
+order within a stage, reuse of memory in place.
 """
 
 from collections.abc import Sequence
@@ -31,8 +35,9 @@ class StagedOp(Op):
     """One op of a step, of its forward or its backward.
 
     Attributes:
-        overhead_bytes: Bytes in use while it runs beside its inputs and outputs.
-        needed: Whether it must run even if nobody reads what it makes (it hands a gradient over, say).
+        overhead_bytes: Bytes in use while it runs, beside its inputs and outputs.
+        needed: Whether it must run even if no op reads its outputs, as an op that accumulates a
+            gradient.
     """
 
     overhead_bytes: int = 0
@@ -45,25 +50,28 @@ class StagedProblem:
 
     Attributes:
         ops: The ops in topological order, which is the order of their first runs.
-        value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is never counted.
-        stays: Values that someone else holds once they are made; their makers are needed.
+        value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is
+            never counted.
+        held: Values that are held from outside once they are made; their makers are needed.
 
     Raises:
-        ValueError: An index, size or time is out of range, a value has two makers, or the order is not topological.
+        ValueError: An index, size or time is out of range, a value has two makers, or the order is
+            not topological.
     """
 
     ops: tuple[StagedOp, ...]
     value_bytes: tuple[int, ...]
-    stays: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Check every index, size, time and the order."""
         check_ops(self.ops, self.value_bytes)
-        check_values(self.stays, len(self.value_bytes), "stays")
+        check_values(self.held, len(self.value_bytes), "held")
         for index, op in enumerate(self.ops):
             if not isinstance(op.overhead_bytes, int) or op.overhead_bytes < 0:
                 raise ValueError(
-                    f"op {index} has an overhead of {op.overhead_bytes!r} bytes; a whole number (int) of at least 0 is needed"
+                    f"op {index} has an overhead of {op.overhead_bytes!r} bytes; "
+                    "a whole number (int) of at least 0 is needed"
                 )
 
     @cached_property
@@ -73,8 +81,8 @@ class StagedProblem:
 
     @cached_property
     def needed_ops(self) -> tuple[int, ...]:
-        """The ops that must run, in order: `needed`, makers of values that stay, and whatever those read."""
-        wanted = set(self.stays)
+        """The ops that must run: needed ones, makers of held values, and all they depend on."""
+        wanted = set(self.held)
         needed = []
         for index in reversed(range(len(self.ops))):
             op = self.ops[index]
@@ -84,25 +92,26 @@ class StagedProblem:
         return tuple(reversed(needed))
 
     @property
-    def least_time_ms(self) -> float:
-        """Sum of all first runs, below which no schedule is."""
+    def min_time_ms(self) -> float:
+        """The time of all first runs, a lower bound on every schedule's time."""
         return time_of(self, self.needed_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSolution:
-    """A schedule and what is proven of it.
+    """A schedule and its proven bound.
 
     Attributes:
-        status: How much is proven, of staged schedules, and of those under the restriction where there is one.
-        steps: Op indices in running order; empty where there is no schedule.
-        time_ms: Sum over all runs, in milliseconds; infinite where there is no schedule.
+        status: How much is proven among staged schedules, under the restriction if there is one.
+        steps: Op indices in running order; empty if there is no schedule.
+        time_ms: Sum over all runs, in milliseconds; infinite if there is no schedule.
         peak_bytes: The schedule's peak in bytes.
-        bound_ms: No staged schedule within the budget (and the restriction) is faster: `time_ms` where that is proven
-            optimal (to about 1e-9 of all first runs' time, the solvers' tolerance), the solver's dual bound where it stopped
-            early, infinite where there is proven to be no schedule.
-        first_recompute_op: The restriction under which this holds: nothing is recomputed in the stage of an earlier op.
-            0 for none.
+        bound_ms: A lower bound on the time of staged schedules within the budget and the
+            restriction. It is `time_ms` if that is proven optimal, to about 1e-9 of all first runs'
+            time, the solvers' tolerance. It is the solver's dual bound if the solver stopped early,
+            and infinite if there is proven to be no schedule.
+        first_recompute_op: The restriction: nothing is recomputed in the stage of an earlier op. 0
+            for none.
     """
 
     status: Status
@@ -137,14 +146,14 @@ def time_of(problem: StagedProblem, steps: Sequence[int]) -> float:
     return fsum(problem.ops[index].time_ms for index in steps)
 
 
-def without_idle_runs(problem: StagedProblem, steps: Sequence[int]) -> tuple[int, ...]:
-    """The steps less each further run of an op of which nothing is read before it is made anew."""
+def without_dead_runs(problem: StagedProblem, steps: Sequence[int]) -> tuple[int, ...]:
+    """The steps without dead recomputations, whose outputs are not read before the next run."""
     first = first_runs(steps)
     wanted: set[int] = set()
     kept = []
     for position in reversed(range(len(steps))):
         op = problem.ops[steps[position]]
-        made = set(op.outputs) - problem.stays
+        made = set(op.outputs) - problem.held
         if first[steps[position]] != position and wanted.isdisjoint(made):
             continue
         kept.append(steps[position])
@@ -154,29 +163,28 @@ def without_idle_runs(problem: StagedProblem, steps: Sequence[int]) -> tuple[int
 
 
 def live_values(problem: StagedProblem, steps: Sequence[int]) -> list[frozenset[int]]:
-    """The values in use while each run of `steps` runs."""
+    """The values in use during each run."""
     first = first_runs(steps)
     live = [frozenset[int]()] * len(steps)
-    wanted = {
-        value for value in problem.stays if value in problem.maker
-    }  # live after the run at hand
+    # Values that are live after the run of the loop's position.
+    wanted = {value for value in problem.held if value in problem.maker}
     for position in reversed(range(len(steps))):
         op = problem.ops[steps[position]]
         wanted.update(value for value in op.inputs if value in problem.maker)
         live[position] = frozenset(wanted.union(op.outputs))
         is_first = first[steps[position]] == position
-        wanted.difference_update(op.outputs if is_first else set(op.outputs) - problem.stays)
+        wanted.difference_update(op.outputs if is_first else set(op.outputs) - problem.held)
     return live
 
 
-def used_bytes(problem: StagedProblem, steps: Sequence[int]) -> list[int]:
-    """What is in use while each run of `steps` runs, in bytes; its largest is the peak."""
+def in_use_bytes(problem: StagedProblem, steps: Sequence[int]) -> list[int]:
+    """The bytes in use during each run; the largest is the peak."""
     first = first_runs(steps)
     used = []
     for position, (index, live) in enumerate(zip(steps, live_values(problem, steps), strict=True)):
         op = problem.ops[index]
         copies = (
-            problem.stays.intersection(op.outputs) if first[index] < position else frozenset[int]()
+            problem.held.intersection(op.outputs) if first[index] < position else frozenset[int]()
         )
         used.append(
             sum(problem.value_bytes[value] for value in (*live, *copies)) + op.overhead_bytes

@@ -1,10 +1,11 @@
-"""One budget, one staged schedule: the single function through which every backend goes.
+"""The fastest staged schedule within one budget, by any backend.
 
-Where the schedule without recomputation fits, it is the answer. Otherwise the program of `staged_model` goes to a
-solver (`backend`), and what comes back is replayed. HiGHS is the default where it is installed, for it is faster
-and keeps closer to the time limit, where CBC, which looks at its clock less often, may exceed it by some seconds.
-The least time does not depend on the backend, but which of several schedules of that time is returned may. The same
-input and backend give the same answer, unless the time limit stops the solver.
+If the schedule without recomputation fits, it is the answer. Otherwise a solver (`backend`) solves
+the program of `staged_model`, and its answer is replayed. HiGHS is the default if it is installed:
+it is faster and keeps closer to the time limit. CBC looks at its clock less often and may exceed
+the limit by some seconds. The least time does not depend on the backend. The backend may decide
+which of several schedules of that time is returned. The same input and backend give the same
+answer, unless the time limit stops the solver.
 """
 
 from bisect import bisect_left
@@ -16,17 +17,17 @@ from checkmate.problem import Status, check_limit, check_time_limit
 from checkmate.staged import (
     StagedProblem,
     StagedSolution,
+    in_use_bytes,
     live_values,
     no_schedule,
     time_of,
-    used_bytes,
-    without_idle_runs,
+    without_dead_runs,
 )
 from checkmate.staged_model import StagedModel
 from checkmate.staged_verify import verify_staged
 
-_RELATIVE = 1e-9
-"""What the dual bound is lowered by against all first runs' time: solvers reckon in floating point."""
+_BOUND_TOLERANCE = 1e-9
+"""Share of all first runs' time by which the dual bound is lowered: solvers use floating point."""
 
 
 def solve_staged(
@@ -43,17 +44,18 @@ def solve_staged(
         problem: The step.
         budget_bytes: Bound on the peak.
         time_limit_s: Wall time after which the search stops, in seconds.
-        backend: One of `checkmate.backend.SOLVERS`; None for HiGHS where it is installed, else CBC.
-        first_recompute_op: Nothing is recomputed in the stages of ops before this one: 0 for no such restriction, the
-            first op of the backward to recompute there only. Far fewer variables; the answer is then proven for
-            schedules under this restriction alone, and says so.
+        backend: One of `checkmate.backend.SOLVERS`; None for HiGHS if it is installed, else CBC.
+        first_recompute_op: Nothing is recomputed in the stages of ops before this one. 0 is no
+            restriction. The first op of the backward restricts recomputation to the backward, which
+            takes far fewer variables. The answer is then proven among such schedules alone, and
+            says so.
 
     Returns:
-        A verified schedule with what is proven of it, or an answer without one whose status says why.
+        A verified schedule with its proven bound, or an answer without one whose status says why.
 
     Raises:
-        ValueError: The budget is no whole number, the time limit is not positive, the backend is unknown or not installed,
-            or there is no such op.
+        ValueError: The budget is no whole number, the time limit is not positive, the backend is
+            unknown or not installed, or there is no such op.
     """
     check_limit("budget_bytes", budget_bytes)
     check_time_limit(time_limit_s)
@@ -65,8 +67,8 @@ def solve_staged(
         )
     deadline = monotonic() + time_limit_s
     once = problem.needed_ops
-    if max(used_bytes(problem, once), default=0) <= budget_bytes:
-        answer = _answer(problem, once, Status.OPTIMAL, problem.least_time_ms)
+    if max(in_use_bytes(problem, once), default=0) <= budget_bytes:
+        answer = _answer(problem, once, Status.OPTIMAL, problem.min_time_ms)
     else:
         compact = replace(problem, ops=tuple(problem.ops[index] for index in once))
         first = bisect_left(once, first_recompute_op)
@@ -85,10 +87,11 @@ def _search(
     backend: str,
     first_recompute_op: int,
 ) -> StagedSolution:
-    """Run the solver until its schedule truly is within the budget.
+    """Run the solver until its schedule is exactly within the budget.
 
-    A solver's tolerance may let a schedule slip past the budget by a few bytes. What is live at its peak is then
-    forbidden and the solver is run again: exact, whatever the tolerance.
+    A solver's tolerance may let a schedule exceed the budget by a few bytes. The set of values live
+    at its peak is then forbidden, and the solver runs once more. The result is exact, whatever the
+    tolerance.
     """
     model = StagedModel(problem, budget_bytes, first_recompute_op=first_recompute_op)
     if model.is_infeasible:
@@ -98,30 +101,31 @@ def _search(
         bound_ms = _bound_ms(problem, model, outcome)
         if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return no_schedule(outcome.status, bound_ms)
-        steps = without_idle_runs(problem, [index for runs in model.stages() for index in runs])
-        used = used_bytes(problem, steps)
+        steps = without_dead_runs(problem, [index for runs in model.stages() for index in runs])
+        used = in_use_bytes(problem, steps)
         if max(used) <= budget_bytes:
             return _answer(problem, steps, outcome.status, bound_ms)
         position = used.index(max(used))
-        stage = len(set(steps[:position]))  # so many ops have run for the first time
+        # The stage is the number of ops that have run for the first time.
+        stage = len(set(steps[:position]))
         model.forbid(stage, steps[position], sorted(live_values(problem, steps)[position]))
 
 
 def _bound_ms(problem: StagedProblem, model: StagedModel, outcome: Outcome) -> float:
     """The solver's bound in milliseconds, rounded down."""
-    least_ms = problem.least_time_ms
-    return max(least_ms, least_ms + outcome.bound * model.ms_per_unit - _RELATIVE * least_ms)
+    least_ms = problem.min_time_ms
+    return max(least_ms, least_ms + outcome.bound * model.ms_per_unit - _BOUND_TOLERANCE * least_ms)
 
 
 def _answer(
     problem: StagedProblem, steps: tuple[int, ...], status: Status, bound_ms: float
 ) -> StagedSolution:
-    """A schedule with its time and peak; the solver's optimum is proven to its tolerance, and then is the bound."""
+    """A schedule with its time, peak and bound; a proven optimum is its own bound."""
     time_ms = time_of(problem, steps)
     return StagedSolution(
         status=status,
         steps=steps,
         time_ms=time_ms,
-        peak_bytes=max(used_bytes(problem, steps), default=0),
+        peak_bytes=max(in_use_bytes(problem, steps), default=0),
         bound_ms=time_ms if status is Status.OPTIMAL else min(bound_ms, time_ms),
     )

@@ -1,8 +1,8 @@
 """An independent check of a schedule, by replaying it; it shares no code with the solvers.
 
-The replay goes forward in time, run by run. It finds out what each run reads and when that was made, holds a value from
-that moment to its last read, and adds up bytes and times itself. It proves that a schedule is *valid* and its costs
-true, not that it is the fastest.
+The replay goes forward in time, run by run. It finds the run that made each value that is read,
+counts the value from that run to its last read, and adds up bytes and times itself. It proves that
+a schedule is *valid* and its costs true, not that it is the fastest.
 """
 
 from math import fsum, isclose
@@ -14,7 +14,7 @@ from checkmate.staged import StagedProblem, StagedSolution
 def verify_staged(
     problem: StagedProblem, solution: StagedSolution, *, budget_bytes: int | None = None
 ) -> None:
-    """Check that a schedule computes the step and costs what it says.
+    """Check that a schedule computes the step at the stated cost.
 
     Args:
         problem: The problem.
@@ -22,7 +22,7 @@ def verify_staged(
         budget_bytes: When given, the peak must also be at most so many bytes.
 
     Raises:
-        ValueError: The schedule is wrong; the text names the op or value, and the rule it breaks.
+        ValueError: The schedule is wrong. The text names the op or value and the rule it breaks.
     """
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise ValueError(f"status is {solution.status.name}: there is no schedule to verify")
@@ -46,7 +46,7 @@ def verify_staged(
 
 
 def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
-    """Check that inputs are made before they are read, and that all that must run does, no oftener than it may."""
+    """Check that inputs are made before they are read, that needed ops run, and how often."""
     made = set(range(len(problem.value_bytes)))
     for op in problem.ops:
         made.difference_update(op.outputs)
@@ -56,7 +56,9 @@ def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
             raise ValueError(f"step {position}: op {index} is outside 0..{len(problem.ops) - 1}")
         op = problem.ops[index]
         if index in ran and not op.recomputable:
-            raise ValueError(f"step {position}: op {index} runs again but is not recomputable")
+            raise ValueError(
+                f"step {position}: op {index} runs a second time but is not recomputable"
+            )
         for value in op.inputs:
             if value not in made:
                 raise ValueError(
@@ -67,34 +69,36 @@ def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
     for index, op in enumerate(problem.ops):
         if op.needed and index not in ran:
             raise ValueError(f"op {index} is needed but never runs")
-    missing = sorted(problem.stays - made)
+    missing = sorted(problem.held - made)
     if missing:
-        raise ValueError(f"value {missing[0]} stays but is never made")
+        raise ValueError(f"value {missing[0]} is held but never made")
 
 
 def _peak_bytes(problem: StagedProblem, steps: tuple[int, ...]) -> int:
-    """The peak: each life of a value is a span of steps, and its bytes count in all of them."""
-    change = [0] * (len(steps) + 1)  # bytes that begin at a step less those that ended before it
+    """The peak: the bytes of a value count in all steps of each of its live intervals."""
+    # Bytes that become live at a step, less those that ended before it.
+    change = [0] * (len(steps) + 1)
 
     def count(value: int, first: int, last: int) -> None:
         change[first] += problem.value_bytes[value]
         change[last + 1] -= problem.value_bytes[value]
 
-    lives: dict[int, tuple[int, int]] = {}  # of each value, when it was last made and last read
+    # Steps at which each value was last made and last read.
+    intervals: dict[int, tuple[int, int]] = {}
     for step, index in enumerate(steps):
         op = problem.ops[index]
         for value in op.inputs:
-            if value in lives:
-                lives[value] = (lives[value][0], step)
+            if value in intervals:
+                intervals[value] = (intervals[value][0], step)
         for value in op.outputs:
-            if value in lives and value in problem.stays:
+            if value in intervals and value in problem.held:
                 count(value, step, step)
                 continue
-            if value in lives:
-                count(value, *lives[value])
-            lives[value] = (step, step)
-    for value, (begun, last_read) in lives.items():
-        count(value, begun, len(steps) - 1 if value in problem.stays else last_read)
+            if value in intervals:
+                count(value, *intervals[value])
+            intervals[value] = (step, step)
+    for value, (begun, last_read) in intervals.items():
+        count(value, begun, len(steps) - 1 if value in problem.held else last_read)
 
     peak = live = 0
     for step, index in enumerate(steps):

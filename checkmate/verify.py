@@ -1,7 +1,7 @@
 """An independent check of a plan, by replaying it; it shares no code with the solvers.
 
-The replay runs over the recomputed ops in order with the set of values at hand, and adds up bytes and times
-itself. It proves that a plan is *valid* and its costs true, not that it is optimal.
+The replay goes over the recomputed ops in order, with the set of available values, and adds up
+bytes and times itself. It proves that a plan is *valid* and its costs true, not that it is optimal.
 """
 
 from math import fsum, isclose
@@ -10,7 +10,7 @@ from checkmate.problem import Knapsack, Solution, Status
 
 
 def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None = None) -> None:
-    """Check that a plan makes every required value available and costs what it says.
+    """Check that a plan makes every required value available at the stated cost.
 
     Args:
         problem: The problem.
@@ -18,15 +18,15 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
         max_saved_bytes: When given, the plan must also save at most so many bytes.
 
     Raises:
-        ValueError: The plan is wrong; the text names the op or value, and the rule it breaks.
+        ValueError: The plan is wrong. The text names the op or value and the rule it breaks.
     """
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise ValueError(f"status is {solution.status.name}: there is no plan to verify")
     num_ops, num_values = len(problem.ops), len(problem.value_bytes)
-    at_hand = set(range(num_values))
+    available = set(range(num_values))
     for op in problem.ops:
-        at_hand.difference_update(op.outputs)
-    given = frozenset(at_hand)
+        available.difference_update(op.outputs)
+    given = frozenset(available)
 
     for value in sorted(solution.saved):
         if not 0 <= value < num_values:
@@ -38,7 +38,7 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
     missing = sorted(problem.forced - solution.saved)
     if missing:
         raise ValueError(f"forced value {missing[0]} is not saved")
-    at_hand |= solution.saved
+    available |= solution.saved
 
     previous = -1
     for index in solution.recomputed:
@@ -53,12 +53,13 @@ def verify(problem: Knapsack, solution: Solution, *, max_saved_bytes: int | None
         if not op.recomputable:
             raise ValueError(f"op {index} is recomputed but is not recomputable")
         for value in op.inputs:
-            if value not in at_hand:
+            if value not in available:
                 raise ValueError(
-                    f"recomputed op {index} reads value {value}, neither saved, given nor recomputed"
+                    f"recomputed op {index} reads value {value}, "
+                    "neither saved, given nor recomputed"
                 )
-        at_hand.update(op.outputs)
-    missing = sorted(problem.required - at_hand)
+        available.update(op.outputs)
+    missing = sorted(problem.required - available)
     if missing:
         raise ValueError(f"required value {missing[0]} is neither saved, given nor recomputed")
 

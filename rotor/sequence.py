@@ -38,7 +38,7 @@ class ForwardKeep:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the span ``first`` to ``last`` backward from what ``option`` saved."""
+    """Run the span ``first`` to ``last`` backward from the values that ``option`` saved."""
 
     first: int
     last: int

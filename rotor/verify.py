@@ -130,7 +130,7 @@ def _live_intervals(chain: Chain, sequence: Sequence) -> list[tuple[int, int, in
 
     if kept_at:
         raise ValueError(
-            f"the sequence ends with what {', '.join(map(str, kept_at))} needs still kept"
+            f"the sequence ends before {', '.join(map(str, kept_at))}, whose values are still kept"
         )
 
     for maker, reader in last_reader.items():

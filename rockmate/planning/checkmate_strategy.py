@@ -168,5 +168,5 @@ class CheckmateSearch:
                 for op in self._ops
             ),
             value_bytes=tuple(storage.num_bytes for storage in values),
-            stays=frozenset(number[storage] for storage in values if storage in ends),
+            held=frozenset(number[storage] for storage in values if storage in ends),
         )

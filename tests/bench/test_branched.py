@@ -106,7 +106,7 @@ def test_programs_are_recorded_where_the_sweep_is_too_wide(monkeypatch: pytest.M
     with recorded_programs() as programs:
         swept = checkmate.pareto(problem)
     assert programs == []
-    monkeypatch.setattr("checkmate.frontier._PART_LABELS", 1)
+    monkeypatch.setattr("checkmate.frontier._MAX_PART_LABELS", 1)
     with recorded_programs() as programs:
         solved = checkmate.pareto(problem)
     assert set(programs) == {6}

@@ -103,7 +103,7 @@ def test_rounding_never_lifts_the_bound_above_the_least_sum_of_times() -> None:
 
 
 def test_a_part_that_is_too_wide_leaves_the_convex_hull(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FRONTIER, "_PART_LABELS", 1)
+    monkeypatch.setattr(FRONTIER, "_MAX_PART_LABELS", 1)
     gaps = [gap for problem in cases(60) for gap in check_bound(problem, Curve(problem))]
     assert max(gaps) > 0.01  # it is the hull that has answered
     assert min(abs(gap) for gap in gaps) < 1e-9  # which meets the optimum at its vertices
@@ -112,7 +112,7 @@ def test_a_part_that_is_too_wide_leaves_the_convex_hull(monkeypatch: pytest.Monk
 def test_too_many_sums_leave_the_convex_hull_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = cases(60)
     curves = [Curve(problem) for problem in problems]
-    monkeypatch.setattr(FRONTIER, "_SUM_LABELS", 0)
+    monkeypatch.setattr(FRONTIER, "_MAX_SUM_LABELS", 0)
     gaps = [
         gap
         for problem, curve in zip(problems, curves, strict=True)
@@ -209,7 +209,7 @@ def test_parts_put_together_have_the_pareto_set_of_all_the_parts() -> None:
     for problem in [*cases(40), transformer(2, seed=4)]:
         reduced = reduce(problem)
         fronts = FRONTIER.part_fronts(reduced, deadline=inf)
-        fewer, together = FRONTIER.put_together(reduced, fronts)
+        fewer, together = FRONTIER.merge_fronts(reduced, fronts)
         num_fewer += len(fewer.parts) < len(reduced.parts)
         assert sorted(index for part in fewer.parts for index in part.indices) == sorted(
             i for part in reduced.parts for i in part.indices

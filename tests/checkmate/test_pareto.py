@@ -45,7 +45,7 @@ def test_pareto_by_ilp_is_the_exhaustive_set(backend: str) -> None:
 def test_the_fallbacks_find_the_same_set(monkeypatch: pytest.MonkeyPatch) -> None:
     frontier = sys.modules["checkmate.frontier"]
     problems = _cases(4)
-    for name in ("_SUM_LABELS", "_PART_LABELS"):
+    for name in ("_MAX_SUM_LABELS", "_MAX_PART_LABELS"):
         monkeypatch.setattr(frontier, name, 1)
         for problem in problems:
             assert _costs(pareto(problem, max_points=1000)) == exhaustive(problem)

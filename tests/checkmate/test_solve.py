@@ -113,7 +113,7 @@ def test_backends_agree_on_a_realistic_chain() -> None:
 
 
 def test_a_problem_too_wide_for_the_sweep_goes_to_the_ilp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["checkmate.frontier"], "_PART_LABELS", 1)
+    monkeypatch.setattr(sys.modules["checkmate.frontier"], "_MAX_PART_LABELS", 1)
     for problem in _cases(12):
         front = exhaustive(problem)
         _check(problem, front, (front[0][0] + front[-1][0]) // 2, None)

@@ -91,7 +91,7 @@ def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
         grad(0.6, [d_qkv, n1], 0.75, needed=True)
         d = grad(0.03, [d_h, grad(0.1, [grad(0.6, [d_qkv], 1), x, s1], 1)], 1, needed=True)
     return StagedProblem(
-        ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), stays=frozenset({loss})
+        ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), held=frozenset({loss})
     )
 
 
@@ -133,12 +133,12 @@ def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
                 needed=rng.random() < 0.4,
             )
         )
-    stays = {latest} | {value for value in made if rng.random() < 0.08}
-    return StagedProblem(ops=tuple(ops), value_bytes=tuple(sizes), stays=frozenset(stays))
+    held = {latest} | {value for value in made if rng.random() < 0.08}
+    return StagedProblem(ops=tuple(ops), value_bytes=tuple(sizes), held=frozenset(held))
 
 
 def must_run(problem: StagedProblem) -> list[int]:
-    wanted, order = set(problem.stays), []
+    wanted, order = set(problem.held), []
     for index in range(len(problem.ops) - 1, -1, -1):
         op = problem.ops[index]
         if op.needed or wanted & set(op.outputs):
@@ -152,7 +152,7 @@ def exhaustive(
 ) -> float | None:
     """The least time by Dijkstra's search over (first runs done, last op run again in this stage, live values).
 
-    Any value may be dropped before any run. With `any_order`, what runs again in a stage may do so in any order and
+    Any value may be dropped before any run. With `any_order`, recomputed ops of a stage may run in any order and
     more than once.
     """
     order = must_run(problem)
@@ -178,9 +178,9 @@ def exhaustive(
                 continue
             after = (stage, -1 if any_order else index) if recompute else (stage + 1, -1)
             copies = sum(
-                sizes[value] for value in op.outputs if recompute and value in problem.stays
+                sizes[value] for value in op.outputs if recompute and value in problem.held
             )
-            loose = sorted(live - problem.stays - inputs - set(op.outputs))
+            loose = sorted(live - problem.held - inputs - set(op.outputs))
             for count in range(len(loose) + 1):
                 for dropped in combinations(loose, count):
                     kept = (live | set(op.outputs)) - set(dropped)
@@ -211,11 +211,11 @@ def replay_peak(problem: StagedProblem, steps: tuple[int, ...]) -> int:
     for position, index in enumerate(steps):
         op = problem.ops[index]
         used = op.overhead_bytes + sum(
-            problem.value_bytes[v] for v in made & problem.stays & set(op.outputs)
+            problem.value_bytes[v] for v in made & problem.held & set(op.outputs)
         )
         made |= set(op.outputs)
         for value in made:
-            in_use = value in problem.stays or value in op.inputs or value in op.outputs
+            in_use = value in problem.held or value in op.inputs or value in op.outputs
             if in_use or next_event(value, position) == "read":
                 used += problem.value_bytes[value]
         peak = max(peak, used)
@@ -270,7 +270,7 @@ def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chain_has_the_known_schedule(backend: str) -> None:
-    """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first; gradients of size 1 and the last one stays."""
+    """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first; gradients of size 1, the last one held."""
     forward = [StagedOp(time_ms=float(i + 1), inputs=(i,), outputs=(i + 1,)) for i in range(3)]
     backward = [
         StagedOp(
@@ -283,7 +283,7 @@ def test_a_chain_has_the_known_schedule(backend: str) -> None:
         for i in range(3)
     ]
     problem = StagedProblem(
-        ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), stays=frozenset({6})
+        ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), held=frozenset({6})
     )
     assert solve_staged(problem, 15, backend=backend).steps == (0, 1, 2, 3, 4, 5)
     binding = solve_staged(problem, 14, backend=backend)
@@ -344,17 +344,17 @@ def test_recomputation_only_from_an_op_on() -> None:
     assert solve_staged(problem, 17, first_recompute_op=4).steps == (0, 1, 2, 3, 1, 4)
 
 
-def test_what_stays_what_is_needed_and_what_nobody_wants() -> None:
+def test_held_values_needed_ops_and_dead_ops() -> None:
     ops = (
         StagedOp(time_ms=1.0, inputs=(), outputs=(0, 1)),
         StagedOp(time_ms=2.0, inputs=(0,), outputs=(2,)),
         StagedOp(time_ms=4.0, inputs=(0,), outputs=(3,), needed=True),
         StagedOp(time_ms=8.0, inputs=(1,), outputs=(4,), overhead_bytes=90, needed=True),
     )
-    problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 100, 10), stays=frozenset({0}))
+    problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 100, 10), held=frozenset({0}))
     solution = solve_staged(problem, 120)
     assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 2, 3), 13.0, 120)
-    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which still stays.
+    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which is still held.
     recompute = solve_staged(problem, 119)
     assert recompute.status is Status.INFEASIBLE
     lighter = replace(problem, ops=(*ops[:3], replace(ops[3], overhead_bytes=0)))
@@ -392,7 +392,7 @@ def test_backends_agree_and_say_the_same_twice() -> None:
         assert_staged(problem, solution)
         solutions.append(solution)
     assert len({round(solution.time_ms, 6) for solution in solutions}) == 1
-    assert solutions[0].time_ms > problem.least_time_ms
+    assert solutions[0].time_ms > problem.min_time_ms
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -400,7 +400,7 @@ def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
     problem = transformer(2)
     budget = int(0.45 * replay_peak(problem, tuple(range(len(problem.ops)))))
     nothing = solve_staged(problem, budget, backend=backend, time_limit_s=1e-9)
-    assert (nothing.status, nothing.bound_ms) == (Status.NOT_FOUND, problem.least_time_ms)
+    assert (nothing.status, nothing.bound_ms) == (Status.NOT_FOUND, problem.min_time_ms)
     best = solve_staged(problem, budget, backend=BACKENDS[-1])
     assert best.status is Status.OPTIMAL
     for limit in (0.3, 0.6):
@@ -409,7 +409,7 @@ def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
         assert (
             time.monotonic() - begin < limit + 60
         )  # wall time: a busy machine overshoots by seconds
-        assert problem.least_time_ms <= early.bound_ms <= best.time_ms + 1e-6
+        assert problem.min_time_ms <= early.bound_ms <= best.time_ms + 1e-6
         assert early.status is not Status.INFEASIBLE
         assert early.time_ms >= best.time_ms - 1e-6
 
@@ -457,7 +457,7 @@ def test_infeasible_at_the_time_limit_is_not_believed(
     solution = solve_staged(problem, budget, backend="cbc", time_limit_s=0.3)
     assert (solution.status, solution.bound_ms) == (
         status,
-        problem.least_time_ms if is_late else float("inf"),
+        problem.min_time_ms if is_late else float("inf"),
     )
 
 
@@ -509,13 +509,13 @@ def test_verify_names_what_is_wrong() -> None:
         StagedOp(time_ms=2.0, inputs=(1,), outputs=(2,), recomputable=False),
         StagedOp(time_ms=4.0, inputs=(2,), outputs=(3,), needed=True),
     )
-    problem = StagedProblem(ops=ops, value_bytes=(8, 8, 8, 8), stays=frozenset({2}))
+    problem = StagedProblem(ops=ops, value_bytes=(8, 8, 8, 8), held=frozenset({2}))
     solution = solve_staged(problem, 16)
     verify_staged(problem, solution, budget_bytes=16)
     wrong = {
         "step 1: op 7 is outside 0..2": {"steps": (0, 7)},
         "step 0: op 1 reads value 1": {"steps": (1, 0, 2)},
-        "step 2: op 1 runs again": {"steps": (0, 1, 1, 2)},
+        "step 2: op 1 runs a second time": {"steps": (0, 1, 1, 2)},
         "op 2 is needed but never runs": {"steps": (0, 1)},
         "time_ms is 7.5": {"time_ms": 7.5},
         "bound_ms is 9.0": {"bound_ms": 9.0},
@@ -527,7 +527,7 @@ def test_verify_names_what_is_wrong() -> None:
             verify_staged(problem, replace(solution, **change))
     with pytest.raises(ValueError, match="takes 16 bytes; the budget is 15 bytes"):
         verify_staged(problem, solution, budget_bytes=15)
-    with pytest.raises(ValueError, match="value 2 stays but is never made"):
+    with pytest.raises(ValueError, match="value 2 is held but never made"):
         verify_staged(
             replace(problem, ops=(ops[0], ops[1], replace(ops[2], needed=False))),
             replace(solution, steps=(0,)),
@@ -535,10 +535,10 @@ def test_verify_names_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "ops", "sizes", "stays"),
+    ("message", "ops", "sizes", "held"),
     [
         ("value 0 has -1 bytes", [], (-1,), ()),
-        ("stays: value 3 is outside", [], (1,), (3,)),
+        ("held: value 3 is outside", [], (1,), (3,)),
         (
             "op 0 has an overhead of -1 bytes",
             [StagedOp(time_ms=1.0, inputs=(), outputs=(), overhead_bytes=-1)],
@@ -555,9 +555,9 @@ def test_verify_names_what_is_wrong() -> None:
         ),
     ],
 )
-def test_a_bad_problem_is_refused(message: str, ops: list, sizes: tuple, stays: tuple) -> None:
+def test_a_bad_problem_is_refused(message: str, ops: list, sizes: tuple, held: tuple) -> None:
     with pytest.raises(ValueError, match=message):
-        StagedProblem(ops=tuple(ops), value_bytes=sizes, stays=frozenset(stays))
+        StagedProblem(ops=tuple(ops), value_bytes=sizes, held=frozenset(held))
 
 
 def test_a_bad_search_is_refused() -> None:

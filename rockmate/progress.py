@@ -1,4 +1,4 @@
-"""TODO: progress."""
+"""Whether progress bars can be shown."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ import sys
 
 
 def is_terminal() -> bool:
-    """Whether standard error is a terminal: elsewhere, a bar that clears itself stays in front of the next line, which may be an error."""
+    """Whether standard error is a terminal, where a progress bar clears itself.
+
+    Elsewhere its last state stays in front of the next line, which may be an error.
+    """
     return sys.stderr.isatty()

@@ -24,6 +24,16 @@ from rockmate._torch.pytree import tree_leaves
 _MARK = "rockmate: measured from here"
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed.
+
+    The allocator of the CPU raises a plain `RuntimeError`, which only its text tells from others.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which the peak during `function` exceeds the elements of its result.
 

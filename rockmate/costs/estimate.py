@@ -1,31 +1,40 @@
-"""Time and workspace of each op, estimated from floating point operations and bytes against a machine's description.
+"""Estimated costs: time and workspace of each op, from counts and the description of a machine.
 
-The roofline model (Williams, Waterman and Patterson, CACM 2009) with two terms more:
+The roofline model (Williams, Waterman and Patterson, CACM 2009) with two further terms:
 
-    time = launch latency + max(operations / (peak * efficiency), bytes / bandwidth, elements * time per element)
+    time = launch latency + max(operations / (peak * efficiency),
+                                bytes / bandwidth,
+                                elements * time per element)
 
-* *Operations* are counted by PyTorch's own formulas (`torch.utils.flop_counter`), from shapes: matrix products, convolutions, fused
-  attention. With a causal mask half of attention's are left out, as its kernels on GPUs do. All other ops have none.
-* *Bytes* are those of tensors read and results made; memory that an operand repeats (an expanded dimension) is read once, and a lookup
-  reads as much of its table as it returns.
-* *Elements* are those written by ops that evaluate transcendental functions, normalize, or draw random numbers, which take more
-  time than bytes on CPUs.
-* A parameter's gradient that is added to `.grad` costs a read of both and a write, twice where it goes piece by piece.
+* *Operations* are floating point operations, counted from shapes by PyTorch's own formulas
+  (`torch.utils.flop_counter`): matrix products, convolutions, fused attention. A causal mask halves
+  those of attention, as its kernels on GPUs do. All other ops have none.
+* *Bytes* are those of tensors read and results made. An expanded dimension is read once, and a
+  lookup reads as many bytes of its table as it returns.
+* *Elements* are those written by ops that evaluate transcendental functions, normalize, or draw
+  random numbers. These take more time than their bytes on CPUs.
+* The addition of a parameter's gradient to `.grad` costs a read of both and a write, twice if it
+  goes slice by slice.
 
-Overhead is zero but for these:
+The workspace is zero, with these exceptions:
 
-* calls of `rockmate/kernels.py`: what they hold; softmax that minds rows fully masked: a boolean for each element; layer
-  normalisation of rows that do not lie one after the other: a copy;
-* on CUDA the backward of fused attention, which sums the queries' gradient in float32, and that of each head that shares keys;
-* on CPU convolutions, which mostly copy what they read into another layout, and the backward of batch normalisation.
+| op | workspace |
+|---|---|
+| kernels of `rockmate.ops.kernels` | their own temporaries |
+| softmax that handles fully masked rows | a boolean for each element |
+| layer normalization of non-contiguous rows | a copy |
+| fused attention's backward, on CUDA | the queries' gradient in float32; shared keys, by head |
+| convolutions and their backward, on CPU | a copy of their inputs in another layout |
+| batch normalization's backward, on CPU | as many bytes as its first result |
 
-What cuBLAS and cuDNN take for themselves is not known without them, and not counted.
+Not counted: workspaces that cuBLAS and cuDNN choose at run time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,50 +49,89 @@ from rockmate.graph.ir import Graph, Op, call_key
 from rockmate.ops import kernels
 
 _aten = torch.ops.aten
-_CPU_ATTENTION = {  # -> the packet whose formula counts it
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 _GPU_ATTENTION_BACKWARD = {
-    _aten._scaled_dot_product_flash_attention_backward, _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
     _aten._scaled_dot_product_cudnn_attention_backward,
-}  # fmt: skip
+}
 _GPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention, *_GPU_ATTENTION_BACKWARD,
-}  # fmt: skip
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    *_GPU_ATTENTION_BACKWARD,
+}
+# Attention on CPUs, and the ops whose formulas count it.
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+# Ops that read only some rows of their first argument.
 _LOOKUPS = {
-    _aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.nll_loss_forward, _aten.nll_loss2d_forward,
-}  # fmt: skip
-_TRANSCENDENTAL = {
-    _aten.gelu, _aten.gelu_backward, _aten.silu, _aten.silu_backward, _aten.tanh, _aten.sigmoid, _aten.exp, _aten.log, _aten.erf,
-    _aten.sin, _aten.cos, _aten._softmax, _aten._safe_softmax, _aten._log_softmax, _aten._log_softmax_backward_data, _aten.softplus,
-    _aten.softplus_backward, _aten.elu, _aten.elu_backward, _aten.mish, _aten.mish_backward, kernels.cross_entropy_backward,
-}  # fmt: skip
-_NORMALIZATION = {
-    _aten.native_layer_norm, _aten.native_layer_norm_backward, _aten.native_group_norm, _aten.native_group_norm_backward,
-    _aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward, kernels.batch_norm_again,
-}  # fmt: skip
-_RANDOM = {
-    kernels.dropout_mask,
-    _aten.native_dropout,
-    _aten.bernoulli,
-    _aten.rand,
-    _aten.randn,
-    _aten.rand_like,
-    _aten.randn_like,
+    _aten.embedding,
+    _aten.index,
+    _aten.index_select,
+    _aten.gather,
+    _aten.nll_loss_forward,
+    _aten.nll_loss2d_forward,
+}
+# Ops that write elements of each kind in `Machine.nanoseconds_per_element`.
+_ELEMENT_OPS = {
+    "transcendental": {
+        _aten.gelu,
+        _aten.gelu_backward,
+        _aten.silu,
+        _aten.silu_backward,
+        _aten.tanh,
+        _aten.sigmoid,
+        _aten.exp,
+        _aten.log,
+        _aten.erf,
+        _aten.sin,
+        _aten.cos,
+        _aten._softmax,
+        _aten._safe_softmax,
+        _aten._log_softmax,
+        _aten._log_softmax_backward_data,
+        _aten.softplus,
+        _aten.softplus_backward,
+        _aten.elu,
+        _aten.elu_backward,
+        _aten.mish,
+        _aten.mish_backward,
+        kernels.cross_entropy_backward,
+    },
+    "normalization": {
+        _aten.native_layer_norm,
+        _aten.native_layer_norm_backward,
+        _aten.native_group_norm,
+        _aten.native_group_norm_backward,
+        _aten._native_batch_norm_legit_functional,
+        _aten.native_batch_norm_backward,
+        kernels.batch_norm_again,
+    },
+    "random": {
+        kernels.dropout_mask,
+        _aten.native_dropout,
+        _aten.bernoulli,
+        _aten.rand,
+        _aten.randn,
+        _aten.rand_like,
+        _aten.randn_like,
+    },
 }
 
 
 def estimate_costs(graph: Graph, machine: Machine) -> Costs:
-    """The costs of every op of a graph on a machine that need not be there.
+    """The costs of all ops on a machine that need not be present.
 
     Args:
         graph: the ops; only the metadata of their tensors is read.
-        machine: what they would run on.
+        machine: the machine that they would run on.
 
     Raises:
-        MachineError: the machine has no peak for a dtype in which the graph computes products.
+        MachineError: the machine has no peak rate for a dtype in which the graph computes products.
     """
     known: dict[Hashable, Cost] = {}
 
@@ -93,13 +141,13 @@ def estimate_costs(graph: Graph, machine: Machine) -> Costs:
             known[key] = _cost(op.node, target, machine)
         return known[key]
 
-    first = tuple(_with_deliveries(cost(op, op.node.target), op, machine) for op in graph.ops)
+    first = tuple(_with_accumulation(cost(op, op.node.target), op, machine) for op in graph.ops)
     recompute = tuple(cost(op, op.recompute_target or op.node.target) for op in graph.ops)
     return Costs(first=first, recompute=recompute, num_distinct=len(known))
 
 
 def num_flops(node: fx.Node) -> float:
-    """Floating point operations of a call, 0 for one that PyTorch has no formula for."""
+    """Floating point operations of a call; 0 if PyTorch has no formula for it."""
     packet = _packet(node.target)
     formula = flop_registry.get(_CPU_ATTENTION.get(packet, packet))
     if formula is None:
@@ -112,7 +160,10 @@ def num_flops(node: fx.Node) -> float:
 
 
 def _convolution_backward_flops(args: Any) -> float:
-    """Those of the forward for each gradient that is asked for; PyTorch's formula counts all pairs of channels though groups are apart."""
+    """As many operations as the forward has, for each requested gradient.
+
+    PyTorch's own formula counts all pairs of channels, in grouped convolutions too.
+    """
     gradient, values, weight, _, stride, padding, dilation, is_transposed, _, _, wanted = args
     forward = flop_registry[_aten.convolution](
         values, weight, None, stride, padding, dilation, is_transposed, out_val=gradient
@@ -123,7 +174,8 @@ def _convolution_backward_flops(args: Any) -> float:
 def num_bytes(node: fx.Node) -> int:
     """Bytes that a call reads and writes, each once."""
     written = sum(map(_distinct_bytes, tensors_of(node)))
-    if node.target is kernels.dropout_apply:  # the result is scaled in a pass of its own
+    if node.target is kernels.dropout_apply:
+        # The result is scaled in a pass of its own.
         written *= 3
     read = {
         argument: sum(map(_distinct_bytes, tensors_of(argument)))
@@ -144,10 +196,8 @@ def _cost(node: fx.Node, target: Any, machine: Machine) -> Cost:
         machine.memory_ms(num_bytes(node)),
         _elements_ms(node, target, machine),
     )
-    return Cost(
-        time_ms=time_ms,
-        overhead_bytes=sum(machine.rounded_bytes(size) for size in _workspaces(node, machine)),
-    )
+    overhead_bytes = sum(machine.rounded_bytes(size) for size in _workspaces(node, machine))
+    return Cost(time_ms=time_ms, overhead_bytes=overhead_bytes)
 
 
 def _compute_ms(node: fx.Node, machine: Machine) -> float:
@@ -157,56 +207,46 @@ def _compute_ms(node: fx.Node, machine: Machine) -> float:
 
 def _elements_ms(node: fx.Node, target: Any, machine: Machine) -> float:
     packet = _packet(target)
-    kinds = {"transcendental": _TRANSCENDENTAL, "normalization": _NORMALIZATION, "random": _RANDOM}
     num_elements = max(tensor.numel() for tensor in tensors_of(node))
     return sum(
         machine.elements_ms(num_elements, kind)
-        for kind, packets in kinds.items()
+        for kind, packets in _ELEMENT_OPS.items()
         if packet in packets
     )
 
 
 def _kind(node: fx.Node) -> str:
     packet = _packet(node.target)
-    return (
-        "attention"
-        if packet in _CPU_ATTENTION or packet in _GPU_ATTENTION
-        else "convolution"
-        if "conv" in str(packet)
-        else "matmul"
-    )
+    if packet in _CPU_ATTENTION or packet in _GPU_ATTENTION:
+        return "attention"
+    return "convolution" if "conv" in str(packet) else "matmul"
 
 
-def _with_deliveries(cost: Cost, op: Op, machine: Machine) -> Cost:
-    """Adds what handing its gradients over takes at the op's first run."""
-    gradients = [node.meta["val"] for node, _ in op.final_gradients]
-    times = [
-        machine.launch_ms + machine.memory_ms(3 * _distinct_bytes(gradient))
-        for gradient in gradients
+def _with_accumulation(cost: Cost, op: Op, machine: Machine) -> Cost:
+    """The cost of an op's first run, with the addition of its gradients to `.grad`."""
+    times_ms = [
+        machine.launch_ms + machine.memory_ms(3 * _distinct_bytes(node.meta["val"]))
+        for node, _ in op.final_gradients
     ]
-    return Cost(
-        time_ms=cost.time_ms + sum(times) * (2 if op.gradient_sink_form else 1),
-        overhead_bytes=cost.overhead_bytes,
-    )
+    num_additions = 2 if op.gradient_sink_form else 1
+    return replace(cost, time_ms=cost.time_ms + num_additions * sum(times_ms))
 
 
 def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
-    """Sizes of what a call allocates beside its results, in bytes."""
+    """Bytes of each allocation of a call beside its results."""
     packet = _packet(node.target)
     if packet is kernels.cross_entropy_backward:
         result = node.meta["val"]
         row_bytes = max(1, result.shape[1] * result.element_size())
         chunk_rows = max(1, kernels.CHUNK_BYTES // row_bytes)
-        yield (
-            min(result.shape[0], 2 * chunk_rows) * row_bytes
-        )  # one is made while the last is still there
+        # One chunk is made while the one before it is still live.
+        yield min(result.shape[0], 2 * chunk_rows) * row_bytes
     elif packet is kernels.dropout_apply:
         values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
         yield kernels.converted_numel(values, mask) * values.element_size()
     elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAWN_AT_ONCE:
-        yield (
-            kernels.DRAWN_AT_ONCE + 1
-        ) * torch.int64.itemsize  # random numbers, and one that they are compared with
+        # Random numbers, and the one that they are compared with.
+        yield (kernels.DRAWN_AT_ONCE + 1) * torch.int64.itemsize
     elif packet is _aten._safe_softmax:
         yield node.meta["val"].numel()
     elif packet in (_aten.native_layer_norm, _aten.native_layer_norm_backward):
@@ -217,16 +257,19 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         ]
         yield from (_distinct_bytes(operand) for operand in rows if not operand.is_contiguous())
     elif packet in _GPU_ATTENTION_BACKWARD:
-        yield from _attention_sums(node)
+        yield from _attention_sum_bytes(node)
     elif machine.device == "cpu" and packet in (_aten.convolution, _aten.convolution_backward):
         yield num_bytes(node) - sum(map(_distinct_bytes, tensors_of(node)))
-        yield _unasked_bytes(node)
+        yield _unrequested_bytes(node)
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
         yield _distinct_bytes(node.meta["val"][0])
 
 
-def _unasked_bytes(node: fx.Node) -> int:
-    """Of the weight's gradient, which the backward of a convolution makes with the bias's, asked for or not."""
+def _unrequested_bytes(node: fx.Node) -> int:
+    """Bytes of the weight's gradient, if a convolution's backward makes it without being asked.
+
+    It makes it together with the bias's gradient.
+    """
     if _packet(node.target) is not _aten.convolution_backward:
         return 0
     args: Any = node.args
@@ -234,8 +277,12 @@ def _unasked_bytes(node: fx.Node) -> int:
     return _distinct_bytes(weight.meta["val"]) if of_bias and not of_weight else 0
 
 
-def _attention_sums(node: fx.Node) -> Iterator[int]:
-    """Gradient of the queries in float32, one sum a row, and the gradients of keys and values for each head that shares them."""
+def _attention_sum_bytes(node: fx.Node) -> Iterator[int]:
+    """Bytes of the sums in the backward of fused attention.
+
+    One sum for each row, the gradient of the queries in float32, and the gradients of keys and
+    values for each head that shares them.
+    """
     query, key, value = (
         argument.meta["val"] for argument in node.args[1:4] if isinstance(argument, fx.Node)
     )
@@ -266,7 +313,7 @@ def _packet(target: Any) -> Any:
 
 
 def _ignores_values(node: fx.Node) -> bool:
-    """Whether the call takes only the metadata of its argument (`zeros_like`, `new_empty`)."""
+    """Whether the call reads only the metadata of its argument, as `zeros_like` does."""
     name = str(_packet(node.target)).removeprefix("aten.")
     return name.startswith("new_") or (
         name.endswith("_like")
@@ -275,13 +322,13 @@ def _ignores_values(node: fx.Node) -> bool:
 
 
 def _first_float(node: fx.Node) -> torch.Tensor:
-    """The first operand that products are taken of."""
+    """The first operand in floating point, or the first of all."""
     operands = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
     return next((tensor for tensor in operands if tensor.is_floating_point()), operands[0])
 
 
 def _distinct_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements, those that an expanded dimension repeats counted once."""
+    """Bytes of a tensor's elements, an expanded dimension counted once."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(
         size for size, stride in dimensions if stride or size == 0

@@ -1,11 +1,11 @@
-"""What a machine is to a cost model: peak rates, what share of them kinds of ops reach, launch latency, allocation granularity.
+"""Descriptions of machines for estimated costs: peak rates, efficiencies, latency, granularity.
 
-A description is a small TOML file. Those in `rockmate/costs/machines/` are known by name; one's own is given by its path. All keys but
-those of `[nanoseconds_per_element]` are required:
+A description is a small TOML file. Those in `rockmate/costs/machines/` are known by name, others by
+their path. All keys but those of `[nanoseconds_per_element]` are required:
 
 ```toml
 device = "cuda"              # "cuda" or "cpu"
-launch_us = 4.0              # from one op's start to the next one's, if they do nothing
+launch_us = 4.0              # between the starts of two ops that do nothing
 bandwidth_gb_per_s = 3350    # peak, 1e9 bytes a second
 allocation_bytes = 512       # the allocator rounds up to multiples of it
 
@@ -13,14 +13,14 @@ allocation_bytes = 512       # the allocator rounds up to multiples of it
 float32 = 66.9
 bfloat16 = 989.4
 
-[efficiency]                 # share of those peaks that kinds of ops reach
+[efficiency]                 # share of those peaks that each kind of op reaches
 matmul = 0.7
 convolution = 0.5
 attention = 0.5
 memory = 0.85
 
-[nanoseconds_per_element]    # where arithmetic other than products is the limit, as on CPUs; 0 where left out
-transcendental = 2.0         # gelu, softmax, exp and the like, per element written
+[nanoseconds_per_element]    # for ops bound by other arithmetic, as on CPUs; default 0
+transcendental = 2.0         # gelu, softmax, exp and similar ops, per element written
 normalization = 1.0          # layer and batch normalisation
 random = 5.0                 # drawing a dropout mask
 ```
@@ -48,17 +48,18 @@ _TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine as a cost model sees it; see this module's text for what each figure means.
+    """A machine as cost models see it.
 
     Attributes:
-        name: what messages call it.
+        name: its name in messages.
         device: "cuda" or "cpu".
         launch_us: microseconds that an op takes if it does nothing.
-        bandwidth_gb_per_s: peak of its memory, 1e9 bytes a second.
-        allocation_bytes: allocations are multiples of it.
-        peak_tflops: 1e12 floating point operations a second, by the dtype's name.
-        efficiency: share of a peak that is reached, for "matmul", "convolution", "attention" and "memory".
-        nanoseconds_per_element: least time of an element written, for "transcendental", "normalization" and "random" ops.
+        bandwidth_gb_per_s: peak bandwidth of its memory, in 1e9 bytes a second.
+        allocation_bytes: the size of every allocation is a multiple of it.
+        peak_tflops: peak rate by the dtype's name, in 1e12 floating point operations a second.
+        efficiency: share of a peak that ops reach: "matmul", "convolution", "attention", "memory".
+        nanoseconds_per_element: least time for an element that an op writes: "transcendental",
+            "normalization", "random".
     """
 
     name: str
@@ -72,11 +73,16 @@ class Machine:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that tensors are on there."""
+        """The device of the tensors on this machine."""
         return torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)
 
     def compute_ms(self, flops: float, dtype: torch.dtype, kind: str) -> float:
-        """Time of so many floating point operations in ops of a kind.
+        """Time of floating point operations.
+
+        Args:
+            flops: number of operations.
+            dtype: dtype in which they are computed.
+            kind: "matmul", "convolution" or "attention".
 
         Raises:
             MachineError: the machine has no peak for the dtype.
@@ -84,18 +90,19 @@ class Machine:
         name = str(dtype).removeprefix("torch.")
         if name not in self.peak_tflops:
             msg = (
-                f"machine {self.name!r} has no peak for {name}, in which the model computes products; it has those for "
-                f"{', '.join(self.peak_tflops)}. Add {name} to [peak_tflops] in a description of your own, or change the model's dtype."
+                f"machine {self.name!r} has no peak for {name}, in which the model computes "
+                f"products; it has those for {', '.join(self.peak_tflops)}. Add {name} to "
+                "[peak_tflops] in a description of your own, or change the model's dtype."
             )
             raise MachineError(msg)
         return flops / (self.peak_tflops[name] * self.efficiency[kind] * 1e9)
 
     def memory_ms(self, num_bytes: float) -> float:
-        """Time to read or write so many bytes."""
+        """Time to read or write `num_bytes`."""
         return num_bytes / (self.bandwidth_gb_per_s * self.efficiency["memory"] * 1e6)
 
     def elements_ms(self, num_elements: int, kind: str) -> float:
-        """Least time of so many elements in ops of a kind."""
+        """Least time to write `num_elements`, for an op of a kind."""
         return num_elements * self.nanoseconds_per_element.get(kind, 0.0) / 1e6
 
     @property
@@ -104,7 +111,7 @@ class Machine:
         return self.launch_us / 1e3
 
     def rounded_bytes(self, num_bytes: int) -> int:
-        """What the allocator counts for so many bytes."""
+        """The size of an allocation of `num_bytes`."""
         return -(-num_bytes // self.allocation_bytes) * self.allocation_bytes
 
 
@@ -121,16 +128,20 @@ def load_machine(machine: str | Path | Machine) -> Machine:
     """A machine's description.
 
     Args:
-        machine: the name of a known one, the path of a TOML file (a `Path`, or text that ends in ".toml"), or a description.
+        machine: the name of a known machine, the path of a TOML file, or a description. Text that
+            ends in ".toml" is a path.
 
     Raises:
-        MachineError: the name is not known, there is no such file, the file lacks a figure or has one that is none, or it is neither a
-            name nor a path nor a description.
+        MachineError: the name is not known, the file does not exist, lacks a figure or has an
+            invalid one, or `machine` is of another type.
     """
     if isinstance(machine, Machine):
         return machine
     if not isinstance(machine, str | Path):
-        msg = f"machine {machine!r} is of type {type(machine).__name__}; a name, a path or a rockmate.Machine is needed. {_how_to()}"
+        msg = (
+            f"machine {machine!r} is of type {type(machine).__name__}; a name, a path or a "
+            f"rockmate.Machine is needed. {_how_to()}"
+        )
         raise MachineError(msg)
     if isinstance(machine, Path) or machine.endswith(".toml"):
         path = Path(machine)
@@ -150,12 +161,21 @@ def _shipped() -> Any:
 
 def _how_to() -> str:
     return (
-        f"Known are {', '.join(known_machines())}. For another, write a TOML file with {', '.join(('device', *_NUMBERS))} and the tables "
-        f"{', '.join(f'[{table}]' for table in _TABLES)}, as `help('rockmate.machine')` shows, and pass its path, which ends in .toml."
+        f"Known are {', '.join(known_machines())}. For another, write a TOML file with "
+        f"{', '.join(('device', *_NUMBERS))} and the tables "
+        f"{', '.join(f'[{table}]' for table in _TABLES)}, as `help('rockmate.costs.machine')` "
+        "shows, and pass its path, which ends in .toml."
     )
 
 
 def _read(name: str, origin: str, text: str) -> Machine:
+    """The machine that a file describes.
+
+    Args:
+        name: the machine's name.
+        origin: name of the file in errors.
+        text: its content.
+    """
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -163,38 +183,17 @@ def _read(name: str, origin: str, text: str) -> Machine:
         raise MachineError(msg) from error
     unknown = content.keys() - {"device", *_NUMBERS, *_TABLES}
     if unknown:
-        raise MachineError(
-            f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}"
-        )
+        msg = f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}"
+        raise MachineError(msg)
     if content.get("device") not in _DEVICES:
-        raise MachineError(
-            f"{origin} has device = {content.get('device')!r}; write one of {', '.join(map(repr, _DEVICES))}."
-        )
+        devices = ", ".join(map(repr, _DEVICES))
+        msg = f"{origin} has device = {content.get('device')!r}; write one of {devices}."
+        raise MachineError(msg)
     tables = {table: _figures(origin, f"[{table}]", content.get(table, {})) for table in _TABLES}
-    _refuse_other_keys(
-        origin, "[efficiency]", tables["efficiency"], _EFFICIENCIES, are_required=True
-    )
-    _refuse_other_keys(
-        origin, "[nanoseconds_per_element]", tables["nanoseconds_per_element"], _ELEMENT_KINDS
-    )
-    numbers = _figures(
-        origin, "the file", {key: content[key] for key in _NUMBERS if key in content}
-    )
-    _refuse_other_keys(origin, "the file", numbers, _NUMBERS, are_required=True)
-    if not tables["peak_tflops"]:
-        raise MachineError(
-            f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as `float32 = 19.5`."
-        )
-    if not all(
-        isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in tables["peak_tflops"]
-    ):
-        raise MachineError(
-            f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(tables['peak_tflops'])}."
-        )
-    if any(share > 1 for share in tables["efficiency"].values()):
-        raise MachineError(
-            f"{origin} has an efficiency above 1: {tables['efficiency']}. It is the share of a peak that is reached."
-        )
+    _check_tables(origin, tables)
+    given = {key: content[key] for key in _NUMBERS if key in content}
+    numbers = _figures(origin, "the file", given)
+    _check_keys(origin, "the file", numbers, _NUMBERS, are_required=True)
     return Machine(
         name=name,
         device=content["device"],
@@ -203,6 +202,28 @@ def _read(name: str, origin: str, text: str) -> Machine:
         allocation_bytes=_whole(origin, numbers["allocation_bytes"]),
         **tables,
     )
+
+
+def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> None:
+    efficiency, peaks = tables["efficiency"], tables["peak_tflops"]
+    elements = tables["nanoseconds_per_element"]
+    _check_keys(origin, "[efficiency]", efficiency, _EFFICIENCIES, are_required=True)
+    _check_keys(origin, "[nanoseconds_per_element]", elements, _ELEMENT_KINDS)
+    msg = ""
+    if not peaks:
+        msg = (
+            f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as "
+            "`float32 = 19.5`."
+        )
+    elif not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in peaks):
+        msg = f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(peaks)}."
+    elif any(share > 1 for share in efficiency.values()):
+        msg = (
+            f"{origin} has an efficiency above 1: {efficiency}. It is the share of a peak that is "
+            "reached."
+        )
+    if msg:
+        raise MachineError(msg)
 
 
 def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
@@ -220,7 +241,7 @@ def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
     return dict(values)
 
 
-def _refuse_other_keys(
+def _check_keys(
     origin: str,
     place: str,
     found: Mapping[str, float],

@@ -1,10 +1,12 @@
-"""Time and workspace of each op, measured on the real device.
+"""Measured costs: time and workspace of each op, from running it on the real device.
 
-Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each distinct one is run alone, on inputs made up for it; the
-model as a whole is never run. Rounds go over all distinct calls in turn, so that no call finds its own data in the cache, and the
-median over rounds is taken. On a CPU results go to memory that the process has already, as within a step, where they take the place of
-what was released: pages that are fresh from the system may take longer than the op, and whether a call gets such is chance. Times
-are the processor's where PyTorch has one thread, the wall clock's where it has several, and the device's events on CUDA.
+Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each distinct call runs
+alone, on synthetic inputs. The model as a whole never runs. An op's time is the median over rounds;
+a round goes over all distinct calls, so that no call finds its own data in the cache.
+
+Clocks: CUDA events on CUDA; on a CPU the thread's processor time if PyTorch has one thread, else
+the wall clock. On a CPU results go to memory that the process already has, as within a step. Pages
+fresh from the system may take longer than the op, and whether a call gets such pages is chance.
 """
 
 from __future__ import annotations
@@ -19,39 +21,49 @@ import torch
 from torch import fx
 from tqdm import tqdm
 
-from rockmate._torch.allocator import workspace_bytes
+from rockmate._torch.allocator import is_out_of_memory, workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.engine import is_profiling
+from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
 
 _ADD = torch.ops.aten.add_.Tensor
-_ROUNDS = 5
-_SLOW_MS = 20.0  # a call this slow is measured well by two runs, the one for the overhead included
-_VERY_SLOW_MS = 100.0  # and this slow by that one alone
+# Number of rounds in which each call is timed.
+_NUM_ROUNDS = 5
+# Milliseconds from which two runs suffice, the one that measures the workspace included.
+_SLOW_MS = 20.0
+# Milliseconds from which that one run suffices.
+_VERY_SLOW_MS = 100.0
+# Errors that ATen raises for shapes and dtypes that an op does not take.
+_OP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 def measure_costs(
     graph: Graph, *, progress: bool = False, known: dict[Hashable, Cost] | None = None
 ) -> Costs:
-    """Measures every distinct call of the graph on the device of its tensors.
+    """The costs of all ops, measured on the device of the graph's tensors.
 
-    Random state is left as found. Inputs are constants that suit any op: floating point 0.5, integers 0, booleans false (an op that
-    scatters to where a mask is true then finds values enough).
+    Random state is left as found. Synthetic inputs are constants that suit any op: floating point
+    0.5, integers 0, booleans false. With a false mask, an op that scatters to the true elements
+    has enough values.
 
     Args:
         graph: the ops.
         progress: shows a progress bar.
-        known: costs of calls that were measured before, by their keys; those measured now are added.
+        known: costs of calls that were measured before, by their keys; new ones are added to it.
 
     Raises:
-        RockmateError: a profiler is running.
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
+        RockmateError: a profiler is running, or the device has no memory for a single op.
     """
     if is_profiling():
-        msg = "a profiler is running, and planning needs PyTorch's own to see what ops allocate. Plan before you start it."
+        msg = (
+            "a profiler is running, and planning needs PyTorch's own to measure allocations. "
+            "Plan before you start it."
+        )
         raise RockmateError(msg)
     calls: dict[Hashable, _Call] = {}
 
@@ -60,29 +72,31 @@ def measure_costs(
 
     parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
-    recompute = [distinct(_again_call(op)) for op in graph.ops]
+    recompute = [distinct(_recompute_call(op)) for op in graph.ops]
     additions = [
         [distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)]
         for op in graph.ops
     ]
-    keeping = [[distinct(_keeping_call(op))] if op.save_state else [] for op in graph.ops]
+    state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         _run_rounds(unknown, progress=progress)
     costs.update({call.key: call.cost() for call in unknown})
+
+    def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
+        pairs = zip(calls, further, strict=True)
+        return tuple(_with_times(costs[call.key], [costs[c.key] for c in f]) for call, f in pairs)
+
     return Costs(
-        first=tuple(
-            _with_additions(costs[call.key], [costs[a.key] for a in added])
-            for call, added in zip(first, additions, strict=True)
-        ),
-        recompute=tuple(
-            _with_additions(costs[call.key], [costs[k.key] for k in kept])
-            for call, kept in zip(recompute, keeping, strict=True)
-        ),
+        first=total(first, additions),
+        recompute=total(recompute, state_saves),
         num_distinct=len(calls),
     )
+
+
+# --- the calls of an op -----------------------------------------------------------------------
 
 
 def _own_call(op: Op) -> _Call:
@@ -90,27 +104,26 @@ def _own_call(op: Op) -> _Call:
 
 
 def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
-    """What the op calls at its first run: a product that is computed onto `.grad` is measured with the addition."""
-    if isinstance(op.gradient_sink_form, SlicedMatmul) and op.gradient_sink_form.is_one_of_several:
-        target = (
-            _add_flipped_product
-            if op.gradient_sink_form.is_flipped
-            else torch.ops.aten.addmm_.default
-        )
-        return _Call(
-            op, target, (parameters[op.final_gradients[0][1].name], *op.node.args), op.node.kwargs
-        )
-    return _own_call(op)
+    """The call of an op's first run.
+
+    A product that is computed onto `.grad` is measured with the addition.
+    """
+    form = op.gradient_sink_form
+    if not isinstance(form, SlicedMatmul) or not form.is_one_of_several:
+        return _own_call(op)
+    target = _add_flipped_product if form.is_flipped else torch.ops.aten.addmm_.default
+    parameter = parameters[op.final_gradients[0][1].name]
+    return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
 
 
-def _again_call(op: Op) -> _Call:
+def _recompute_call(op: Op) -> _Call:
     if op.recompute_target in (None, op.node.target) and op.recompute_args is None:
         return _own_call(op)
     args = op.node.args if op.recompute_args is None else op.recompute_args
     return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
 
 
-def _keeping_call(op: Op) -> _Call:
+def _save_state_call(op: Op) -> _Call:
     return _Call(op, op.save_state, ([*op.saved_results], *op.node.args), {})
 
 
@@ -121,26 +134,36 @@ def _add_flipped_product(
 
 
 def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node, fx.Node]]:
-    """What is added to what when the op's gradients are handed over: twice where that goes by pieces, once more for the hooks."""
-    if isinstance(op.gradient_sink_form, SlicedMatmul) and op.gradient_sink_form.is_one_of_several:
+    """The additions to `.grad` at an op's first run, as pairs of parameter and gradient.
+
+    A gradient that is added slice by slice counts twice: once more for the hooks.
+    """
+    form = op.gradient_sink_form
+    if isinstance(form, SlicedMatmul) and form.is_one_of_several:
         return []
     pairs = [(parameters[role.name], node) for node, role in op.final_gradients]
-    return pairs * 2 if op.gradient_sink_form else pairs
+    return pairs * 2 if form else pairs
 
 
-def _with_additions(cost: Cost, additions: Sequence[Cost]) -> Cost:
-    return replace(cost, time_ms=cost.time_ms + sum(addition.time_ms for addition in additions))
+def _with_times(cost: Cost, further: Sequence[Cost]) -> Cost:
+    return replace(cost, time_ms=cost.time_ms + sum(other.time_ms for other in further))
+
+
+# --- measuring --------------------------------------------------------------------------------
 
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
-    bar = tqdm(
-        total=_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False
-    )
-    with bar:
+    with tqdm(
+        total=_NUM_ROUNDS + 1,
+        desc="measuring ops",
+        unit="round",
+        disable=not progress,
+        leave=False,
+    ) as bar:
         for call in calls:
             call.measure_overhead()
         bar.update()
-        for round_index in range(_ROUNDS):
+        for round_index in range(_NUM_ROUNDS):
             for call in calls:
                 if call.first_ms < (_VERY_SLOW_MS if round_index == 0 else _SLOW_MS):
                     call.measure_time()
@@ -148,12 +171,27 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
 
 
 def _seconds() -> float:
-    """A clock: the thread's own where an op runs on one, which other work on the machine does not drive, else the wall clock."""
+    """The clock for ops on a CPU.
+
+    Other work on the machine does not drive a thread's own clock.
+    """
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class _Call:
-    """One distinct call, with what has been measured of it."""
+    """One distinct call and its measurements.
+
+    Attributes:
+        op: an op that makes the call.
+        target: the function.
+        args: its arguments in the joint graph.
+        kwargs: its keywords in the joint graph.
+        device: device of its results.
+        key: equal for calls of equal cost.
+        times_ms: the measured times.
+        overhead_bytes: the measured workspace.
+        first_ms: time of the run that measured the workspace; 0 on CUDA.
+    """
 
     def __init__(
         self,
@@ -174,16 +212,30 @@ class _Call:
         self.first_ms = 0.0
 
     def cost(self) -> Cost:
-        return Cost(
-            time_ms=statistics.median_low(self.times_ms), overhead_bytes=self.overhead_bytes
-        )
+        """The median of the times, and the workspace."""
+        time_ms = statistics.median_low(self.times_ms)
+        return Cost(time_ms=time_ms, overhead_bytes=self.overhead_bytes)
 
     def measure_overhead(self) -> None:
+        """Measures the workspace, and the time of a slow call."""
+        try:
+            self.overhead_bytes = self._measured_overhead_bytes()
+        except Exception as error:
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+        if self.device.type == "cuda":
+            # The first launch includes the loading of the kernel.
+            self.first_ms = 0.0
+        elif self.first_ms >= _SLOW_MS:
+            self.times_ms.append(self.first_ms)
+
+    def _measured_overhead_bytes(self) -> int:
         fake = self.op.node.meta["val"]
-        releases = getattr(
-            self.target, "released_bytes", 0
-        )  # the allocator must have seen them allocated
-        made = None if releases else self._make_call()
+        released_bytes = getattr(self.target, "released_bytes", 0)
+        # The allocator must see the allocation of inputs that the call releases.
+        made = None if released_bytes else self._make_call()
         if self.device.type == "cpu":
             self._warm_heap()
 
@@ -193,22 +245,32 @@ class _Call:
             self.first_ms = (_seconds() - begin) * 1e3
             return _tracked_results(result, fake)
 
-        try:
-            self.overhead_bytes = (
-                workspace_bytes(lambda: (run, made or self._make_call()), self.device) - releases
+        measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)
+        return measured_bytes - released_bytes
+
+    def _explained(self, error: Exception) -> RockmateError | None:
+        """The error that a user can act on; None if only this library can be at fault."""
+        place = f"{self.target} in {self.op.module or 'the model'}"
+        cause = f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            read_bytes = sum(storage.num_bytes for storage in self.op.reads)
+            needed = size_text(read_bytes + self.op.written_bytes)
+            return RockmateError(
+                f"{self.device} is out of memory while {place} is measured, which runs alone on "
+                f"inputs and results of {needed}: {cause}. Release memory on the device, make the "
+                "batch smaller, or plan with estimated costs (machine=...)."
             )
-        except Exception as error:
-            msg = (
-                f"{self.target} in {self.op.module or 'the model'} fails on inputs like the sample's: {type(error).__name__}: {error}. "
-                "Check the sample's shapes and dtypes against what the model takes."
-            )
-            raise InvalidSampleError(msg) from error
-        if self.device.type == "cuda":
-            self.first_ms = 0.0  # the first launch tells nothing
-        elif self.first_ms >= _SLOW_MS:
-            self.times_ms.append(self.first_ms)
+        # An opaque module runs the user's own code on the sample, which may raise anything.
+        is_opaque = hasattr(self.target, "on_sample")
+        if not is_opaque and not isinstance(error, _OP_ERRORS):
+            return None
+        return InvalidSampleError(
+            f"{place} fails on inputs like the sample's: {cause}. "
+            "Check the sample's shapes and dtypes against what the model takes."
+        )
 
     def measure_time(self) -> None:
+        """Measures the time once more."""
         target, args, kwargs = self._make_call()
         if self.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -225,7 +287,7 @@ class _Call:
         del result
 
     def _warm_heap(self) -> None:
-        """Leaves as much memory in the heap as the call allocates."""
+        """Leaves as many bytes in the heap as the call allocates."""
         torch.ones(self.op.written_bytes + self.overhead_bytes, dtype=torch.uint8)
 
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
@@ -236,35 +298,33 @@ class _Call:
                 made[node] = _synthetic_tensor(node.meta["val"])
             return made[node]
 
-        if hasattr(
-            self.target, "on_sample"
-        ):  # an untraced submodule, which may not run on made-up values
-            return *self.target.on_sample(
-                lambda position: fx.map_arg(self.args[position], make)
-            ), {}
+        if hasattr(self.target, "on_sample"):
+            # An opaque module may fail on synthetic values.
+            def argument(position: int) -> Any:
+                return fx.map_arg(self.args[position], make)
+
+            return *self.target.on_sample(argument), {}
         return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
 
 
 def _tracked_results(result: Any, fake: Any) -> Any:
-    """The results that the graph knows of. A kernel may make one that its mask leaves out, as a convolution's gradients on the CPU do.
+    """The results that the graph tracks.
 
-    Such a result is released with the call, so it is part of what the call takes beside its results.
+    A kernel may make a result that its mask leaves out, as a convolution's backward on the CPU
+    does. It is released with the call, so it is part of the workspace.
     """
-    if (
-        isinstance(result, tuple | list)
-        and isinstance(fake, tuple | list)
-        and len(result) == len(fake)
-    ):
-        return [value for value, known in zip(result, fake, strict=True) if known is not None]
-    return result
+    are_lists = isinstance(result, tuple | list) and isinstance(fake, tuple | list)
+    if not are_lists or len(result) != len(fake):
+        return result
+    return [value for value, known in zip(result, fake, strict=True) if known is not None]
 
 
 def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
+    """A constant tensor with the layout of a fake one."""
     value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
-    needed = (
-        1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
-        if fake.numel()
-        else 0
-    )
-    memory = torch.full((needed,), value, dtype=fake.dtype, device=fake.device)
+    num_elements = 0
+    if fake.numel():
+        dimensions = zip(fake.shape, fake.stride(), strict=True)
+        num_elements = 1 + sum((size - 1) * stride for size, stride in dimensions)
+    memory = torch.full((num_elements,), value, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())

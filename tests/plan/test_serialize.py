@@ -237,7 +237,7 @@ def test_loaded_plan_runs_in_a_process_without_solvers(tmp_path: Path) -> None:
         check=False,
         text=True,
         env={
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",
             "PYTHONHASHSEED": "12345",
             "OMP_NUM_THREADS": "1",
         },

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,8 +26,9 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.storage import storage_id
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.loss import find_loss
 from rockmate.capture.opaque_module import record_calls
+from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure, flatten
@@ -121,7 +122,7 @@ class _TensorsIn(nn.Module):
         output = self.model(*args, **kwargs)
         _refuse_reassigned(buffers, _buffers_by_place(self.model))
         flat, structure = flatten(output, what="the model's output")
-        loss = _find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
+        loss = find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
         if self._outputs == "loss":
             if loss is None:
                 msg = 'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave `outputs` at "all".'
@@ -168,25 +169,6 @@ def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.T
             "place instead (`buffer.copy_(...)`, `buffer.add_(...)`)."
         )
         raise UnsupportedModelError(msg)
-
-
-def _find_loss(output: Any, flat: list[torch.Tensor], *, has_labels: bool) -> int | None:
-    """Index among `flat` of the output's loss, None if there is none.
-
-    That is an entry called `loss`, or the leading scalar of a tuple if the model was given `labels`.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if (
-        loss is None
-        and has_labels
-        and isinstance(output, tuple | list)
-        and len(flat) > 1
-        and flat[0] is output[0]
-    ):
-        loss = flat[0] if flat[0].ndim == 0 else None
-    if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
-        return None
-    return next((index for index, tensor in enumerate(flat) if tensor is loss), None)
 
 
 def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:

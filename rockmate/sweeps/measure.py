@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate._torch.allocator import timeline
+from rockmate.capture.loss import find_loss
 from rockmate.capture.signature import sample_call
 from rockmate.capture.structure import flatten
 from rockmate.collector import gc_paused
@@ -108,23 +109,21 @@ def run_step(call: Callable[..., Any], sample_input: Any, *, seed: int) -> None:
 
 
 def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
-    """The tensors of a model's output that a training step starts its backward from: the loss, or all that require a gradient."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if (
-        loss is None
-        and has_labels
-        and isinstance(outputs, tuple | list)
-        and isinstance(outputs[0], Tensor)
-        and not outputs[0].ndim
-    ):
-        loss = outputs[0]
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        return [loss]
-    found = [
-        tensor for tensor in flatten(outputs, what="the model's output")[0] if tensor.requires_grad
-    ]
+    """The output tensors at which a step's backward starts: the loss, or all with a gradient.
+
+    Raises:
+        UnsupportedModelError: No output requires a gradient.
+    """
+    flat, _ = flatten(outputs, what="the model's output")
+    loss = find_loss(outputs, flat, has_labels=has_labels)
+    if loss is not None:
+        return [flat[loss]]
+    found = [tensor for tensor in flat if tensor.requires_grad]
     if not found:
-        msg = "no output of the model requires a gradient, so there is no step to measure. Return the loss, or what it is made of."
+        msg = (
+            "no output of the model requires a gradient, so there is no step to measure. "
+            "Return the loss, or the tensors it is computed from."
+        )
         raise UnsupportedModelError(msg)
     return found
 

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, put off while something is going on."""
+"""Pauses Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No automatic collection until the end; each would walk everything there is, and planning makes many small objects."""
+    """Pauses automatic collection.
+
+    Each collection walks every object, and planning makes many small ones.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

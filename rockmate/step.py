@@ -31,7 +31,12 @@ from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks, chunk_loss_block, separable_blocks
+from rockmate.graph.chunking.chunks import (
+    Chunks,
+    SeparableBlocks,
+    chunk_loss_block,
+    separable_blocks,
+)
 from rockmate.graph.gradient_slices import choose_sink_forms
 from rockmate.graph.hooked_gradients import (
     hooked_names,

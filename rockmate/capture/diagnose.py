@@ -1,4 +1,4 @@
-"""TODO: capture.diagnose."""
+"""Errors of a trace as errors that a user can act on: submodule, line, and what to change."""
 
 from __future__ import annotations
 
@@ -11,45 +11,57 @@ from torch import nn
 
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
-_MOST_NAMED = 4  # submodules in an error
+# Submodules that an error names at most.
+_MOST_NAMED = 4
+# Errors that a forward raises by itself on a sample that does not fit it.
+_OF_FORWARD = (TypeError, ValueError, IndexError, RuntimeError, KeyError, AttributeError)
 
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
-    """The tracer's error as one that the user can act on, with the submodule and the line of their code that caused it."""
+    """The tracer's error as one that names the user's submodule and line, and the next step.
+
+    Args:
+        error: what the trace raised. PyTorch has no public classes for most of its tracing errors,
+            so the classes are told apart by name and, where one class has several causes, by text.
+        model: the captured model.
+        path: of the submodule that was running.
+    """
     where = (f" in {path}" if path else "") + _user_line(error)
     text = str(error).strip().split("\n")[0][:300]
     causes = _causes(error)
     if any(type(cause).__name__ == "DynamicOutputShapeException" for cause in causes):
         msg = (
-            f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose shape depends on values{where}, in "
-            f"forward or backward ({text}). Such shapes have no single schedule; replace it by a tensor operation of fixed shape "
-            f"(`torch.where` for `x[mask]` and `x[mask] = y`), or{_leave(model, path)}."
+            f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose "
+            f"shape depends on values{where}, in forward or backward ({text}). Such shapes have no "
+            "single schedule; replace it by a tensor operation of fixed shape (`torch.where` for "
+            f"`x[mask]` and `x[mask] = y`), or{_leave(model, path)}."
         )
         return UnsupportedModelError(msg)
     if any(_reads_values(cause) for cause in causes):
         msg = (
-            f"{type(model).__name__} cannot be captured as one graph: its forward reads the value of a tensor{where}. Control flow or "
-            f"shapes that depend on data have no single schedule; replace it by a tensor operation, or{_leave(model, path)}. ({text})"
+            f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "
+            f"of a tensor{where}. Control flow or shapes that depend on data have no single "
+            "schedule; replace it by a tensor operation, "
+            f"or{_leave(model, path)}. ({text})"
         )
         return UnsupportedModelError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
         msg = (
-            f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor input{where}, typically an attribute. "
-            "Register it with register_buffer(name, tensor, persistent=False)."
+            f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor "
+            f"input{where}, typically an attribute. Register it with "
+            "register_buffer(name, tensor, persistent=False)."
         )
         return UnsupportedModelError(msg)
-    if isinstance(
-        error, TypeError | ValueError | IndexError | RuntimeError | KeyError | AttributeError
-    ):
-        msg = f"{type(model).__name__} raised on the sample input{where}: {type(error).__name__}: {text}"
-        return InvalidSampleError(msg)
-    return UnsupportedModelError(
-        f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {text}"
-    )
+    what = f"{type(error).__name__}: {text}"
+    if isinstance(error, _OF_FORWARD):
+        return InvalidSampleError(
+            f"{type(model).__name__} raised on the sample input{where}: {what}"
+        )
+    return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
 
 
 def _leave(model: nn.Module, path: str) -> str:
-    """What a user can do about a submodule that cannot be captured, and about others of its class."""
+    """The advice for a submodule that cannot be captured, and for others of its class."""
     if not path:
         return " keep that part outside"
     kind = type(model.get_submodule(path))
@@ -68,11 +80,15 @@ def _leave(model: nn.Module, path: str) -> str:
         if around and names is alike
         else ""
     )
-    return f" run {what}: untraced=[{listed}] (on the command line: --untraced {','.join(names)}){larger}"
+    command = f"on the command line: --untraced {','.join(names)}"
+    return f" run {what}: untraced=[{listed}] ({command}){larger}"
 
 
 def _around(model: nn.Module, paths: Sequence[str]) -> str:
-    """Path of the innermost submodule that contains them all and has a forward of its own; empty if that is the whole model."""
+    """Path of the innermost submodule with a forward of its own that contains all `paths`.
+
+    Empty if that is the whole model.
+    """
     shared = paths[0].split(".")[:-1]
     while shared:
         around = ".".join(shared)
@@ -98,7 +114,7 @@ def _reads_values(error: BaseException) -> bool:
 
 
 def _user_line(error: BaseException) -> str:
-    """The deepest frame outside PyTorch and this package, as text that starts with a blank; empty if there is none."""
+    """The deepest frame outside PyTorch and this package, with a leading blank; empty if none."""
     ours, torch_root = Path(__file__).parents[1], Path(torch.__file__).parent
     frames = [
         frame

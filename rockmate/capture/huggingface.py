@@ -1,4 +1,4 @@
-"""TODO: capture.huggingface."""
+"""What a capture changes in Hugging Face models: mask code, the key/value cache, checkpointing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 
 from torch import nn
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Answers for Hugging Face's mask code the questions that it would answer by reading values.
+    """Answers questions of Hugging Face's mask code that it answers by reading tensor values.
 
-    A mask that is given is never skipped: its values differ from batch to batch, and a traced mask is still taken as unknown.
+    Without `position_ids` there is no packing. A mask that is given is never skipped: its values
+    differ from batch to batch, and a traced mask stays unknown.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    if masking is None or len(args) > 1:  # further positional arguments may be masks or positions
+    # Further positional arguments may be masks or positions.
+    if masking is None or len(args) > 1:
         yield
         return
     answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
@@ -38,15 +40,17 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def training_only_features_off(model: nn.Module) -> Iterator[None]:
-    """Switches off the key/value cache, and says so, and gradient checkpointing, of which the planner says so."""
+    """Switches off the key/value cache and gradient checkpointing, and restores configs.
+
+    A training step has no use for the cache; the plan replaces checkpointing. Some forwards write
+    to their config, as `problem_type`.
+    """
     configs = [
         module.config
         for module in model.modules()
         if hasattr(getattr(module, "config", None), "__dict__")
     ]
-    settings = [
-        (config, vars(config).copy()) for config in configs
-    ]  # some forwards write to them (`problem_type`)
+    settings = [(config, vars(config).copy()) for config in configs]
     changed: list[tuple[Any, str]] = []
     holders = {
         id(holder): holder for module in model.modules() for holder in _cache_switches(module)
@@ -55,7 +59,7 @@ def training_only_features_off(model: nn.Module) -> Iterator[None]:
     changed += [(module, "gradient_checkpointing") for module in modules_with_checkpointing(model)]
     if holders:
         logger.info(
-            "use_cache is off in the planned forward: a training step has no use for past_key_values"
+            "use_cache is off in the planned forward: a training step does not use past_key_values"
         )
     try:
         for holder, name in changed:

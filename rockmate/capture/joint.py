@@ -1,15 +1,17 @@
-"""Module and sample -> joint graph: this and `rockmate/symbolic.py` are the only files that touch PyTorch's private tracing interface.
+"""Module and sample -> joint graph.
 
-`torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (torch 2.11 to 2.13) traces the plain module with fake tensors, no
-Dynamo, and returns forward and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here those become
-this project's own `Role`s, and everything that would let the trace differ from what eager runs is set for its duration:
+PyTorch's AOTAutograd traces the plain module with fake tensors, without Dynamo. It returns forward
+and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here the
+descriptors become `Role`s. What would let the trace differ from eager is set for its duration:
 
-* the flags behind `torch.compiler.is_compiling()` and `is_exporting()` are on, so that model code does not read tensor values;
-* Hugging Face's mask code is told what it cannot read: without a padding mask there is no padding, without `position_ids` there is
-  no packing, so the captured graph runs the attention kernel that eager runs;
-* the key/value cache and gradient checkpointing of Hugging Face models are off: one is useless in training, the other is our job.
+* The flags behind `torch.compiler.is_compiling()` and `is_exporting()` are on, so model code reads
+  no tensor values.
+* Hugging Face's mask code is told what it cannot read. Without a padding mask there is no padding,
+  without `position_ids` there is no packing. The graph then has the attention kernel of eager.
+* The key/value cache and gradient checkpointing of Hugging Face models are off.
 
-Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and every flag are as before.
+Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and flags are
+restored.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from rockmate.capture.trace_state import (
 )
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 
 def capture_joint(
@@ -59,15 +61,19 @@ def capture_joint(
         model: the module, in the mode that it will be trained in.
         tensors: the tensors of the sample input; only their metadata matters.
         structure: rebuilds `(args, kwargs)` from the tensors.
-        differentiable: "loss" cuts every output but the loss from the backward where the output has a loss; "all" keeps them all.
+        differentiable: "loss" cuts every output but the loss from the backward, where the output
+            has a loss; "all" keeps them all.
         outputs: "loss" returns `None` for every output tensor but the loss.
-        untraced: paths of submodules that run as they are; recurrent layers do so in any case. See `rockmate.untraced`.
+        untraced: paths of opaque modules. Recurrent layers are opaque in any case. See
+            `rockmate.capture.opaque_module`.
 
     Raises:
-        InvalidSampleError: the model rejects the sample, or no output depends on anything that requires a gradient.
-        UnsupportedModelError: the model cannot be captured as one static graph; the message names the line.
+        InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
+            requires a gradient.
+        UnsupportedModelError: the model cannot be captured as one static graph; the text names the
+            line.
     """
-    # Copies, since a sample that passes one tensor twice would be captured as a model with one input.
+    # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
     args, kwargs = structure.rebuild(tensors)
@@ -101,7 +107,10 @@ def capture_joint(
 
 
 class _TensorsIn(nn.Module):
-    """The model as a function from tensors to a flat tuple of tensors, which is what the tracer's descriptors number."""
+    """The model as a function from tensors to a flat tuple of tensors.
+
+    The tracer's descriptors number the tensors of these two tuples.
+    """
 
     def __init__(
         self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
@@ -125,7 +134,10 @@ class _TensorsIn(nn.Module):
         loss = find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
         if self._outputs == "loss":
             if loss is None:
-                msg = 'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave `outputs` at "all".'
+                msg = (
+                    'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
+                    '`outputs` at "all".'
+                )
                 raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         if self._differentiable == "loss" and loss is not None:
@@ -147,8 +159,8 @@ class _TensorsIn(nn.Module):
         )
         if not self.differentiable_outputs:
             msg = (
-                "no output of the model requires a gradient, so there is nothing to train. Unfreeze a parameter, pass labels, or "
-                "call the plain model."
+                "no output of the model requires a gradient, so there is nothing to train. Unfreeze "
+                "a parameter, pass labels, or call the plain model."
             )
             raise InvalidSampleError(msg)
         return tuple(_unshared(flat))
@@ -159,20 +171,24 @@ def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """Raises if the forward has put another tensor in the place of a buffer, which a graph cannot do for it."""
+    """Raises if the forward has assigned another tensor to a buffer, which no graph can repeat."""
     changed = sorted(
         name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
     )
     if changed:
         msg = (
-            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured graph cannot repeat. Change it in "
-            "place instead (`buffer.copy_(...)`, `buffer.add_(...)`)."
+            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured "
+            "graph cannot repeat. Change it in place instead (`buffer.copy_(...)`, "
+            "`buffer.add_(...)`)."
         )
         raise UnsupportedModelError(msg)
 
 
 def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies differentiable outputs that share memory with an earlier one: each then has a gradient of its own."""
+    """Copies differentiable outputs that share memory with an earlier one.
+
+    Each output then has a gradient of its own.
+    """
     seen: set[int] = set()
     result = []
     for tensor in flat:
@@ -186,10 +202,12 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
     made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
-            msg = f"the model's forward uses a {type(getattr(joint, str(node.target))).__name__} object, which cannot be captured"
-            raise UnsupportedModelError(
-                f"{msg}. Use the default random generator, and tensors that are inputs or buffers."
+            kind = type(getattr(joint, str(node.target))).__name__
+            msg = (
+                f"the model's forward uses a {kind} object, which cannot be captured. Use the "
+                "default random generator, and tensors that are inputs or buffers."
             )
+            raise UnsupportedModelError(msg)
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
@@ -204,8 +222,8 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
     if tangents != set(forward.differentiable_outputs):
         missing = sorted(set(forward.differentiable_outputs) - tangents)
         msg = (
-            f"output tensors {missing} of the model require grad but are its own inputs or parameters (or views of them). Return a "
-            "copy, or detach them."
+            f"output tensors {missing} of the model require grad but are its own inputs or "
+            "parameters, or views of them. Return a copy, or detach them."
         )
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None

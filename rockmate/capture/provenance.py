@@ -1,8 +1,11 @@
-"""The submodule that ran each op, written to `node.meta["module"]` while a model is traced.
+"""Where each node of a trace comes from: its submodule and the user's line.
 
-Nodes of the forward are made while their submodule runs. Nodes of the backward are made by autograd, when none does: they bear the
-sequence number that autograd gave the op that they differentiate, and numbers count up while the forward passes through submodules.
-Numbers alone would not do for the forward, since an op that needs no gradient (in a frozen submodule) is given none.
+The submodule goes to `node.meta["module"]`, the line to `node.meta["stack_trace"]`.
+
+Nodes of the forward are made while their submodule runs. Nodes of the backward are made by autograd
+when no submodule runs. They bear the sequence number that autograd gave the op that they
+differentiate, and these numbers count up while the forward passes through submodules. The forward
+needs more than numbers: an op without a gradient, as in a frozen submodule, has none.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from rockmate.capture import fake_device
 
 @dataclass(frozen=True, slots=True)
 class ModuleStack:
-    """Where the forward has been.
+    """The submodules that the forward has run and is running.
 
     Attributes:
-        spans: autograd sequence numbers of each submodule's forward: (first, past the last, module path).
-        entered: for each submodule whose forward has begun and not ended, the outer ones first: (first sequence number, module path).
+        spans: of each submodule's finished forward, its autograd sequence numbers and its path:
+            (first, past the last, path).
+        entered: the submodules that are running, outermost first: (first sequence number, path).
     """
 
     spans: list[tuple[int, int, str]] = field(default_factory=list)
@@ -44,21 +48,22 @@ class ModuleStack:
         return self.entered[-1][1] if self.entered else ""
 
     def name_backward(self, graph: fx.Graph) -> None:
-        """Gives each node that no submodule made the module of the op that it differentiates."""
+        """Gives each node without a submodule the module of the op that it differentiates."""
         module_of_sequence = self._module_of_sequence()
         for node in graph.nodes:
             if "module" not in node.meta:
                 node.meta["module"] = module_of_sequence.get(node.meta.get("seq_nr", -1), "")
 
     def _module_of_sequence(self) -> dict[int, str]:
-        """The innermost module of each sequence number. Spans end in order of leaving, so an inner one comes before its parent."""
+        """The innermost module of each sequence number.
+
+        Spans are in order of leaving, so an inner one comes before its parent.
+        """
         last_trace_start = max((first for first, _, path in self.spans if not path), default=0)
         result: dict[int, str] = {}
         for first, past_last, path in self.spans:
-            if (
-                first < last_trace_start
-            ):  # an earlier trace of the same module: the tracer runs it more than once
-                continue
+            if first < last_trace_start:
+                continue  # of an earlier trace: the tracer runs the module more than once
             for number in range(first, past_last):
                 result.setdefault(number, path)
         return result
@@ -66,7 +71,7 @@ class ModuleStack:
 
 @contextlib.contextmanager
 def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
-    """Records the trail of the model's forward, and names the nodes that are made on it."""
+    """Records which submodules run, and writes the running one to each new node."""
     trail = ModuleStack()
 
     def enter(path: str) -> Callable[..., None]:
@@ -94,12 +99,12 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+# Frames that do not count: they stand in for PyTorch's own functions, called from the user's line.
 _PASSED_OVER = (_TORCH, __file__, fake_device.__file__, graphs.__file__, "<")
-"""Code that does not count: what stands in for PyTorch's own functions is called from the user's line."""
 
 
 def source_lines() -> AbstractContextManager[None]:
-    """Gives each node that is traced meanwhile the user's line that made it."""
+    """Writes the user's line to each node that is traced meanwhile."""
     return on_node_created(_note_line)
 
 
@@ -110,9 +115,10 @@ def _note_line(node: fx.Node) -> None:
 
 
 def _user_line() -> str:
-    """The innermost frame outside PyTorch, in the form of a traceback; empty if this package stands nearer than the user's code.
+    """The innermost frame outside PyTorch, in the form of a traceback.
 
-    Code without a file (text that `exec` ran) has no line to show, and counts as its caller's.
+    Empty if a frame of this package is further in than the user's code. Code without a file, which
+    `exec` ran, counts as its caller's.
     """
     frame = sys._getframe(1)
     while (frame := frame.f_back) is not None:

@@ -1,4 +1,4 @@
-"""TODO: capture.roles."""
+"""The joint graph with a role for each of its inputs and outputs: what a capture returns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ class RoleKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One input or output of the joint graph: its kind, with the name (parameters, buffers, constants) or index (all others)."""
+    """One input or output of the joint graph.
+
+    Attributes:
+        kind: what it stands for.
+        name: of a parameter, buffer or constant.
+        index: of any other, among the tensors of the call or of the output.
+    """
 
     kind: RoleKind
     name: str = ""
@@ -42,15 +48,17 @@ class Role:
 class Capture:
     """A joint graph and the meaning of its ends.
 
-    Each node's `meta["module"]` is the path of the innermost submodule that ran it, or whose op it differentiates.
+    Each node's `meta["module"]` is the path of the innermost submodule that ran it, or whose op it
+    differentiates.
 
     Attributes:
         joint: the functional forward and backward in one graph.
         inputs: the role of each placeholder and of each constant tensor, in order.
-        output_roles: the role of each value that the graph returns; None for the gradient of an input that needs none.
-        constants: tensors that the model's code made from Python numbers, by name.
+        output_roles: the role of each value that the graph returns; None for the gradient of an
+            input that needs none.
+        constants: tensors that the model's code made of Python numbers, by name.
         output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
-        non_differentiable_outputs: indices of the outputs that have a gradient in eager and none here.
+        non_differentiable_outputs: indices of the outputs with a gradient in eager and none here.
     """
 
     joint: fx.GraphModule
@@ -72,7 +80,10 @@ class Capture:
 
 
 def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> Capture:
-    """The capture on a copy of its graph, where `twins` stand for its own nodes; no code is written for it, since none is run."""
+    """The capture on a copy of its graph. `twins` maps its nodes to their copies.
+
+    No code is written for the copy, since it is never run.
+    """
     joint = module_without_code(capture.joint, graph)
     return replace(
         capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs)

@@ -1,4 +1,9 @@
-"""TODO: capture.trace_state."""
+"""State that a capture protects: random numbers, attributes, parameters, and kernels kept whole.
+
+A trace runs the model's forward, several times, on fake tensors. Each context here sets one thing for
+its duration or restores one thing afterwards. The compile flags are process-wide, so one capture
+runs at a time (`CAPTURE_LOCK`).
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,18 @@ from rockmate._torch.aot import without_decompositions
 from rockmate._torch.members import tensor_tables
 from rockmate.errors import UnsupportedModelError
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
+# Types of attributes that are restored after a capture.
 _PLAIN = (bool, int, float, str)
+# Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
 _KERNELS = (
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
     *(f"{kind}{dims}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
     *(f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")),
     "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
 )  # fmt: skip
-"""Differentiable ATen ops with a kernel of their own that PyTorch would trace as a formula of smaller ops."""
-CAPTURE_LOCK = threading.Lock()  # the compile flags are process-wide
+CAPTURE_LOCK = threading.Lock()
 
 
 def eager_kernels() -> contextlib.AbstractContextManager[None]:
@@ -36,6 +42,12 @@ def eager_kernels() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Restores torch's, Python's and NumPy's random state.
+
+    Raises:
+        UnsupportedModelError: the forward drew from Python or NumPy. A failure of the capture is
+            its cause, since the draw is the likelier reason.
+    """
     devices = sorted(
         {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
     )
@@ -44,7 +56,7 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=devices):
             yield
-    except UnsupportedModelError as error:  # of which the draw is the likelier reason
+    except UnsupportedModelError as error:
         failure = error
     finally:
         drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
@@ -52,9 +64,10 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
         np.random.set_state(numpy_state)
     if drawn:
         msg = (
-            "the model's forward draws from Python's or NumPy's random numbers, which a captured graph cannot repeat: it would train one "
-            "outcome for ever. Draw with torch, and keep control flow out of it (Hugging Face speech models: "
-            "config.apply_spec_augment=False)."
+            "the model's forward draws from Python's or NumPy's random numbers, which a captured "
+            "graph cannot repeat: every step would train with one outcome. Draw with torch, and "
+            "let no control flow depend on it. In Hugging Face speech models, set "
+            "config.apply_spec_augment=False."
         )
         raise UnsupportedModelError(msg) from failure
     if failure is not None:
@@ -63,7 +76,7 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back plain attributes that the forward changes (counters), which planned steps will leave alone."""
+    """Restores plain attributes that the forward changes, as counters. Planned steps change none."""
     before = [
         (module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
         for module in model.modules()
@@ -84,7 +97,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Puts parameters and buffers back where the tracer leaves its own: in a module with two names, which it swaps once for each."""
+    """Restores parameters and buffers where the tracer leaves its own.
+
+    It swaps those of a module with two names once for each name, and restores the wrong ones.
+    """
     places = [table for module in model.modules() for table in tensor_tables(module)]
     before = [dict(tensors) for tensors in places]
     try:

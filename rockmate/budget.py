@@ -14,7 +14,10 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
-_FORMS = 'Write bytes as an int, a size as "6GiB" or "800MB", or a fraction of the peak without recomputation as a float in (0, 1].'
+_FORMS = (
+    'Write bytes as an int, a size as "6GiB" or "800MB", or a fraction of the peak without '
+    "recomputation as a float in (0, 1]."
+)
 
 Budget = int | float | str
 
@@ -36,8 +39,9 @@ def parse_budget(budget: Budget, baseline_peak_bytes: int) -> int:
     """A budget in bytes, rounded down.
 
     Args:
-        budget: bytes (int), a size with a unit (str: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024), or a
-            fraction in (0, 1] (float; text such as "0.5" is refused, which would be half a byte).
+        budget: bytes (int), a size with a unit (str: B, kB, MB, GB, TB are powers of 1000; KiB,
+            MiB, GiB, TiB of 1024), or a fraction in (0, 1] (float; text such as "0.5" is refused,
+            which would be half a byte).
         baseline_peak_bytes: what a fraction is a fraction of.
 
     Raises:
@@ -68,7 +72,10 @@ def _parse_size(text: str) -> int:
         raise InvalidBudgetError(msg)
     number = Fraction(match[1])
     if not match[2] and "." in match[1] and 0 < number <= 1:
-        msg = f"budget {text!r} is text, which is a number of bytes. A fraction is a float: write {float(number)}, without quotes. {_FORMS}"
+        msg = (
+            f"budget {text!r} is text, which is a number of bytes. A fraction is a float: write "
+            f"{float(number)}, without quotes. {_FORMS}"
+        )
         raise InvalidBudgetError(msg)
     size = math.floor(number * unit)
     if size <= 0:
@@ -77,7 +84,10 @@ def _parse_size(text: str) -> int:
     return size
 
 
-_FORMS = 'Write first:last:count, as in "0.2:1.0:9" or "1GiB:4GiB:7", or a list, as in "2GiB,4GiB" or "0.25,0.5,800MB".'
+_FORMS = (
+    'Write first:last:count, as in "0.2:1.0:9" or "1GiB:4GiB:7", or a list, as in "2GiB,4GiB" or '
+    '"0.25,0.5,800MB".'
+)
 _MAX_COUNT = 1000
 _ANY_PEAK = 1 << 62  # what fractions are checked against before the peak is known
 
@@ -86,7 +96,8 @@ def parse_budgets(text: str) -> list[Budget]:
     """The budgets that a range or a list stands for, in the order in which they are written.
 
     Args:
-        text: "first:last:count", both ends included, or budgets with commas between them; fractions in (0, 1], sizes or bytes.
+        text: "first:last:count", both ends included, or budgets with commas between them; fractions
+            in (0, 1], sizes or bytes.
 
     Raises:
         InvalidBudgetError: it is neither; the text names the part at fault.
@@ -117,7 +128,10 @@ def _span(text: str) -> list[Budget]:
     first, last = _one(parts[0]), _one(parts[1])
     count = int(parts[2]) if parts[2].strip().isdigit() else 0
     if not 2 <= count <= _MAX_COUNT:
-        msg = f"budgets {text!r} ask for {parts[2]!r} budgets; the count is a whole number from 2 to {_MAX_COUNT}. {_FORMS}"
+        msg = (
+            f"budgets {text!r} ask for {parts[2]!r} budgets; the count is a whole number from 2 to "
+            f"{_MAX_COUNT}. {_FORMS}"
+        )
         raise InvalidBudgetError(msg)
     if isinstance(first, float) and isinstance(last, float):
         return [round(first + (last - first) * step / (count - 1), 9) for step in range(count)]

@@ -12,8 +12,9 @@ class InfeasibleBudgetError(RockmateError, ValueError):
 
     Attributes:
         budget_bytes: the activation budget that was asked for.
-        minimum_bytes: the smallest budget for which `Planner.plan` succeeds whatever the ops are measured to take. One up to 10 % below
-            is met, too, if the plan at the minimum happens to need no more.
+        minimum_bytes: the smallest budget for which `Planner.plan` succeeds whatever the ops are
+            measured to take. One up to 10 % below is met, too, if the plan at the minimum happens
+            to need no more.
     """
 
     def __init__(
@@ -32,11 +33,14 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             where: what is running when the smallest plan is at its peak.
             slowdown: predicted step time of the smallest plan over that of no recomputation.
         """
-        text = f"the activation budget of {budget_bytes:,} bytes is below {minimum_bytes:,} bytes, the smallest peak found"
+        text = (
+            f"the activation budget of {budget_bytes:,} bytes is below {minimum_bytes:,} bytes, "
+            "the smallest peak found"
+        )
         if where:
             text += f", which is set by {where}"
         if slowdown is not None:
-            text += f"; the plan at that minimum takes {slowdown:.2f}x the step time of no recomputation"
+            text += f"; the plan there takes {slowdown:.2f}x the step time of no recomputation"
         text += f". Ask for budget={minimum_bytes} or more, or make the batch smaller."
         super().__init__(text)
         self.budget_bytes = budget_bytes
@@ -68,7 +72,10 @@ class InvalidBudgetError(RockmateError, ValueError):
 
 
 class InvalidSampleError(RockmateError, ValueError):
-    """The sample input does not fit the model: wrong device, wrong arguments, nothing to differentiate."""
+    """The sample input does not fit the model.
+
+    Wrong device, wrong arguments, nothing to differentiate.
+    """
 
 
 class UnsupportedModelError(RockmateError, ValueError):
@@ -80,11 +87,14 @@ class MachineError(RockmateError, ValueError):
 
 
 class SignatureMismatchError(RockmateError, ValueError):
-    """A call differs in shapes, dtypes, devices or constants from the sample that the plan was made for."""
+    """A call differs in shapes, dtypes, devices or constants from the sample of the plan."""
 
 
 class BackwardError(RockmateError, RuntimeError):
-    """A backward that this kind of schedule cannot serve: a second one, a second derivative, `autograd.grad`."""
+    """A backward that this kind of schedule cannot serve.
+
+    A second one, a second derivative, `autograd.grad`.
+    """
 
 
 class SolverLimitError(RockmateError, RuntimeError):
@@ -92,11 +102,14 @@ class SolverLimitError(RockmateError, RuntimeError):
 
 
 class PlanFileError(RockmateError, ValueError):
-    """A plan's text that cannot be used: cut off, damaged, of a newer format, or with a schedule that is not valid."""
+    """A plan's text that cannot be used.
+
+    Cut off, damaged, of a newer format, or with a schedule that is not valid.
+    """
 
 
 class PlanMismatchError(RockmateError, ValueError):
-    """A plan that was made for another model, another sample or other options than it is to run on."""
+    """A plan was made for another model, another sample or other options."""
 
 
 class UnknownNameError(RockmateError, LookupError):

@@ -2,25 +2,30 @@
 
 What a training process holds is, in the terms used here:
 
-* *present*: what is allocated when the plan is made. On a CUDA device PyTorch's allocator says so. On the CPU it is the process's
-  resident memory, interpreter and libraries included, for that is what the operating system counts;
-* *gradients*: one element of `.grad` for each of a trainable parameter, minus what is there already. With `steps_in_backward`
-  (a post-accumulate hook that steps the parameter and frees its gradient) one is at rest at a time, while two temporary tensors of
-  its size let the optimizer step: three times the largest parameter;
-* *state*: what the optimizer will hold, minus what it holds already: by the rules below, else by what it has allocated;
+* *present*: what is allocated when the plan is made. On a CUDA device PyTorch's allocator says so.
+  On the CPU it is the process's resident memory, interpreter and libraries included, for that is
+  what the operating system counts;
+* *gradients*: one element of `.grad` for each of a trainable parameter, minus what is there
+  already. With `steps_in_backward` (a post-accumulate hook that steps the parameter and frees its
+  gradient) one is at rest at a time, while two temporary tensors of its size let the optimizer
+  step: three times the largest parameter;
+* *state*: what the optimizer will hold, minus what it holds already: by the rules below, else by
+  what it has allocated;
 * *activations*: the rest. The budget counts them, their gradients and the workspaces of ops.
 
-Not counted: memory that the allocator keeps for reuse or loses to fragmentation, libraries' scratch memory, and what the optimizer's
-step after the backward takes for a moment, when activations are gone. Gradients count in full from the start, although they
-grow through the backward.
+Not counted: memory that the allocator keeps for reuse or loses to fragmentation, libraries' scratch
+memory, and what the optimizer's step after the backward takes for a moment, when activations are
+gone. Gradients count in full from the start, although they grow through the backward.
 
 | optimizer | state for a parameter of n elements in a dtype of b bytes |
 |---|---|
 | Adam, AdamW, NAdam, RAdam | 2 n b (Kingma and Ba, 2015); one more n b with `amsgrad` |
 | SGD | n b with momentum, else nothing |
 | Adagrad, RMSprop | n b; RMSprop one more n b each with momentum and `centered` |
-| Adafactor | 4 bytes for each row and column of a matrix (Shazeer and Stern, 2018), 4 n for a vector; 4 n more with `beta1` |
-| 8-bit Adam | 2 n and two 4-byte scales a block of 256 elements (Dettmers et al., 2022); below 4,096 elements 8 n |
+| Adafactor | 4 bytes a row and column of a matrix, 4 n for a vector; with `beta1` 4 n more |
+| 8-bit Adam | 2 n and two 4-byte scales a block of 256 elements; below 4,096 elements 8 n |
+
+Adafactor is of Shazeer and Stern (2018), 8-bit Adam of Dettmers et al. (2022).
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
 _BLOCK_8BIT = 256
 _LEAST_NUMEL_8BIT = 4096
-_CPU_RESERVE_BYTES = (
-    16 << 20
-)  # by which a process grows at its first steps: scratch of math libraries, code, the C heap; 8 to 10 MB seen
+# Growth of a process at its first steps: scratch of math libraries, code, the C heap. 8 to 10 MB
+# were measured.
+_CPU_RESERVE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +72,10 @@ class MemoryLimit:
 
     Attributes:
         limit: bytes, or a size such as "24GiB".
-        optimizer: what will step: an optimizer, or a name ("adamw", "sgd", "adafactor", "adamw_8bit", ...) or class of one.
-        steps_in_backward: whether each parameter is stepped, and its gradient freed, within the backward.
+        optimizer: what will step: an optimizer, or a name ("adamw", "sgd", "adafactor",
+            "adamw_8bit", ...) or class of one.
+        steps_in_backward: whether each parameter is stepped, and its gradient freed, within the
+            backward.
     """
 
     limit: int | str
@@ -78,7 +85,10 @@ class MemoryLimit:
     def __post_init__(self) -> None:
         """Raises `InvalidBudgetError` for a limit or an optimizer that cannot be read."""
         if isinstance(self.limit, float):
-            msg = f'memory_limit {self.limit} is a float. Write bytes as an int, or a size as "24GiB": there is nothing to take a share of.'
+            msg = (
+                f"memory_limit {self.limit} is a float. Write bytes as an int, or a size as "
+                '"24GiB": there is nothing to take a share of.'
+            )
             raise InvalidBudgetError(msg)
         parse_budget(self.limit, 0)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -113,9 +123,12 @@ class MemoryLimit:
         holdings, limit_bytes = self.holdings(model), self.limit_bytes
         if holdings.total_bytes >= limit_bytes:
             msg = (
-                f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves nothing for activations: "
-                f"{size_text(holdings.present_bytes)} are allocated, and {size_text(holdings.gradient_bytes)} of gradients and "
-                f"{size_text(holdings.state_bytes)} of optimizer state are still to come. Ask for more than {holdings.total_bytes}, train "
+                f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves "
+                "nothing for activations: "
+                f"{size_text(holdings.present_bytes)} are allocated, and "
+                f"{size_text(holdings.gradient_bytes)} of gradients and "
+                f"{size_text(holdings.state_bytes)} of optimizer state are still to come. Ask for "
+                f"more than {holdings.total_bytes}, train "
                 "fewer parameters, or take an optimizer with less state."
             )
             raise InfeasibleMemoryLimitError(
@@ -125,7 +138,10 @@ class MemoryLimit:
 
 
 def present_bytes(device: torch.device) -> int:
-    """What is allocated on a CUDA device by this process; on the CPU the process's resident memory, and what that soon may grow by."""
+    """What is allocated on a CUDA device by this process.
+
+    On the CPU the process's resident memory, and what that soon may grow by.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
@@ -135,7 +151,8 @@ def present_bytes(device: torch.device) -> int:
 def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> int:
     """State that the optimizer will make for these parameters and does not hold yet, in bytes.
 
-    An optimizer without a rule is taken to hold what it has allocated: nothing before its first step.
+    An optimizer without a rule is taken to hold what it has allocated: nothing before its first
+    step.
     """
     parameters = list(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -163,7 +180,8 @@ def _rule_of(optimizer: type[torch.optim.Optimizer] | str) -> Rule:
     rule = _RULES.get(name)
     if rule is None:
         msg = (
-            f"optimizer {name!r} has no rule for its state; known are {', '.join(sorted(_RULES))}. Name one that holds as much, or pass "
+            f"optimizer {name!r} has no rule for its state; known are {', '.join(sorted(_RULES))}. "
+            "Name one that holds as much, or pass "
             "the optimizer itself after its first step."
         )
         raise InvalidBudgetError(msg)

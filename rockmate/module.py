@@ -32,7 +32,7 @@ from rockmate.request import PlanRequest, planned_call_of
 from rockmate.runtime.ddp import REPLICATED, SHARDED
 from rockmate.runtime.planned_call import PlannedCall
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 
 class _Forward:

@@ -1,4 +1,7 @@
-"""A model's training step, captured: what there is to plan, and what a plan runs on. Needs no solver and measures nothing."""
+"""A model's training step, captured: what there is to plan, and what a plan runs on.
+
+Needs no solver and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ from rockmate.capture.signature import (
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
 from rockmate.graph.build import build_graph
-from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.chunking.chunks import (
     Chunks,
     SeparableBlocks,
     chunk_loss_block,
     separable_blocks,
 )
+from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.gradient_slices import choose_sink_forms
 from rockmate.graph.hooked_gradients import (
     hooked_names,
@@ -55,7 +58,7 @@ from rockmate.runtime.planned_call import PlannedCall
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
 from rockmate.schedule.simulate import simulate
 
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +73,8 @@ class CapturedStep:
         state: of the model when it was captured.
         options: how it was captured; see `capture_step`.
         planned_device: where it would run, if the model is not there; None if it is.
-        allocation_bytes: storages take multiples of it; None for what the allocator of their device does.
+        allocation_bytes: storages take multiples of it; None for what the allocator of their device
+            does.
     """
 
     model: nn.Module
@@ -83,11 +87,14 @@ class CapturedStep:
     allocation_bytes: int | None = None
 
     def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
-        """Where it can run in chunks, or why it cannot; see `rockmate.chunking.separable_blocks`."""
+        """Where it can run in chunks, or why it cannot.
+
+        See `rockmate.chunking.separable_blocks`.
+        """
         return separable_blocks(self.capture, least_bytes=least_bytes)
 
     def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
-        """The same step with its loss block, or its feed-forward blocks, in chunks, or why it cannot be."""
+        """The step with its loss block or feed-forward blocks in chunks, or why not."""
         returned = self.options["gradients"] == "returned"
         capture = chunk_loss_block(self.capture, chunks, returned_gradients=returned)
         if isinstance(capture, Refusal):
@@ -104,17 +111,20 @@ class CapturedStep:
         return replace(step, planned_device=self.planned_device)
 
     def in_form_of(self, plan: Plan) -> CapturedStep:
-        """The same step with its loss block in chunks if it is so in `plan` and can be here, else itself."""
+        """The step in the chunks of `plan` where those are possible, else itself."""
         if "loss_chunks" not in plan.options:
             return self
         chunked = self.in_chunks(Chunks.parse(plan.options["loss_chunks"]))
         return self if isinstance(chunked, Refusal) else chunked
 
     def planned_call(self, plan: Plan) -> PlannedCall:
-        """A plan with the code that runs it; one that was made for another capture is checked against this one first.
+        """A plan with the code that runs it.
+
+        One that was made for another capture is checked against this one first.
 
         Raises:
-            PlanMismatchError: the plan is for another model, sample, device or options, or its schedule is not valid here.
+            PlanMismatchError: the plan is for another model, sample, device or options, or its
+                schedule is not valid here.
         """
         self.check_present()
         if plan.captured is not self.graph:
@@ -129,14 +139,17 @@ class CapturedStep:
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:
-        """A plan for a larger sample of the same model as one for this step, without measuring or solving; None if it does not fit.
+        """A larger sample's plan as one for this step; None if it does not fit.
 
-        The schedule is the plan's, replayed on this step's sizes. Times and overheads are those of the larger sample, so what is
-        predicted is an upper estimate.
+        Nothing is measured or solved.
+
+        The schedule is the plan's, replayed on this step's sizes. Times and overheads are those of
+        the larger sample, so what is predicted is an upper estimate.
 
         Args:
             plan: for a step that is nowhere smaller.
-            in_place: positions of the runs in place, if they have been chosen; else all that can be.
+            in_place: positions of the runs in place, if they have been chosen; else all that can
+                be.
         """
         snapshot = snapshot_of(self.graph, self.call)
         if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
@@ -164,10 +177,11 @@ class CapturedStep:
         )
 
     def check_present(self) -> None:
-        """Raises `PlanMismatchError` if the step was captured for a device that the model is not on."""
+        """Raises `PlanMismatchError` if the step is for another device than the model's."""
         if self.planned_device is not None:
             msg = (
-                f"the plan is for a model on {self.planned_device.type}, and this one is not there, so it has nothing to train with. Read "
+                f"the plan is for a model on {self.planned_device.type}, and this one is not "
+                "there, so it has nothing to train with. Read "
                 "`Planner.plan` and `Planner.frontier`, and make the module where the model can be."
             )
             raise PlanMismatchError(msg)
@@ -177,22 +191,32 @@ class CapturedStep:
         snapshot = snapshot_of(self.graph, self.call)
         difference = plan.snapshot.difference(snapshot)
         if not difference and dict(plan.options) != dict(self.options):
-            difference = f"it was made with {dict(plan.options)}, and the step was captured with {dict(self.options)}"
+            difference = (
+                f"it was made with {dict(plan.options)}, and the step was captured with "
+                f"{dict(self.options)}"
+            )
         if difference:
-            msg = f"the plan does not fit this model and sample: {difference}.\nPlan for them, or use the model and the sample of the plan."
+            msg = (
+                f"the plan does not fit this model and sample: {difference}.\nPlan for them, or "
+                "use the model and the sample of the plan."
+            )
             raise PlanMismatchError(msg)
         schedule = plan.schedule
         misplaced = sorted(
             schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward)
         )
         if misplaced:
-            msg = f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand ends whose memory it could take."
+            msg = (
+                f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand "
+                "ends whose memory it could take."
+            )
             raise PlanMismatchError(msg)
         schedule.verify(self.graph)
         simulation = simulate(self.graph, schedule, plan.costs)
         if simulation.peak_bytes > plan.predicted_peak_bytes:
             msg = (
-                f"the plan's schedule has a peak of {simulation.peak_bytes:,} bytes on this model, above the {plan.predicted_peak_bytes:,} "
+                f"the plan's schedule has a peak of {simulation.peak_bytes:,} bytes on this model, "
+                f"above the {plan.predicted_peak_bytes:,} "
                 "bytes that the plan promises. Plan again."
             )
             raise PlanMismatchError(msg)
@@ -213,8 +237,9 @@ def capture_step(
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`.
 
-    The gradients of the parameters `hooked`, names with commas between, are made whole; None takes those that have a tensor hook.
-    With `loss_chunks`, as `Chunks` writes it, the loss block runs in chunks; `PlanMismatchError` if it cannot.
+    The gradients of the parameters `hooked`, names with commas between, are made whole; None takes
+    those that have a tensor hook. With `loss_chunks`, as `Chunks` writes it, the loss block runs in
+    chunks; `PlanMismatchError` if it cannot.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options)
@@ -222,7 +247,10 @@ def capture_step(
     if names:
         options["untraced"] = ",".join(names)
     if is_compiled(model):
-        msg = "the model has been through torch.compile, whose graphs cannot be captured again. Pass the model itself."
+        msg = (
+            "the model has been through torch.compile, whose graphs cannot be captured again. Pass "
+            "the model itself."
+        )
         raise UnsupportedModelError(msg)
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
@@ -234,7 +262,8 @@ def capture_step(
     apart = list(opaque_modules(model, names))
     if machine is not None and apart:
         msg = (
-            f"the submodule {apart[0]} is not traced, so that it has to run to be measured, and nothing runs when planning for a machine "
+            f"the submodule {apart[0]} is not traced, so that it has to run to be measured, and "
+            "nothing runs when planning for a machine "
             "by its description. Plan on the machine itself."
         )
         raise UnsupportedModelError(msg)
@@ -246,7 +275,8 @@ def capture_step(
     with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
     if with_hooks:
         logger.warning(
-            "hooks of submodules run when the model is captured and not in planned training steps: %s",
+            "hooks of submodules run when the model is captured and not in planned training steps: "
+            "%s",
             ", ".join(with_hooks),
         )
     with (
@@ -274,7 +304,10 @@ def capture_step(
         return step
     chunked = step.in_chunks(Chunks.parse(loss_chunks))
     if isinstance(chunked, Refusal):
-        msg = f"the plan takes the loss block in chunks ({loss_chunks}), and this model's cannot be: {chunked}. Plan again."
+        msg = (
+            f"the plan takes the loss block in chunks ({loss_chunks}), and this model's cannot be: "
+            f"{chunked}. Plan again."
+        )
         raise PlanMismatchError(msg)
     return chunked
 
@@ -289,7 +322,10 @@ def step_of(
     allocation_bytes: int | None = None,
     like: Graph | None = None,
 ) -> CapturedStep:
-    """The step of a capture that has been rewritten; see `CapturedStep`, `build_graph` and, for `like`, `choose_sink_forms`."""
+    """The step of a capture that has been rewritten.
+
+    See `CapturedStep`, `build_graph` and, for `like`, `choose_sink_forms`.
+    """
     hooked, owner_of = hooked_names(options), owner_names(model)
     capture = sum_partial_gradients(capture, hooked, owner_of)
     graph = build_graph(
@@ -314,14 +350,15 @@ def step_of(
 def _device_of_another(
     machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]
 ) -> torch.device | None:
-    """The machine's device if the model or the sample is not there, None if they are, or if no machine is given."""
+    """The machine's device if the model or the sample is not there; None otherwise."""
     if machine is not None and needs_fake_device(model, tensors, machine.torch_device):
         return machine.torch_device
     if machine is None and any(
         tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())
     ):
         msg = (
-            'the model is on the meta device, where nothing can be measured. Say what to plan for (machine="h100", or the '
+            "the model is on the meta device, where nothing can be measured. Say what to plan for "
+            '(machine="h100", or the '
             "path of a description), or move it and its sample to a device that is here."
         )
         raise InvalidSampleError(msg)

@@ -1,4 +1,7 @@
-"""The steps of a model for calls that are alike but for the sizes of their tensors, from one symbolic capture where it serves."""
+"""The steps of a model for calls that differ in the sizes of their tensors.
+
+One symbolic capture serves all sizes where it can.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
-from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
-from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
+from rockmate.capture.size_template import SizedNumbers
+from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.graph.hooked_gradients import hooked_names, sum_partial_gradients
@@ -33,22 +36,25 @@ from rockmate.schedule.schedule import find_in_place
 from rockmate.step import CapturedStep, capture_step, step_of
 
 _Made = TypeVar("_Made")
-logger = logging.getLogger("rockmate")
+logger = logging.getLogger(__name__)
 
 _MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
 _NUM_BUCKETS, _LEAST_BUCKET = 8, 8  # how many lengths it advises at most, and the smallest
 
 
 class StepFamily:
-    """Captures a model for other sizes than those that it was planned for, as long as its state is that of the plan.
+    """Captures a model for other sizes than the planned ones, while its state is the plan's.
 
-    The first call of other sizes is worth a symbolic capture, which takes several times as long as one of fixed sizes and then serves
-    every other, unless it differs in the batch alone: that is the last one of an epoch, and captured as it is. The symbolic capture is
-    held against the planned step at that one's own sizes and used only if the two are equal. Where it cannot be made, is not equal or
-    says nothing of the sizes at hand, each set of sizes is captured by itself, and the log says why.
+    The first call of other sizes is worth a symbolic capture, which takes several times as long as
+    one of fixed sizes and then serves every other, unless it differs in the batch alone: that is
+    the last one of an epoch, and captured as it is. The symbolic capture is held against the
+    planned step at that one's own sizes and used only if the two are equal. Where it cannot be
+    made, is not equal or says nothing of the sizes at hand, each set of sizes is captured by
+    itself, and the log says why.
 
-    A smaller call takes over a schedule. Its program is the planned one's with other numbers: emitted once from the generic capture, and
-    held against the planned program, line by line, before it is used. Nothing is built or written for a size that comes after that.
+    A smaller call takes over a schedule. Its program is the planned one's with other numbers:
+    emitted once from the generic capture, and held against the planned program, line by line,
+    before it is used. Nothing is built or written for a size that comes after that.
     """
 
     def __init__(self, model: nn.Module, planned: PlannedCall) -> None:
@@ -71,7 +77,9 @@ class StepFamily:
         ] = []  # captured by itself, in order of their coming
 
     def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
-        """A planned call at sizes that are nowhere larger, its program with other numbers; None where that is not known to be right.
+        """A planned call at sizes that are nowhere larger, its program with other numbers.
+
+        None where that is not known to be right.
 
         Args:
             planned: a planned call of this family.
@@ -106,7 +114,7 @@ class StepFamily:
         return plan
 
     def _sized_call(self, planned: PlannedCall, generic: GenericCapture) -> _SizedCall:
-        """The planned call's program with names for its sizes, which is the very same at its own."""
+        """The planned call's program with names for its sizes; equal to it at its own sizes."""
         plan = planned.plan
         graph = self._step_of(generic.capture, planned.call).graph
         if not plan.snapshot.is_wired_like(snapshot_of(graph, planned.call)):
@@ -131,7 +139,7 @@ class StepFamily:
         return _SizedCall(program, numbers)
 
     def step(self, sample: SampleCall, call: CallSignature) -> CapturedStep:
-        """The model's step for a call that differs from the planned one in sizes, with its loss block whole.
+        """The model's step for a call of other sizes, with its loss block whole.
 
         Args:
             sample: the call.
@@ -152,15 +160,17 @@ class StepFamily:
             return capture_step(self._model, sample, **options)
 
     def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
-        """Says once that there are many lengths for which the model has been captured, and what to do."""
+        """Warns once of many lengths that were captured one by one."""
         if _differs_in_batch(self._planned.call, call):
             return
         self._captured_separately.append(call)
         if len(self._captured_separately) == _MANY_LENGTHS:
             size = _bucket_size([self._planned.call, *self._captured_separately])
             logger.warning(
-                "the model has been captured for %d lengths one by one, since %s. Each capture takes time. Pad batches so that few lengths "
-                "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
+                "the model has been captured for %d lengths one by one, since %s. Each capture "
+                "takes time. Pad batches so that few lengths "
+                "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data "
+                "collator, or buckets=%d in "
                 "rockmate.wrap_trainer.",
                 _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
             )  # fmt: skip
@@ -212,7 +222,8 @@ class StepFamily:
         apart = list(opaque_modules(self._model, opaque_names(options)))
         if apart:
             raise SizesNotCoveredError(
-                f"the submodule {apart[0]} is not traced, so that its sizes are known from runs alone"
+                f"the submodule {apart[0]} is not traced, so that its sizes are known from runs "
+                "alone"
             )
         with source_lines():
             symbolic = SymbolicCapture(
@@ -230,7 +241,8 @@ class StepFamily:
             raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
         seconds = time.perf_counter() - begin
         logger.info(
-            "captured with symbolic sizes in %.1f s: batches of other sizes need no further capture",
+            "captured with symbolic sizes in %.1f s: batches of other sizes need no further "
+            "capture",
             seconds,
         )
         return symbolic
@@ -260,7 +272,10 @@ def _differs_in_batch(planned: CallSignature, call: CallSignature) -> bool:
 
 
 def _bucket_size(calls: Sequence[CallSignature]) -> int:
-    """The power of two of which the largest size that differs between the calls, the batch aside, has no more than `_NUM_BUCKETS`."""
+    """The size of buckets, a power of two, that gives at most `_NUM_BUCKETS` lengths.
+
+    The largest size that differs between the calls counts, the batch aside.
+    """
     places = zip(
         *([size for tensor in call.tensors for size in tensor.shape[1:]] for call in calls),
         strict=True,

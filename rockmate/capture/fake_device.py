@@ -1,12 +1,16 @@
-"""A model's tensors, and a step captured with them, as ones of a device that is not here: metadata without memory.
+"""A model's tensors, and a step captured with them, as ones of a device that is not here.
 
-The tensors are replaced by fake ones on the CPU for the time of the capture, and the device of all that was captured is then written
-as the machine's. Tracing with fake CUDA tensors at once would be simpler, but a PyTorch built without CUDA cannot run autograd on
-them (2.13 ends the process), and a plan would depend on which build made it.
+Metadata without memory.
 
-A model that asks which device it is on is told "cpu". What that would change in the graph is set right where it is known: fused
-attention is that of a GPU (`_GpuAttention`), and dropout, split on the CPU, stays whole. Left as on the CPU is batch normalisation,
-where cuDNN has a kernel of its own; that keeps the same tensors, and a small reserve.
+The tensors are replaced by fake ones on the CPU for the time of the capture, and the device of all
+that was captured is then written as the machine's. Tracing with fake CUDA tensors at once would be
+simpler, but a PyTorch built without CUDA cannot run autograd on them (2.13 ends the process), and a
+plan would depend on which build made it.
+
+A model that asks which device it is on is told "cpu". What that would change in the graph is set
+right where it is known: fused attention is that of a GPU (`_GpuAttention`), and dropout, split on
+the CPU, stays whole. Left as on the CPU is batch normalisation, where cuDNN has a kernel of its
+own; that keeps the same tensors, and a small reserve.
 """
 
 from __future__ import annotations
@@ -44,16 +48,20 @@ def needs_fake_device(model: nn.Module, tensors: list[torch.Tensor], device: tor
 def fake_device_tensors(
     model: nn.Module, tensors: list[torch.Tensor], device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """Puts fake tensors into the model's places and gives those for `tensors`; traced attention is that of `device`.
+    """Puts fake tensors into the model's places and gives those for `tensors`.
+
+    Traced attention is that of `device`.
 
     Raises:
-        UnsupportedModelError: autocast is on, and the device is a GPU: which ops it casts differs from CPU to GPU.
+        UnsupportedModelError: autocast is on, and the device is a GPU: which ops it casts differs
+            from CPU to GPU.
     """
     if device.type == "cuda" and (
         torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
     ):
         msg = (
-            "autocast is on, and the model is captured for a GPU that it is not on, where autocast cannot be followed. Convert the model "
+            "autocast is on, and the model is captured for a GPU that it is not on, where autocast "
+            "cannot be followed. Convert the model "
             "(`model.to(torch.bfloat16)`), or plan on the GPU."
         )
         raise UnsupportedModelError(msg)
@@ -109,10 +117,10 @@ class _StandIns:
 
 
 class _GpuAttention(TorchFunctionMode):
-    """Calls the fused attention that PyTorch chooses on a GPU of compute capability 8.0 or above, whatever device tensors are on.
+    """Calls the fused attention of a GPU with compute capability 8.0 or above, on any device.
 
-    The order is flash (half precision, no mask), memory-efficient, plain ops. With a new cuDNN, PyTorch may prefer that one's
-    kernel, which keeps the same tensors.
+    The order is flash (half precision, no mask), memory-efficient, plain ops. With a new cuDNN,
+    PyTorch may prefer that one's kernel, which keeps the same tensors.
     """
 
     def __torch_function__(

@@ -159,7 +159,8 @@ class _TensorsIn(nn.Module):
         )
         if not self.differentiable_outputs:
             msg = (
-                "no output of the model requires a gradient, so there is nothing to train. Unfreeze "
+                "no output of the model requires a gradient, so there is nothing to train. "
+                "Unfreeze "
                 "a parameter, pass labels, or call the plain model."
             )
             raise InvalidSampleError(msg)
@@ -177,7 +178,8 @@ def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.T
     )
     if changed:
         msg = (
-            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a captured "
+            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a "
+            "captured "
             "graph cannot repeat. Change it in place instead (`buffer.copy_(...)`, "
             "`buffer.add_(...)`)."
         )

@@ -1,4 +1,7 @@
-"""One call of an opaque module: its inputs and outputs, what a run saves, its time and workspace."""
+"""One call of an opaque module.
+
+Its inputs and outputs, what a run saves, its time and workspace.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ class OpaqueCall:
         outputs: layouts of the tensors of the result.
         gradients: layouts of the gradients of those inputs that require one.
         differentiable: of the inputs, which require a gradient.
-        saved_bytes: what its autograd graph holds beside parameters, buffers, the outputs and what it borrows.
+        saved_bytes: what its autograd graph holds beside parameters, buffers, the outputs and what
+            it borrows.
         borrowed: positions of the inputs that its autograd graph borrows.
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
@@ -76,7 +80,10 @@ class OpaqueCall:
         return len(self.inputs) - len(self.parameter_names)
 
     def observe(self) -> None:
-        """Runs the submodule on the sample's inputs to see what it saves, draws and changes; leaves everything as it was."""
+        """Runs the submodule on the sample's inputs to see what it saves, draws and changes.
+
+        Leaves everything as it was.
+        """
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
         with self.random_state_kept() as draws:
@@ -133,7 +140,10 @@ class OpaqueCall:
             yield lambda: not torch.equal(state, keep_state(device))
 
     def copied_inputs(self) -> list[Tensor]:
-        """The sample's inputs: the parameters themselves and copies of the others, which share memory where those do."""
+        """The sample's inputs: the parameters themselves, and copies of the others.
+
+        Copies share memory where the originals do.
+        """
         copies: dict[int, torch.UntypedStorage] = {}
         copied = []
         for tensor in self.inputs[: self.num_arguments]:
@@ -167,7 +177,8 @@ class OpaqueCall:
         Args:
             inputs: in the order of `OpaqueCall.inputs`.
             buffers: in place of the submodule's own.
-            borrowed: positions of the inputs that the graph borrows, if not those of `OpaqueCall.borrowed`.
+            borrowed: positions of the inputs that the graph borrows, if not those of
+                `OpaqueCall.borrowed`.
             note: called with each tensor that the graph saves.
         """
         loan = ReleasableInputs(inputs, self.borrowed if borrowed is None else borrowed, note=note)
@@ -200,7 +211,10 @@ class OpaqueCall:
         return SavedRun([*(leaf for leaf, _ in pairs), *parameters], outputs, loan)
 
     def _refuse_foreign(self, run: SavedRun) -> None:
-        """Raises if the outputs depend on a tensor that needs a gradient and is neither an input nor a parameter of the submodule."""
+        """Raises if the outputs depend on a foreign tensor that needs a gradient.
+
+        Foreign is what is neither an input nor a parameter of the submodule.
+        """
         known = {id(leaf) for leaf in run.leaves}
         pending, seen = (
             [output.grad_fn for output in run.outputs if output.grad_fn is not None],
@@ -214,8 +228,10 @@ class OpaqueCall:
             variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
             if variable is not None and id(variable) not in known:
                 msg = (
-                    f"the untraced submodule {self.name} uses a tensor of shape {tuple(variable.shape)} that needs a gradient and is "
-                    "neither its input nor its parameter. Pass it in, or leave a larger part of the model untraced."
+                    f"the untraced submodule {self.name} uses a tensor of shape "
+                    f"{tuple(variable.shape)} that needs a gradient and is "
+                    "neither its input nor its parameter. Pass it in, or leave a larger part of "
+                    "the model untraced."
                 )
                 raise UnsupportedModelError(msg)
             pending += [parent for parent, _ in node.next_functions if parent is not None]
@@ -226,14 +242,17 @@ class OpaqueCall:
         if len(found) == len(planned) and structure != self.result:
             kinds = ["tensor"] * len(found)
             msg = (
-                f"the untraced submodule {self.name} returned {structure.rebuild(kinds)}, and {self.result.rebuild(kinds)} for the sample. "
-                "What it returns beside tensors is fixed when the step is planned: return it as a tensor, or leave a larger part of the "
+                f"the untraced submodule {self.name} returned {structure.rebuild(kinds)}, and "
+                f"{self.result.rebuild(kinds)} for the sample. "
+                "What it returns beside tensors is fixed when the step is planned: return it as a "
+                "tensor, or leave a larger part of the "
                 "model untraced."
             )
             raise UnsupportedModelError(msg)
         if found != planned:
             msg = (
-                f"the untraced submodule {self.name} returned {found}, and {planned} for the sample. What it returns must have the same "
+                f"the untraced submodule {self.name} returned {found}, and {planned} for the "
+                "sample. What it returns must have the same "
                 "shapes in every step: pad it, or leave a larger part of the model untraced."
             )
             raise UnsupportedModelError(msg)
@@ -285,12 +304,17 @@ class OpaqueForward:
         return [*run.values(tensors, self.call.outputs), handle]
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to measure, and its arguments: the same on the sample's inputs instead of made-up ones, with copies of the buffers."""
+        """What to measure, and its arguments.
+
+        The same on the sample's inputs instead of made-up ones, with copies of the buffers.
+        """
         return self.with_buffers, (self.call.copied_inputs(), self.call.copied_buffers())
 
 
 class OpaqueBackward:
-    """The backward of an untraced submodule: `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
+    """The backward of an untraced submodule.
+
+    `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
 
     The values are the inputs that the handle's graph borrows, then the outputs that it holds.
 
@@ -316,7 +340,10 @@ class OpaqueBackward:
         """Differentiates the run that made the handle, and frees what it saved."""
         graph: RunGraph | None = getattr(handle, "graph", None)
         if graph is None:
-            msg = f"retain_graph=True is not possible with the untraced submodule {self.call.name}, which runs its backward once."
+            msg = (
+                f"retain_graph=True is not possible with the untraced submodule {self.call.name}, "
+                "which runs its backward once."
+            )
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
         return graph.differentiate(
@@ -326,9 +353,12 @@ class OpaqueBackward:
     def on_sample(
         self, made_up: Callable[[int], Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to measure, and its arguments: gradients as `made_up` makes that argument, and a run that is made for this.
+        """What to measure, and its arguments.
 
-        Which gradients there are and how they are laid out matters: a kernel copies what it cannot read as it is.
+        Gradients as `made_up` makes that argument, and a run that is made for this.
+
+        Which gradients there are and how they are laid out matters: a kernel copies what it cannot
+        read as it is.
         """
         forward, (inputs, buffers) = OpaqueForward(self.call).on_sample(made_up)
         *outputs, handle = forward(inputs, buffers)
@@ -342,8 +372,8 @@ class OpaqueBackward:
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replacements of parameters and buffers, once for each place that holds one.
 
-    A tied tensor has several places. A module with two names has one: PyTorch, left to find them, swaps it twice and puts back the wrong
-    one.
+    A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
+    swaps it twice and puts back the wrong one.
     """
     present = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     replacement = {id(present[name]): tensor for name, tensor in state.items()}
@@ -365,8 +395,10 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def input_change_error(name: str) -> UnsupportedModelError:
+    """The error for a submodule that changes an input in place."""
     msg = (
-        f"the untraced submodule {name} changes an input in place, which the rest of the step would not see. Change a copy in its forward "
+        f"the untraced submodule {name} changes an input in place, which the rest of the step "
+        "would not see. Change a copy in its forward "
         "(x = x.clone()), or leave a larger part of the model untraced."
     )
     return UnsupportedModelError(msg)
@@ -374,6 +406,8 @@ def input_change_error(name: str) -> UnsupportedModelError:
 
 @contextlib.contextmanager
 def nothing_saved() -> Iterator[None]:
+    """Runs with gradients on, and saves nothing for a backward."""
+
     def refuse(_: Any) -> Tensor:
         msg = "this run is never differentiated"
         raise AssertionError(msg)

@@ -1,4 +1,7 @@
-"""The autograd graph of one run of an opaque module: what it saves, and how it is differentiated."""
+"""The autograd graph of one run of an opaque module.
+
+What it saves, and how it is differentiated.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,20 @@ class Layout:
 
 @dataclass(slots=True)
 class SavedRun:
-    """One run of a submodule: its inputs as leaves of the autograd graph, its outputs, and what the graph borrows."""
+    """One run of a submodule.
+
+    Its inputs as leaves of the autograd graph, its outputs, and what the graph borrows.
+    """
 
     leaves: list[Tensor]
     outputs: list[Tensor]
     loan: ReleasableInputs
 
     def values(self, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        """The outputs as the plan has them: outside the graph, each in memory of its own, laid out as on the sample."""
+        """The outputs as the plan has them.
+
+        Outside the graph, each in memory of its own, laid out as on the sample.
+        """
         given = {*storage_keys(inputs)}
         values = []
         for tensor, layout in zip(self.outputs, layouts, strict=True):
@@ -75,6 +84,7 @@ class RunGraph:
 
     @classmethod
     def of(cls, run: SavedRun) -> RunGraph:
+        """The graph of a run, from its outputs to the inputs that require a gradient."""
         wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
         return cls(
             wanted,
@@ -88,6 +98,7 @@ class RunGraph:
         borrowed: Sequence[Tensor],
         layouts: Sequence[Layout],
     ) -> list[Tensor]:
+        """Gradients of the inputs that require one, given those of the outputs."""
         pairs = [
             (end, gradient)
             for end, gradient in zip(self.ends, gradients, strict=True)
@@ -110,7 +121,7 @@ class RunGraph:
         return values
 
 
-# --- memory of a run -----------------------------------------------------------------------------------------------------------
+# --- memory of a run ------------------------------------------------------------------------------
 
 
 class HeldMemory:

@@ -1,7 +1,10 @@
-"""Inputs of an autograd graph that it uses and does not hold, so that their memory can be released and made again in between.
+"""Inputs that an autograd graph uses and does not hold.
 
-A graph holds an input in two ways: as a leaf that a gradient is wanted of, and wherever an op has saved it, or a view of it. Here the leaf
-is another tensor, of one element; and what is saved of a borrowed input is noted by its place in it, to be looked up in the backward.
+Their memory can be released after the forward and supplied again before the backward.
+
+A graph holds an input in two ways: as a leaf that a gradient is wanted of, and wherever an op has
+saved it, or a view of it. Here the leaf is another tensor, of one element; and what is saved of a
+borrowed input is noted by its place in it, to be looked up in the backward.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class ReleasableInputs:
         Args:
             inputs: of the graph.
             positions: of those that it borrows.
-            note: called with each tensor that is saved, borrowed or not, if its memory tells all of it.
+            note: called with each tensor that is saved, borrowed or not, if its memory tells all of
+                it.
         """
         self._positions = tuple(positions)
         self._starts = {  # by memory: position, type, first element
@@ -96,12 +100,15 @@ class ReleasableInputs:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is numbers in memory as they stand there: not sparse, nor conjugated or negated when they are read."""
+    """Whether it is numbers in memory as they stand there.
+
+    Not sparse, nor conjugated or negated when they are read.
+    """
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def attach_input(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A leaf of the value's shape that takes the gradient, and the value itself as it goes into the graph."""
+    """A leaf of the value's shape that takes the gradient, and the value as the graph's input."""
     leaf = _element(value.dtype, value.device).expand(value.shape).requires_grad_()
     with torch.enable_grad():
         return leaf, _Enter.apply(leaf, value)

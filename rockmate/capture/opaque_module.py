@@ -1,17 +1,23 @@
-"""Submodules that run as they are: those that the user names, since they cannot be traced, and recurrent layers.
+"""Submodules that run as they are.
 
-Such a submodule is one op of the graph, and its backward another. The forward op runs the submodule with gradients on and returns its
-outputs and a *handle*, a small tensor that holds the autograd graph of this one run. In the plan the handle has the size of what that
-graph saves, so it is kept or made again like any other value: dropping it frees the submodule's memory, and making it again runs the
-submodule once more, from the same random state. The backward op differentiates the graph that the handle holds.
+Those that the user names, since they cannot be traced, and recurrent layers.
 
-What the graph saves of the op's own inputs and outputs is the plan's to count, and the backward op reads it like any other op's would.
-Outputs need no more than that: they are made with the handle, so they are in memory while it is. An input may be dropped and made again
-in between, so the graph does not hold it: it *borrows* the input, and finds it among the backward's arguments.
+Such a submodule is one op of the graph, and its backward another. The forward op runs the submodule
+with gradients on and returns its outputs and a *handle*, a small tensor that holds the autograd
+graph of this one run. In the plan the handle has the size of what that graph saves, so it is kept
+or made again like any other value: dropping it frees the submodule's memory, and making it again
+runs the submodule once more, from the same random state. The backward op differentiates the graph
+that the handle holds.
 
-What the tracer cannot know is read off one run of the whole model on the sample, without gradients, before the capture: the
-submodule's inputs and outputs, what it saves, whether it draws random numbers and whether it changes its buffers. Time and workspace are
-measured on those inputs, since a submodule whose control flow depends on values may not run on made-up ones.
+What the graph saves of the op's own inputs and outputs is the plan's to count, and the backward op
+reads it like any other op's would. Outputs need no more than that: they are made with the handle,
+so they are in memory while it is. An input may be dropped and made again in between, so the graph
+does not hold it: it *borrows* the input, and finds it among the backward's arguments.
+
+What the tracer cannot know is read off one run of the whole model on the sample, without gradients,
+before the capture: the submodule's inputs and outputs, what it saves, whether it draws random
+numbers and whether it changes its buffers. Time and workspace are measured on those inputs, since a
+submodule whose control flow depends on values may not run on made-up ones.
 """
 
 from __future__ import annotations
@@ -36,13 +42,13 @@ from rockmate.capture.opaque_graph import Layout
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import InvalidSampleError
 
-# --- finding and recording -----------------------------------------------------------------------------------------------------
+# --- finding and recording ------------------------------------------------------------------------
 
 
 def record_calls(
     model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]
 ) -> dict[str, OpaqueCall]:
-    """The calls of the submodules `names`, and of recurrent layers, in one run of the model on its sample.
+    """The calls of opaque submodules in one run of the model on its sample.
 
     The run saves nothing for a backward and leaves buffers and random state as they were.
 
@@ -92,7 +98,10 @@ def record_calls(
     )
     missing = [path for path, module in modules.items() if module in named and module not in called]
     if missing:
-        msg = f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of `untraced`."
+        msg = (
+            f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of "
+            "`untraced`."
+        )
         raise InvalidSampleError(msg)
     numbers: dict[str, int] = {}
     calls = {}
@@ -109,7 +118,9 @@ def opaque_names(options: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Paths and submodules that are not traced: those named and recurrent layers, less what is part of another of them.
+    """Paths and submodules that are not traced.
+
+    Those named and recurrent layers, less what is part of another of them.
 
     Raises:
         InvalidSampleError: there is no submodule of such a name.

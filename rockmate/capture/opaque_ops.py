@@ -20,7 +20,7 @@ _traced_calls: dict[
 ] = {}  # of the capture that is going on, which a lock makes the only one
 
 
-# --- tracing -------------------------------------------------------------------------------------------------------------------
+# --- tracing --------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("rockmate::untraced", mutates_args=())
@@ -108,7 +108,10 @@ def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwarg
         structure != call.arguments
         or tuple(tensor.requires_grad for tensor in given) != call.differentiable
     ):
-        msg = f"the untraced submodule {call.name} is called in another way when the model is traced than on the sample."
+        msg = (
+            f"the untraced submodule {call.name} is called in another way when the model is traced "
+            "than on the sample."
+        )
         raise UnsupportedModelError(msg)
     return call.result.rebuild(torch.ops.rockmate.untraced(given, call.name)[:-1])
 

@@ -57,7 +57,8 @@ class Capture:
         output_roles: the role of each value that the graph returns; None for the gradient of an
             input that needs none.
         constants: tensors that the model's code made of Python numbers, by name.
-        output_structure: rebuilds the model's output from its tensors, in the order of `Role.index`.
+        output_structure: rebuilds the model's output from its tensors, in the order of
+            `Role.index`.
         non_differentiable_outputs: indices of the outputs with a gradient in eager and none here.
     """
 

@@ -1,4 +1,7 @@
-"""What a plan is made for: the metadata of a call, and the state of the module, that the captured graph depends on."""
+"""What a plan is made for.
+
+The metadata of a call, and the state of the module, that the captured graph depends on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ _ONLY_TENSORS = {torch.Tensor}
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 _IS_TRAINING = attrgetter("training")  # a scripted module has it elsewhere than other attributes
-_RECORDERS = "transformers.utils.output_capturing"  # whose hooks a Hugging Face model adds to itself when it is first called
+# Whose hooks a Hugging Face model adds to itself when it is first called.
+_RECORDERS = "transformers.utils.output_capturing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,10 @@ class TensorSignature:
     def __str__(self) -> str:
         grad = ", requires_grad" if self.requires_grad else ""
         strides = f", strides {list(self.strides)}" if self.strides is not None else ""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{grad}{strides}"
+        return (
+            f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on "
+            f"{self.device}{grad}{strides}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,8 @@ def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A sample input as positional and keyword arguments.
 
     Args:
-        sample_input: a tensor (the one positional argument), a tuple or list (positional), a mapping (keyword), or a `SampleCall`.
+        sample_input: a tensor (the one positional argument), a tuple or list (positional), a
+            mapping (keyword), or a `SampleCall`.
 
     Raises:
         InvalidSampleError: it is none of these.
@@ -123,7 +131,8 @@ def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample_input, tuple | list):
         return tuple(sample_input), {}
     msg = (
-        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of positional arguments, or a mapping of "
+        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of "
+        "positional arguments, or a mapping of "
         "keyword arguments."
     )
     raise InvalidSampleError(msg)
@@ -134,15 +143,24 @@ def check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
     of_model = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     of_sample = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
     if len(of_model) > 1:
-        msg = f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. Move it to one."
+        msg = (
+            f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. "
+            "Move it to one."
+        )
         raise InvalidSampleError(msg)
     if of_model and not of_sample <= of_model:
-        msg = f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. Move the sample there."
+        msg = (
+            f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. "
+            "Move the sample there."
+        )
         raise InvalidSampleError(msg)
 
 
 def optional_keywords(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments of the model's forward that default to `None`: passing that is the same as not passing them."""
+    """Names of the arguments of the model's forward that default to `None`.
+
+    Passing that is the same as not passing them.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     return frozenset(parameter.name for parameter in parameters if parameter.default is None)
 
@@ -150,7 +168,10 @@ def optional_keywords(model: nn.Module) -> frozenset[str]:
 def flatten_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
 ) -> tuple[list[torch.Tensor], CallSignature]:
-    """The tensors of a call, and its signature, in which the order of keywords and `None` for `optional` ones do not count."""
+    """The tensors of a call, and its signature.
+
+    The order of keywords does not count, nor does `None` for one of the `optional` keywords.
+    """
     named = (
         {
             name: kwargs[name]
@@ -171,7 +192,10 @@ def flatten_call(
 def _call_of_tensors(
     num_positional: int, names: tuple[str, ...], metadata: tuple[Any, ...]
 ) -> CallSignature:
-    """The signature of a call of tensors only; making and comparing it would take longer than all else about a call."""
+    """The signature of a call of tensors only.
+
+    Making and comparing it would take longer than all else about a call.
+    """
     signatures = tuple(TensorSignature(tuple(shape), *others) for shape, *others in metadata)
     return CallSignature(signatures, _structure_of_tensors(num_positional, names))
 
@@ -185,11 +209,13 @@ def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Struct
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:
-    """Raises `SignatureMismatchError`, naming both, unless the call is like the one that was planned."""
+    """Raises `SignatureMismatchError`, naming both, unless the call equals the planned one."""
     if actual != planned:
         msg = (
-            f"this call differs from the sample that the plan was made for.\n  planned: {planned}\n  called:  {actual}\n"
-            f"{_advice(planned, actual)}, or make another RockmateModule (or Planner) with a sample like this call."
+            "this call differs from the sample that the plan was made for.\n  planned: "
+            f"{planned}\n  called:  {actual}\n"
+            f"{_advice(planned, actual)}, or make another RockmateModule (or Planner) with a "
+            "sample like this call."
         )
         raise SignatureMismatchError(msg)
 
@@ -205,7 +231,7 @@ def _advice(planned: CallSignature, actual: CallSignature) -> str:
 
 
 def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
-    """Whether the calls have different keywords and are alike, but for sizes, in everything that both have."""
+    """Whether calls have other keywords and are alike, but for sizes, in all that both have."""
     return (
         planned.keywords != actual.keywords
         and planned.part_in(actual).kind == actual.part_in(planned).kind
@@ -213,7 +239,7 @@ def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
 
 
 def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
-    """Whether the calls have tensors of other sizes and are alike in everything else, numbers of dimensions included."""
+    """Whether the calls differ in the sizes of their tensors and in nothing else."""
     if planned == actual or planned.structure != actual.structure:
         return False
     pairs = zip(planned.tensors, actual.tensors, strict=True)
@@ -224,7 +250,10 @@ def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
 
 
 def has_same_form(planned: CallSignature, actual: CallSignature) -> bool:
-    """Whether the calls have the same structure and numbers of dimensions, whatever their sizes, dtypes and devices."""
+    """Whether the calls have the same structure and the same numbers of dimensions.
+
+    Sizes, dtypes and devices do not count.
+    """
     ranks, other_ranks = (
         [len(tensor.shape) for tensor in call.tensors] for call in (planned, actual)
     )
@@ -232,7 +261,7 @@ def has_same_form(planned: CallSignature, actual: CallSignature) -> bool:
 
 
 def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:
-    """Whether no tensor of a call that differs in shapes is larger than planned, in any dimension."""
+    """Whether no tensor of a call that differs in shapes is larger than planned."""
     pairs = zip(actual.tensors, planned.tensors, strict=True)
     return all(
         size <= limit
@@ -244,7 +273,9 @@ def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:
 def resized_call(
     tensors: Sequence[torch.Tensor], call: CallSignature, like: CallSignature
 ) -> SampleCall:
-    """A call with the sizes of another one, its values those at hand over and over: a model may not run on values made up for it.
+    """A call with the sizes of another one, its values those at hand over and over.
+
+    A model may not run on values made up for it.
 
     Args:
         tensors: of the call at hand.
@@ -275,7 +306,10 @@ def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Keys of the hooks that run around the module's forward or change its backward, those aside that only record hidden states."""
+    """Keys of the hooks around the module's forward and backward.
+
+    Hooks that only record hidden states are left out.
+    """
     acting = [
         key
         for key, hook in forward_hooks(module).items()
@@ -288,9 +322,10 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
 class ModelSignature:
     """State of the module that the graph depends on.
 
-    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters and buffers and which names share
-    one, who is in training mode, autocast. Other attributes are fixed when the graph is captured, and not watched.
-    Which parameters have a tensor hook (`hooked`) is no difference, since it changes no number.
+    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters
+    and buffers and which names share one, who is in training mode, autocast. Other attributes are
+    fixed when the graph is captured, and not watched. Which parameters have a tensor hook
+    (`hooked`) is no difference, since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -346,16 +381,22 @@ class ModelSignature:
                 if after.get(name) != before[name] and before[name] == before[name]
             ]
             if changed:
-                return f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is {after.get(changed[0])}"
+                return (
+                    f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is "
+                    f"{after.get(changed[0])}"
+                )
         if self.hooks != now.hooks:
             return "a hook of a submodule has been added or removed"
         if self.autocast != now.autocast:
-            return f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None is off)"
+            return (
+                f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None "
+                "is off)"
+            )
         return ""
 
 
 class ModelWatch:
-    """Notices that a module is no longer as it was, in a fraction of the time that comparing `ModelSignature`s takes.
+    """Notices that a module has changed, faster than a comparison of `ModelSignature`s.
 
     It runs with every call, so loops over tensors and modules are those of C functions.
     """
@@ -385,7 +426,7 @@ class ModelWatch:
         return any(attributes.get(name) != value for attributes, name, value in self._numbers)
 
     def _members(self) -> list[Any]:
-        """Submodules, parameters and buffers of each module, behind the mappings that they stand in."""
+        """Submodules, parameters and buffers of each module, each after its mapping."""
         parts = list(chain.from_iterable(map(member_tables_of, self._attributes)))
         return [member for part in parts if part for member in (part, *part.values())]
 

@@ -46,9 +46,10 @@ class SizeGroups:
         return tuple(call.tensors[group[0][0]].shape[group[0][1]] for group in self.places)
 
     def check_symbolic(self, first: CallSignature, call: CallSignature) -> None:
-        """Raises `SizesNotCoveredError` if the calls differ in a size that no symbol can stand for."""
+        """Raises `SizesNotCoveredError` if calls differ in a size that no symbol can stand for."""
         for known, size in zip(self.sizes(first), self.sizes(call), strict=True):
             if known != size and min(known, size) < MIN_SYMBOLIC_SIZE:
                 raise SizesNotCoveredError(
-                    f"sizes {known} and {size} make different graphs, as one of them broadcasts or is empty"
+                    f"sizes {known} and {size} make different graphs, as one of them broadcasts or "
+                    "is empty"
                 )

@@ -44,7 +44,10 @@ class SizedNumbers:
 
 
 class Size(int):
-    """A number of a generic capture that stands for an expression; generated code calls it by its name."""
+    """A number of a generic capture that stands for an expression.
+
+    Generated code calls it by its name.
+    """
 
     expression: sympy.Expr
     name: str
@@ -91,8 +94,9 @@ class _TensorTemplate:
 class GraphTemplate:
     """A graph with symbols for its sizes, read once so that copies at numbers are cheap.
 
-    Fake kernels for symbolic sizes now and then give a view memory of its own, or a result more memory than it takes. So a view is
-    taken to lie where its argument does, and a new tensor to take what its sizes and strides span.
+    Fake kernels for symbolic sizes now and then give a view memory of its own, or a result more
+    memory than it takes. So a view is taken to lie where its argument does, and a new tensor to
+    take what its sizes and strides span.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -159,7 +163,10 @@ class GraphTemplate:
         return template
 
     def _expression(self, value: int | torch.SymInt) -> sympy.Expr | int:
-        """A size as an expression in the symbols, the same for all ways of writing it; a number if it has none."""
+        """A size as an expression in the symbols, the same for all ways of writing it.
+
+        A number if it has none.
+        """
         if not isinstance(value, torch.SymInt):
             return value
         written = value.node.expr
@@ -180,7 +187,7 @@ class GraphTemplate:
             )
 
     def is_generic(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-        """Whether at these numbers no two expressions of the tensors' layouts are equal that are not always equal."""
+        """Whether no two expressions of layouts are equal by chance at these numbers."""
         numbers = SizeValues(values)
         items = {item for tensor in self._tensors() for item in tensor.layout}
         return len({numbers.of(item) for item in items}) == len(items)
@@ -224,7 +231,8 @@ class GraphTemplate:
 
         Args:
             values: the numbers.
-            names: given where the copy is to be a template itself: arguments become a `Size`, and nodes keep their expressions.
+            names: given where the copy is to be a template itself: arguments become a `Size`, and
+                nodes keep their expressions.
         """
         return _Copier(self._mode, values, names).copy(self._graph, self._values)
 

@@ -1,8 +1,9 @@
 """Nested inputs and outputs as a flat list of leaves, and back.
 
-PyTorch's pytrees know tuples, lists, mappings, named tuples and whatever a library has registered (Hugging Face registers its
-`ModelOutput` classes). Plain dataclasses are leaves to them, so those are opened here, field by field. Tensors are separated
-from the other leaves, which are constants of the plan.
+PyTorch's pytrees know tuples, lists, mappings, named tuples and whatever a library has registered
+(Hugging Face registers its `ModelOutput` classes). Plain dataclasses are leaves to them, so those
+are opened here, field by field. Tensors are separated from the other leaves, which are constants of
+the plan.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class _TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A leaf that is no tensor. Its type counts, since 1, 1.0 and True are equal in Python and not to a model."""
+    """A leaf that is no tensor.
+
+    Its type counts, since 1, 1.0 and True are equal in Python and not to a model.
+    """
 
     kind: type
     value: Any
@@ -59,7 +63,10 @@ class Structure:
         return pytree.tree_unflatten([_restore(leaf, tensors) for leaf in self.leaves], self.spec)
 
     def without_tensors(self, keep: set[int]) -> Structure:
-        """The same structure with `None` for every tensor whose index is not in `keep`; those left are renumbered."""
+        """The same structure with `None` for every tensor whose index is not in `keep`.
+
+        Those left are renumbered.
+        """
         order = {index: position for position, index in enumerate(sorted(keep))}
         return Structure(self.spec, tuple(_renumber(leaf, order) for leaf in self.leaves))
 
@@ -94,8 +101,10 @@ def _open(leaf: Any, tensors: list[torch.Tensor], what: str) -> Any:
     if isinstance(leaf, _CONSTANT_TYPES):
         return _Constant(type(leaf), leaf)
     msg = (
-        f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, a constant, a dataclass "
-        "nor a registered pytree. Return plain containers of tensors, or register the class with torch.utils._pytree."
+        f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a "
+        "tensor, a constant, a dataclass "
+        "nor a registered pytree. Return plain containers of tensors, or register the class with "
+        "torch.utils._pytree."
     )
     raise UnsupportedModelError(msg)
 

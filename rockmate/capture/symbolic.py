@@ -1,16 +1,20 @@
-"""One capture for every size of the inputs: a joint graph whose sizes are symbols, and the graph at any numbers for them.
+"""One capture for every size of the inputs.
 
-The model is traced once with `torch.fx.experimental.symbolic_shapes`: dimensions that have had the same size in every call so far share
-a symbol, and what the model's code decides on sizes is recorded as a guard. *Instantiating* the result puts numbers for the symbols:
-each symbolic number of the graph becomes the Python number that it is there, each fake tensor one of concrete sizes, strides and
-storage, and the nodes that only compute sizes are gone. What is left is a `Capture` like one that was traced at those sizes, for the
-cost of copying nodes.
+A joint graph whose sizes are symbols, and the graph at any numbers for them.
 
-A *generic* capture goes one step further: at sizes of which no two expressions are equal by chance, what the rewrites of the graph find
-equal is equal at all sizes. So the graph is rewritten once, and its numbers, which bear names, can be put in afterwards.
+The model is traced once with `torch.fx.experimental.symbolic_shapes`: dimensions that have had the
+same size in every call so far share a symbol, and what the model's code decides on sizes is
+recorded as a guard. *Instantiating* the result puts numbers for the symbols: each symbolic number
+of the graph becomes the Python number that it is there, each fake tensor one of concrete sizes,
+strides and storage, and the nodes that only compute sizes are gone. What is left is a `Capture`
+like one that was traced at those sizes, for the cost of copying nodes.
 
-Sizes of 0 and 1 are never symbols: broadcasting makes another graph of them. An instance is refused where a guard does not hold, so
-where the model's code, or PyTorch's, might have gone another way.
+A *generic* capture goes one step further: at sizes of which no two expressions are equal by chance,
+what the rewrites of the graph find equal is equal at all sizes. So the graph is rewritten once, and
+its numbers, which bear names, can be put in afterwards.
+
+Sizes of 0 and 1 are never symbols: broadcasting makes another graph of them. An instance is refused
+where a guard does not hold, so where the model's code, or PyTorch's, might have gone another way.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class SymbolicCapture:
 
         Args:
             model: the module, in the mode that it will be trained in.
-            call: a call whose sizes decide wherever the model's code branches on them; its tensors are contiguous.
+            call: a call whose sizes decide wherever the model's code branches on them; its tensors
+                are contiguous.
             groups: its dimensions that share a symbol.
             **options: as for `capture_joint`.
 
@@ -75,7 +80,8 @@ class SymbolicCapture:
                 the call, dropout masks excepted.
 
         Raises:
-            SizesNotCoveredError: no such sizes were found near those that it was traced at, or a number in it is no integer.
+            SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
+                number in it is no integer.
         """
         given, replaced = self.values(self._call), self._environment.replacements
         for nearby in _sizes_nearby(
@@ -146,7 +152,10 @@ class GenericCapture:
         values: Mapping[sympy.Symbol, sympy.Integer],
         passes: Callable[[Capture], Capture],
     ) -> None:
-        """Copies a capture and its template at generic `values`, and rewrites the copy; for `passes` see `SymbolicCapture.generic`."""
+        """Copies a capture and its template at generic `values`, and rewrites the copy.
+
+        For `passes` see `SymbolicCapture.generic`.
+        """
         self._symbolic = symbolic
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
@@ -161,11 +170,17 @@ class GenericCapture:
                 )
 
     def instance(self, call: CallSignature) -> Capture:
-        """The rewritten capture at the sizes of `call`; `SizesNotCoveredError` as for `SymbolicCapture.instance`."""
+        """The rewritten capture at the sizes of `call`.
+
+        `SizesNotCoveredError` as for `SymbolicCapture.instance`.
+        """
         return _copied(self.capture, self._template, self._symbolic.values(call))
 
     def numbers(self, call: CallSignature) -> SizedNumbers:
-        """All that depends on the sizes of `call`; `SizesNotCoveredError` as for `SymbolicCapture.instance`."""
+        """All that depends on the sizes of `call`.
+
+        `SizesNotCoveredError` as for `SymbolicCapture.instance`.
+        """
         return self._template.numbers(self._symbolic.values(call), self.capture.inputs)
 
 

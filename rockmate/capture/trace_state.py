@@ -1,8 +1,8 @@
 """State that a capture protects: random numbers, attributes, parameters, and kernels kept whole.
 
-A trace runs the model's forward, several times, on fake tensors. Each context here sets one thing for
-its duration or restores one thing afterwards. The compile flags are process-wide, so one capture
-runs at a time (`CAPTURE_LOCK`).
+A trace runs the model's forward, several times, on fake tensors. Each context here sets one thing
+for its duration or restores one thing afterwards. The compile flags are process-wide, so one
+capture runs at a time (`CAPTURE_LOCK`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PLAIN = (bool, int, float, str)
 # Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
 _KERNELS = (
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
-    *(f"{kind}{dims}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
+    *(f"upsample_nearest{dims}d" for dims in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
     *(f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")),
     "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
 )  # fmt: skip
@@ -76,7 +77,10 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restores plain attributes that the forward changes, as counters. Planned steps change none."""
+    """Restores plain attributes that the forward changes, as counters.
+
+    Planned steps change none.
+    """
     before = [
         (module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
         for module in model.modules()

@@ -1,9 +1,12 @@
-"""The main job on real input: one language model trained twice, eager and inside an activation budget, and compared.
+"""The main job on real input.
 
-Both runs start from the same weights and see the same batches, random states and optimizer; they take their steps in turn, so
-that drift of the machine moves both times alike. The text is the sources of Python's standard library, which every machine has.
-Peaks are what `rockmate.allocations` reads from the allocator: the excess, within one forward and backward, over what was
-allocated when the forward was called, `.grad` in place. Runs on the CPU.
+One language model trained twice, eager and inside an activation budget, and compared.
+
+Both runs start from the same weights and see the same batches, random states and optimizer; they
+take their steps in turn, so that drift of the machine moves both times alike. The text is the
+sources of Python's standard library, which every machine has. Peaks are what `rockmate.allocations`
+reads from the allocator: the excess, within one forward and backward, over what was allocated when
+the forward was called, `.grad` in place. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class DemoOptions:
     """What to train and how.
 
     Attributes:
-        model: folder or cached name of a Hugging Face causal model; None builds a GPT-2 with random weights.
+        model: folder or cached name of a Hugging Face causal model; None builds a GPT-2 with random
+            weights.
         budget: activation budget as a fraction of eager's measured activation peak.
         num_steps: training steps of each run.
         num_layers: layers of the GPT-2 that is built.
@@ -70,7 +74,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One of the two runs: the loss and the forward and backward time of each step, and the memory over one step."""
+    """One of the two runs: loss and time of each step, and memory over one step."""
 
     losses: Sequence[float]
     times_ms: Sequence[float]
@@ -111,11 +115,11 @@ class DemoResult:
         return statistics.median(planned / eager for planned, eager in pairs)
 
 
-# --- the two runs ---------------------------------------------------------------------------------------
+# --- the two runs ---------------------------------------------------------------------------------
 
 
 def run(options: DemoOptions) -> DemoResult:
-    """Train both ways; `DemoError` and the package's other errors say what keeps it from running."""
+    """Trains both ways; raises `DemoError` and the package's other errors."""
     transformers = require("transformers", extra="hf", purpose="the demonstration")
     say = _silent if options.quiet else _to_standard_error
     model, tokenize, kind = (
@@ -149,8 +153,9 @@ def run(options: DemoOptions) -> DemoResult:
 
 
 def _memory_of_step(call: Callable[..., Any], owner: nn.Module, batch: Batch) -> Timeline:
-    # The first step makes `.grad` and library buffers; with those in place the others are steps like any other. Of those the one
-    # with the largest peak, and the one least disturbed by the rest of the machine, is shown.
+    # The first step makes `.grad` and library buffers; with those in place the others are steps
+    # like any other. Of those the one with the largest peak, and the one least disturbed by the
+    # rest of the machine, is shown.
     _step(call, batch, seed=0)
     recorded = []
     for _ in range(_NUM_RECORDED_STEPS):
@@ -161,7 +166,10 @@ def _memory_of_step(call: Callable[..., Any], owner: nn.Module, batch: Batch) ->
 
 
 def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
-    """Forward and backward from a fixed random state; the outputs live until it is over, as in a loop that logs them."""
+    """Forward and backward from a fixed random state.
+
+    The outputs live until it is over, as in a loop that logs them.
+    """
     torch.manual_seed(seed)
     outputs = call(**batch)
     with torch.profiler.record_function(BACKWARD_MARK):
@@ -195,7 +203,7 @@ def _train_in_turn(
     *,
     show: bool,
 ) -> tuple[_Steps, _Steps]:
-    """Losses and times in ms of the eager run and of the planned one, whose weights and call are given apart."""
+    """Losses and times in ms of the eager run and of the planned one."""
     lanes = ((model, model), planned)
     optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
     steps: tuple[_Steps, _Steps] = (([], []), ([], []))
@@ -219,7 +227,7 @@ def _equal_weights(model: nn.Module, ours: nn.Module) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
-# --- model and text -------------------------------------------------------------------------------------
+# --- model and text -------------------------------------------------------------------------------
 
 _Tokenize = Callable[[bytes, int], list[int]]
 
@@ -236,7 +244,10 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         eos_token_id=0,
     )
     if options.width % config.n_head:
-        msg = f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple of {_HEAD_WIDTH}."
+        msg = (
+            f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
+            f"of {_HEAD_WIDTH}."
+        )
         raise DemoError(msg)
     torch.manual_seed(0)
     kind = (
@@ -259,13 +270,18 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         msg = (
-            f"cannot load {options.model!r} as a causal language model from this machine: {_first_line(error)} Give a folder "
-            "that holds a configuration, weights and a tokenizer, or the name of a model that has been downloaded before."
+            f"cannot load {options.model!r} as a causal language model from this machine: "
+            f"{_first_line(error)} Give a folder "
+            "that holds a configuration, weights and a tokenizer, or the name of a model that has "
+            "been downloaded before."
         )
         raise DemoError(msg) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.sequence_length > longest:
-        msg = f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. Take {longest} or fewer."
+        msg = (
+            f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. "
+            f"Take {longest} or fewer."
+        )
         raise DemoError(msg)
 
     def tokenize(text: bytes, length: int) -> list[int]:
@@ -277,13 +293,17 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
 
 
 def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
-    """One batch a step. Each sequence of a batch has a stretch of the text of its own, in which it advances from step to step."""
+    """One batch a step.
+
+    Each sequence of a batch advances through a part of the text of its own.
+    """
     text, length = standard_library_text(), options.sequence_length
     excerpt_bytes = length * _BYTES_PER_TOKEN
     stretch_bytes = len(text) // options.batch_size
     if stretch_bytes < options.num_steps * excerpt_bytes:
         msg = (
-            f"the sources of Python's standard library hold {len(text):,} bytes, too few for {options.num_steps} steps of "
+            f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
+            f"{options.num_steps} steps of "
             f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
         )
         raise DemoError(msg)
@@ -295,7 +315,10 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
         ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
-            msg = f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. Take fewer --tokens."
+            msg = (
+                f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
+                "Take fewer --tokens."
+            )
             raise DemoError(msg)
         tokens = torch.tensor(sequences)
         batches.append({"input_ids": tokens, "labels": tokens})
@@ -303,12 +326,12 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
 
 
 def standard_library_text() -> bytes:
-    """The sources of Python's standard library, its public top-level modules in the order of their names."""
+    """The sources of the standard library's public top-level modules, by name."""
     folder = Path(os.__file__).parent
     return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
 
 
-# --- what a person reads --------------------------------------------------------------------------------
+# --- what a person reads --------------------------------------------------------------------------
 
 
 def report(result: DemoResult) -> str:
@@ -359,7 +382,8 @@ def report(result: DemoResult) -> str:
     if stages:
         lines += ["", f"Planning: {stages}."]
     lines.append(
-        "Measured times are medians; their ratio is the median over steps of one step's time over the other's right before it."
+        "Measured times are medians; their ratio is the median over steps of one step's time over "
+        "the other's right before it."
     )
     return "\n".join([*lines, *_verdicts(result)]) + "\n"
 
@@ -368,18 +392,21 @@ def _verdicts(result: DemoResult) -> list[str]:
     num_steps = len(result.eager.losses)
     if result.equal_losses and result.equal_weights:
         lines = [
-            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit by bit."
+            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit "
+            "by bit."
         ]
     elif result.equal_losses:
         lines = [
-            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after them are not."
+            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after "
+            "them are not."
         ]
     else:
         lines = ["FAILED: the losses are not identical."]
     measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
     if result.fits:
         lines.append(
-            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to spare."
+            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to "
+            "spare."
         )
     else:
         lines.append(f"FAILED: the measured peak is {measured - budget:,} bytes above the budget.")
@@ -387,7 +414,10 @@ def _verdicts(result: DemoResult) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-aligned first column, the others right-aligned; an empty row is a rule, and one follows the head."""
+    """Left-aligned first column, the others right-aligned.
+
+    An empty row is a rule, and one follows the head.
+    """
     filled = [row for row in rows if row]
     widths = [max(len(row[column]) for row in filled) for column in range(len(filled[0]))]
     rule = "  ".join("-" * width for width in widths)

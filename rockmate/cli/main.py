@@ -1,7 +1,10 @@
-"""The command `rockmate`: `demo` trains a model eager and inside a budget; `sweep` tells what each budget costs; `plan` makes one plan.
+"""The command `rockmate`: `demo` trains a model eager and inside a budget.
 
-Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no budget of a sweep was feasible; 2 it
-could not run as asked; 130 it was interrupted, and what a sweep had measured is kept.
+`sweep` tells what each budget costs; `plan` makes one plan.
+
+Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no
+budget of a sweep was feasible; 2 it could not run as asked; 130 it was interrupted, and what a
+sweep had measured is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 _PLOT_NAME = "memory.png"
 _DTYPES = ("float32", "bfloat16", "float16")  # as in rockmate.model_source, which imports torch
 _MODEL_HELP = (
-    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a configuration is ever fetched); or "
+    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
+    "configuration is ever fetched); or "
     "package.module:function, which returns (model, sample_input)"
 )
 
@@ -57,7 +61,7 @@ def _with_threads(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(num_threads)
 
 
-# --- arguments -----------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +80,10 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="train a language model eager and inside a budget, and compare",
         description=(
-            "Train one language model twice on the sources of Python's standard library, eager and inside an activation budget, "
-            "from the same weights on the same batches; print one table and plot the memory over a step. Nothing is downloaded."
+            "Train one language model twice on the sources of Python's standard library, eager and "
+            "inside an activation budget, "
+            "from the same weights on the same batches; print one table and plot the memory over a "
+            "step. Nothing is downloaded."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -109,8 +115,10 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "sweep",
         help="what each of many budgets costs in time, from one capture of a model",
         description=(
-            "Capture a model once, plan for many activation budgets, and with --measure train a few steps at each beside eager. Prints a "
-            "table, and with --out writes sweep.jsonl, sweep.csv, a page sweep.html and plans to train with; the same command again "
+            "Capture a model once, plan for many activation budgets, and with --measure train a "
+            "few steps at each beside eager. Prints a "
+            "table, and with --out writes sweep.jsonl, sweep.csv, a page sweep.html and plans to "
+            "train with; the same command again "
             "skips what is measured."
         ),
     )
@@ -118,8 +126,10 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sweep.add_argument(
         "--budgets",
         metavar="B",
-        help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; a number up to 1 is a fraction of the "
-        "peak with nothing recomputed (default: every tenth of that, down to the smallest peak without chunks)",
+        help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; "
+        "a number up to 1 is a fraction of the "
+        "peak with nothing recomputed (default: every tenth of that, down to the smallest peak "
+        "without chunks)",
     )
     sweep.add_argument(
         "--strategies",
@@ -147,7 +157,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser(
         "plan",
         help="one plan for one budget",
-        description="Plan for one activation budget: print what it keeps and recomputes, and save it to train with.",
+        description="Plan for one activation budget: print what it saves and recomputes, and "
+        "write the plan to a file.",
     )
     _add_model_arguments(plan)
     plan.add_argument(
@@ -200,7 +211,8 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--allow-chunking",
         action=argparse.BooleanOptionalAction,
-        help="run the loss block in chunks wherever that is faster, or never (default: for budgets that nothing else meets)",
+        help="run the loss block in chunks wherever that is faster, or never (default: for "
+        "budgets that nothing else meets)",
     )
     command.add_argument(
         "--untraced",
@@ -211,14 +223,15 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--machine",
-        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path of a .toml",
+        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
+        "of a .toml",
     )
     command.add_argument(
         "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
     )
 
 
-# --- demo ----------------------------------------------------------------------------------------------
+# --- demo -----------------------------------------------------------------------------------------
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
@@ -269,7 +282,7 @@ def _make_folder(path: Path) -> None:
         raise DemoError(msg) from error
 
 
-# --- sweep and plan ------------------------------------------------------------------------------------
+# --- sweep and plan -------------------------------------------------------------------------------
 
 
 def _run_sweep(arguments: argparse.Namespace) -> int:
@@ -317,7 +330,8 @@ def _sweep_text(found: Sweep, out: Path | None) -> str:
     stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
     lines = [
         found.title,
-        f"nothing recomputed: {size_text(baseline.baseline_peak_bytes)}, {baseline.baseline_ms:,.1f} ms a step ({stages})",
+        f"nothing recomputed: {size_text(baseline.baseline_peak_bytes)}, "
+        f"{baseline.baseline_ms:,.1f} ms a step ({stages})",
         "",
         table_text(found, width=shutil.get_terminal_size().columns),
     ]
@@ -344,11 +358,13 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     budgets = parse_budgets(arguments.budget)
     if len(budgets) != 1:
         raise SweepError(
-            f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, or use `rockmate sweep`."
+            f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, "
+            "or use `rockmate sweep`."
         )
     if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
         raise SweepError(
-            f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or give another --out."
+            f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
+            "give another --out."
         )
     source = _source(arguments)
     planner = Planner(
@@ -391,7 +407,7 @@ def _source(arguments: argparse.Namespace) -> SourcedModel:
     return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
 
 
-# --- values of arguments -------------------------------------------------------------------------------
+# --- values of arguments --------------------------------------------------------------------------
 
 
 def _names(text: str) -> tuple[str, ...]:

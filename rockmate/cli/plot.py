@@ -1,4 +1,6 @@
-"""Memory over one training step, as a picture: the eager run and the planned one, the budget, forward and backward.
+"""Memory over one training step, as a picture.
+
+The eager run and the planned one, the budget, forward and backward.
 
 Needs matplotlib. Draws on a figure of its own and leaves matplotlib's global state alone.
 """

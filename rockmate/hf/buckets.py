@@ -1,9 +1,14 @@
-"""Batches of few lengths: a data collator that pads to the next of some lengths, for models that are captured once for each of them.
+"""Batches of few lengths.
 
-Most models need none of this: one capture with symbols serves every length (`rockmate/symbolic.py`). A model that branches or loops on
-the length, or that runs a submodule as it is (recurrent layers do), is captured for each length by itself. Padding changes no loss if
-the model passes over it, which a module cannot know of the model that it wraps: hence a collator, which the user chooses, and not an
-option of `RockmateModule`. The term *bucket* for one of the lengths is TensorFlow's (`bucket_by_sequence_length`).
+A data collator that pads to the next of some lengths, for models that are captured once for each of
+them.
+
+Most models need none of this: one capture with symbols serves every length
+(`rockmate/symbolic.py`). A model that branches or loops on the length, or that runs a submodule as
+it is (recurrent layers do), is captured for each length by itself. Padding changes no loss if the
+model passes over it, which a module cannot know of the model that it wraps: hence a collator, which
+the user chooses, and not an option of `RockmateModule`. The term *bucket* for one of the lengths is
+TensorFlow's (`bucket_by_sequence_length`).
 """
 
 from __future__ import annotations
@@ -25,9 +30,10 @@ _ZEROS = (_MASK, "decoder_attention_mask", "token_type_ids", "position_ids")
 class PadToBuckets:
     """A data collator whose batches have one of a few lengths.
 
-    Tokens are padded with `pad_token_id`, labels with -100, masks and positions with 0, all at the end of dimension 1. A plan for the
-    longest keeps the budget for all of them, so with a list of lengths the first batch is padded to the last one: it is the one that a
-    module without a sample plans for.
+    Tokens are padded with `pad_token_id`, labels with -100, masks and positions with 0, all at the
+    end of dimension 1. A plan for the longest keeps the budget for all of them, so with a list of
+    lengths the first batch is padded to the last one: it is the one that a module without a sample
+    plans for.
     """
 
     def __init__(
@@ -42,10 +48,12 @@ class PadToBuckets:
         """Takes the collator that makes the batches.
 
         Args:
-            collator: makes a mapping of names to tensors of a list of rows, as those of Hugging Face and `default_collate` do.
+            collator: makes a mapping of names to tensors of a list of rows, as those of Hugging
+                Face and `default_collate` do.
             lengths: in tokens, in any order; or one number, whose multiples are the lengths.
             pad_token_id: the model's; some find the end of a text by it.
-            adds_mask: a batch without `attention_mask` gets one. False is right for a model in which no token sees those after it.
+            adds_mask: a batch without `attention_mask` gets one. False is right for a model in
+                which no token sees those after it.
             padding: what other tensors are padded with, by name; None leaves one as it is.
 
         Raises:
@@ -55,7 +63,10 @@ class PadToBuckets:
         self._multiple = lengths if isinstance(lengths, int) else 0
         self._lengths = () if isinstance(lengths, int) else tuple(sorted(lengths))
         if min((self._multiple,) if isinstance(lengths, int) else self._lengths, default=0) < 1:
-            msg = f"lengths is {lengths!r}; give the lengths in tokens ([128, 256, 512]), or one number whose multiples they are (64)"
+            msg = (
+                f"lengths is {lengths!r}; give the lengths in tokens ([128, 256, 512]), or one "
+                "number whose multiples they are (64)"
+            )
             raise ValueError(msg)
         self._adds_mask = adds_mask
         known = {
@@ -72,11 +83,15 @@ class PadToBuckets:
 
         Raises:
             TypeError: the batch is no mapping.
-            ValueError: it is longer than all lengths, or has a tensor as long as its tokens of which is not known how to pad it.
+            ValueError: it is longer than all lengths, or has a tensor as long as its tokens of
+                which is not known how to pad it.
         """
         batch = self._collator(rows)
         if not isinstance(batch, MutableMapping):
-            msg = f"the data collator made a {type(batch).__name__}, and only tensors that have names are padded. Let it make a dict."
+            msg = (
+                f"the data collator made a {type(batch).__name__}, and only tensors that have "
+                "names are padded. Let it make a dict."
+            )
             raise TypeError(msg)
         if self._adds_mask and _TOKENS in batch and _MASK not in batch:
             batch[_MASK] = torch.ones_like(batch[_TOKENS])
@@ -101,7 +116,8 @@ class PadToBuckets:
             return self._padding[name] is not None and not is_of_classes
         if value.shape[1] == num_tokens:
             msg = (
-                f"{name} is as long as {_TOKENS} ({num_tokens} tokens), and nothing says what to pad it with. Pass "
+                f"{name} is as long as {_TOKENS} ({num_tokens} tokens), and nothing says what to "
+                "pad it with. Pass "
                 f"padding={{{name!r}: 0}}, or another value; None if it is not to be padded."
             )
             raise ValueError(msg)
@@ -112,6 +128,9 @@ class PadToBuckets:
             return -(-length // self._multiple) * self._multiple
         place = bisect_left(self._lengths, length)
         if place == len(self._lengths):
-            msg = f"{name} has {length} tokens, more than the largest of the lengths {list(self._lengths)}. Truncate, or add a longer one."
+            msg = (
+                f"{name} has {length} tokens, more than the largest of the lengths "
+                f"{list(self._lengths)}. Truncate, or add a longer one."
+            )
             raise ValueError(msg)
         return self._lengths[place]

@@ -1,7 +1,8 @@
 """What a person calls a model on the command line -> the model with a sample.
 
-A Hugging Face configuration (a JSON file, a folder that holds one, or a name on the hub) is built with random weights: memory and time do
-not depend on them, and nothing but a configuration is ever fetched. "package.module:function" is called, and returns both.
+A Hugging Face configuration (a JSON file, a folder that holds one, or a name on the hub) is built
+with random weights: memory and time do not depend on them, and nothing but a configuration is ever
+fetched. "package.module:function" is called, and returns both.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ from rockmate.errors import RockmateError
 from rockmate.extras import require
 from rockmate.hf.synthetic_sample import SampleShape, make_sample
 
-_FUNCTION_HINT = "Write package.module:function, of a function without arguments that returns (model, sample_input)."
+_FUNCTION_HINT = (
+    "Write package.module:function, of a function without arguments that returns (model, "
+    "sample_input)."
+)
 _FORMS = (
-    "Give a Hugging Face configuration file (config.json), a folder that holds one, the name of a model whose configuration has been "
+    "Give a Hugging Face configuration file (config.json), a folder that holds one, the name of a "
+    "model whose configuration has been "
     "downloaded before, or package.module:function, which returns (model, sample_input)."
 )
-_AUTO_CLASSES = (  # in this order: most encoders can be decoders too, and most text models can classify
-    "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM",
+# In this order: most encoders can be decoders too, and most text models can classify.
+_AUTO_CLASSES = (
+    "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
     "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModel",
 )  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +70,8 @@ def load_model(
     Args:
         source: see this module.
         shape: of the sample, for a configuration; a function makes a sample of its own.
-        device: where a configuration's model and sample are made; "meta" makes neither weights nor values.
+        device: where a configuration's model and sample are made; "meta" makes neither weights nor
+            values.
         dtype: of a configuration's weights: "float32" (default), "bfloat16" or "float16".
 
     Raises:
@@ -76,18 +84,20 @@ def load_model(
     if ":" in source and not Path(source).exists():
         if shape not in (None, SampleShape()) or dtype is not None:
             raise ModelSourceError(
-                f"--batch, --tokens, --image-size and --dtype are for configurations, and {source!r} makes its own model and sample. "
+                "--batch, --tokens, --image-size and --dtype are for configurations, and "
+                f"{source!r} makes its own model and sample. "
                 "Leave them out."
             )
         return _from_function(source, device)
     if source.endswith(".py"):
         raise ModelSourceError(
-            f"{source!r} is a Python file, and which function of it makes the model is not said. {_FUNCTION_HINT}"
+            f"{source!r} is a Python file, and which function of it makes the model is not said. "
+            f"{_FUNCTION_HINT}"
         )
     return _from_configuration(source, shape or SampleShape(), device, dtype or "float32")
 
 
-# --- a function ----------------------------------------------------------------------------------------
+# --- a function -----------------------------------------------------------------------------------
 
 
 def _from_function(source: str, device: str) -> SourcedModel:
@@ -100,7 +110,8 @@ def _from_function(source: str, device: str) -> SourcedModel:
         raise ModelSourceError(f"{source} failed: {_last_line(error)}.{hint}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ModelSourceError(
-            f"{source} returned {_described(made)}, not (model, sample_input), whose model is a torch.nn.Module."
+            f"{source} returned {_described(made)}, not (model, sample_input), whose model is a "
+            "torch.nn.Module."
         )
     model, sample_input = made
     return SourcedModel(title=f"{source}: {_size(model)}", model=model, sample_input=sample_input)
@@ -116,7 +127,8 @@ def _function(source: str) -> Callable[[], Any]:
     if path.endswith(".py") or "/" in path:
         dotted = path.removesuffix(".py").removeprefix("./").replace("/", ".")
         raise ModelSourceError(
-            f"{path!r} is a path. Write the module as it is imported from here: {dotted}:{name or 'function'}"
+            f"{path!r} is a path. Write the module as it is imported from here: "
+            f"{dotted}:{name or 'function'}"
         )
     if not path or not name.isidentifier():
         raise ModelSourceError(f"{source!r} names no function. {_FUNCTION_HINT}")
@@ -163,7 +175,7 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-# --- a configuration -----------------------------------------------------------------------------------
+# --- a configuration ------------------------------------------------------------------------------
 
 
 def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str) -> SourcedModel:
@@ -177,7 +189,10 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
             torch.manual_seed(0)
             model = model_class(config)
     except Exception as error:
-        msg = f"{model_class.__name__} cannot be built from the configuration {source!r}: {type(error).__name__}: {_first_line(error)}"
+        msg = (
+            f"{model_class.__name__} cannot be built from the configuration {source!r}: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        )
         raise ModelSourceError(msg) from error
     model = model.to(_DTYPES[dtype]).train()
     if type(model).__name__.endswith("LMHeadModel"):
@@ -203,7 +218,8 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelSourceError(
-            f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, as cpu."
+            f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, "
+            "as cpu."
         ) from error
 
 
@@ -227,7 +243,10 @@ def _configuration(transformers: Any, source: str) -> Any:
             source
         )  # a name that is not in the cache: its configuration, if the network allows
     except (OSError, ValueError, KeyError) as error:
-        msg = f"there is no model {source!r} here, nor can its configuration be fetched: {_first_line(error)} {_FORMS}"
+        msg = (
+            f"there is no model {source!r} here, nor can its configuration be fetched: "
+            f"{_first_line(error)} {_FORMS}"
+        )
         raise ModelSourceError(msg) from error
 
 
@@ -246,12 +265,13 @@ def _prepare(config: Any) -> None:
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """The first architecture of the configuration, else the first usual kind of model that there is for it."""
+    """The first architecture of the configuration, else the first usual kind of model for it."""
     for name in getattr(config, "architectures", None) or ():
         model_class = getattr(transformers, name, None)
         if model_class is None:
             msg = (
-                f"the configuration asks for {name}, which transformers {transformers.__version__} does not have. "
+                f"the configuration asks for {name}, which transformers {transformers.__version__} "
+                "does not have. "
                 "Change its `architectures`."
             )
             raise ModelSourceError(msg)
@@ -260,7 +280,10 @@ def _model_class(transformers: Any, config: Any) -> Any:
         mapping = getattr(transformers, auto_name)._model_mapping
         if type(config) in mapping:
             return mapping[type(config)]
-    msg = f"transformers has no model to train for {type(config).__name__}. Name one in the `architectures` of the configuration."
+    msg = (
+        f"transformers has no model to train for {type(config).__name__}. Name one in the "
+        "`architectures` of the configuration."
+    )
     raise ModelSourceError(msg)
 
 

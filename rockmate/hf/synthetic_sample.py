@@ -1,6 +1,9 @@
-"""A sample input for a Hugging Face model, from its configuration and the arguments of its forward: right in shape, random in value.
+"""A sample input for a Hugging Face model, from its configuration and its forward's arguments.
 
-Only shapes and dtypes matter to a plan. Labels are among the arguments wherever the model computes a loss of its own.
+Its shapes are right and its values random.
+
+Only shapes and dtypes matter to a plan. Labels are among the arguments wherever the model computes
+a loss of its own.
 """
 
 from __future__ import annotations
@@ -49,22 +52,26 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
         shape: the size of the sample.
 
     Raises:
-        SampleError: the model takes something that is not known here, or the shape does not suit it.
+        SampleError: the model takes something that is not known here, or the shape does not suit
+            it.
     """
     accepted = inspect.signature(model.forward).parameters.keys()
     main = getattr(model, "main_input_name", "input_ids")
     makers = {"input_ids": _tokens, "pixel_values": _images, "input_features": _sound}
     if main not in makers or main not in accepted:
         raise SampleError(
-            f"{type(model).__name__} takes {main!r}, and no sample of that is made here. {_OWN_SAMPLE}"
+            f"{type(model).__name__} takes {main!r}, and no sample of that is made here. "
+            f"{_OWN_SAMPLE}"
         )
     if shape.image_size is not None and main != "pixel_values":
         raise SampleError(
-            f"--image-size is for models of images, and {type(model).__name__} takes {main!r}. Leave it out."
+            f"--image-size is for models of images, and {type(model).__name__} takes {main!r}. "
+            "Leave it out."
         )
     if shape.num_tokens is not None and main == "pixel_values":
         raise SampleError(
-            f"--tokens is for models of text, and {type(model).__name__} takes {main!r}. Leave it out."
+            f"--tokens is for models of text, and {type(model).__name__} takes {main!r}. Leave it "
+            "out."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -72,18 +79,20 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
     unknown = sorted(sample.keys() - accepted)
     if unknown:
         raise SampleError(
-            f"{type(model).__name__} does not take {unknown[0]!r}, which its kind of model should. {_OWN_SAMPLE}"
+            f"{type(model).__name__} does not take {unknown[0]!r}, which its kind of model should. "
+            f"{_OWN_SAMPLE}"
         )
     return sample
 
 
 _OWN_SAMPLE = (
-    "Write a function that returns (model, sample_input) and give it as package.module:function; a sample input is a tensor, a tuple or "
+    "Write a function that returns (model, sample_input) and give it as package.module:function; a "
+    "sample input is a tensor, a tuple or "
     "a mapping of keyword arguments."
 )
 
 
-# --- text ----------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _tokens(model: Any, shape: SampleShape) -> Sample:
@@ -128,7 +137,8 @@ def _length(config: Any, shape: SampleShape) -> int:
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest or _DEFAULT_TOKENS)
     if longest is not None and length > longest:
         raise SampleError(
-            f"--tokens {length} is more than the {longest} positions of the model. Take {longest} or fewer."
+            f"--tokens {length} is more than the {longest} positions of the model. Take {longest} "
+            "or fewer."
         )
     return length
 
@@ -158,7 +168,7 @@ def _has_labels(model: Any) -> bool:
     return "labels" in inspect.signature(model.forward).parameters
 
 
-# --- images and sound ----------------------------------------------------------------------------------
+# --- images and sound -----------------------------------------------------------------------------
 
 
 def _images(model: Any, shape: SampleShape) -> Sample:

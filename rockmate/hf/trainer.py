@@ -27,29 +27,37 @@ def wrap_trainer(
     buckets: int | Sequence[int] | None = None,
     **options: Any,
 ) -> RockmateModule:
-    """Wraps the model of a trainer that has not started; the plan is made for the first batch that it trains on.
+    """Wraps the model of a trainer that has not started.
 
-    `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for `memory_limit`: here the optimizer is taken
-    from the trainer's arguments, and where the trainer computes its loss itself (TRL's do, from other outputs than the model's loss), every
-    output is differentiable. A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only way.
+    The plan is made for the first batch that it trains on.
+
+    `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for
+    `memory_limit`: here the optimizer is taken from the trainer's arguments, and where the trainer
+    computes its loss itself (TRL's do, from other outputs than the model's loss), every output is
+    differentiable. A trainer that replaces the model's `forward` (TRL's do) must do so first: then
+    this is the only way.
 
     Args:
         trainer: a `transformers.Trainer`, or a subclass's.
         budget: as for `RockmateModule`.
         memory_limit: as for `RockmateModule`.
-        optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that its arguments name.
-        buckets: lengths in tokens to which batches are padded, or the number whose multiples they are, for a model that is captured for
-            each length by itself; see `PadToBuckets`, which becomes the trainer's data collator.
+        optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that
+            its arguments name.
+        buckets: lengths in tokens to which batches are padded, or the number whose multiples they
+            are, for a model that is captured for each length by itself; see `PadToBuckets`, which
+            becomes the trainer's data collator.
         **options: as for `RockmateModule`.
 
     Returns:
         The module, which now is `trainer.model`.
 
     Raises:
-        ValueError: the trainer has no model; or `buckets` are given for one that takes no `attention_mask`, or are no lengths.
+        ValueError: the trainer has no model; or `buckets` are given for one that takes no
+            `attention_mask`, or are no lengths.
         UnsupportedModelError: as for `RockmateModule`; also if Trainer sees several GPUs without
             a launcher, where it would use `nn.DataParallel`.
-        InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for its state.
+        InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
+            its state.
     """
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)
@@ -76,8 +84,10 @@ def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) ->
     """Has the trainer's batches padded, each with a mask that says so."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         msg = (
-            f"buckets are given, and {type(model).__name__} takes no attention_mask that would have it pass over padding. If none of its "
-            "tokens sees those after it, give the trainer data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
+            f"buckets are given, and {type(model).__name__} takes no attention_mask that would "
+            "have it pass over padding. If none of its "
+            "tokens sees those after it, give the trainer "
+            "data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
         )
         raise ValueError(msg)
     known = (

@@ -1,9 +1,10 @@
 """Where a curve of time against memory bends: the budgets that are worth a look.
 
-The lower convex hull of the points is what mixtures of them reach. Scaled so that its ends lie at (0, 1) and (1, 0), the first knee is
-the hull's point farthest below the straight line between the ends, as in Kneedle (Satopaa et al., "Finding a 'Kneedle' in a Haystack",
-2011); each further one is the point farthest below the lines through those found so far (Douglas and Peucker's choice of the few points
-that describe a line best). A point closer to its line than `min_depth` is no knee.
+The lower convex hull of the points is what mixtures of them reach. Scaled so that its ends lie at
+(0, 1) and (1, 0), the first knee is the hull's point farthest below the straight line between the
+ends, as in Kneedle (Satopaa et al., "Finding a 'Kneedle' in a Haystack", 2011); each further one is
+the point farthest below the lines through those found so far (Douglas and Peucker's choice of the
+few points that describe a line best). A point closer to its line than `min_depth` is no knee.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ def knees(points: Sequence[Point], *, max_num: int = 3, min_depth: float = 0.05)
     """Indices of the knees of falling time over growing memory, in the order of memory.
 
     Args:
-        points: (memory, time), in any order and any units; points that others beat in both are never knees.
+        points: (memory, time), in any order and any units; points that others beat in both are
+            never knees.
         max_num: how many at most.
-        min_depth: least distance below its line, in time, as a share of the time between the ends of the curve.
+        min_depth: least distance below its line, in time, as a share of the time between the ends
+            of the curve.
     """
     hull = lower_hull(points)
     if len(hull) < 3:
@@ -44,7 +47,7 @@ def knees(points: Sequence[Point], *, max_num: int = 3, min_depth: float = 0.05)
 
 
 def lower_hull(points: Sequence[Point]) -> list[int]:
-    """Indices of the falling part of the lower convex hull, from the least memory to the least time."""
+    """Indices of the lower convex hull from the least memory to the least time."""
     hull: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: points[i]):
         while len(hull) >= 2 and _turn(points[hull[-2]], points[hull[-1]], points[index]) <= 0:

@@ -1,8 +1,12 @@
-"""Training steps of a planned module beside the same steps of eager: activation peak, time, gradients.
+"""Training steps of a planned module beside the same steps of eager.
 
-A step is a forward and a backward from a fixed random state. The peak is the largest excess, within one step, over what was allocated
-when the forward was called, `.grad` in place; the outputs live until the backward has ended. Weights move between steps, so that a plan
-that kept an older weight would show. What is measured leaves no trace: weights, buffers, gradients and generators are put back.
+Activation peak, time, gradients.
+
+A step is a forward and a backward from a fixed random state. The peak is the largest excess, within
+one step, over what was allocated when the forward was called, `.grad` in place; the outputs live
+until the backward has ended. Weights move between steps, so that a plan that kept an older weight
+would show. What is measured leaves no trace: weights, buffers, gradients and generators are put
+back.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ from rockmate.module import RockmateModule
 
 _LEARNING_RATE = 1e-3
 _NUM_RECORDED_STEPS = 2
-_SMALL = 1e-3  # a gradient below this share of the largest one is held against that share: it may be zero but for rounding
+# A gradient below this share of the largest one is held against that share: it may be zero but for
+# rounding.
+_SMALL = 1e-3
 _TOLERANCE = 1e-5  # relative, of what a sum in another order does in single precision
 _TOLERANCE_ULPS = 4  # and in shorter formats
 
 
-# --- equality ------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,8 @@ class TensorDifference:
 
     Attributes:
         equal: bitwise, and the same names on both sides.
-        largest_relative: over the tensors, the largest of max|a - b| / max|b|; infinite where one side lacks a tensor or holds a value
-            that is not finite where the other's is.
+        largest_relative: over the tensors, the largest of max|a - b| / max|b|; infinite where one
+            side lacks a tensor or holds a value that is not finite where the other's is.
         where: the name of the tensor with that difference, empty when equal.
     """
 
@@ -60,7 +66,8 @@ def tensor_difference(
     Args:
         ours: tensors by name.
         reference: the same names, and what the differences are relative to.
-        small: a tensor whose largest value is below this share of the largest of all is held against that share.
+        small: a tensor whose largest value is below this share of the largest of all is held
+            against that share.
     """
     least_scale = (
         small * max((_largest(tensor) for tensor in reference.values()), default=0.0)
@@ -94,11 +101,14 @@ def _largest(tensor: Tensor) -> float:
     return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
-# --- one step ------------------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------
 
 
 def run_step(call: Callable[..., Any], sample_input: Any, *, seed: int) -> None:
-    """Forward and backward from a fixed random state: of the loss where the output has one, else of all that requires a gradient."""
+    """Forward and backward from a fixed random state.
+
+    Of the loss where the output has one, else of all that requires a gradient.
+    """
     args, kwargs = sample_call(sample_input)
     torch.manual_seed(seed)
     outputs = call(*args, **kwargs)
@@ -129,7 +139,10 @@ def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
 
 
 def activation_peak(step: Callable[[], object], device: torch.device) -> int:
-    """Largest excess in bytes, over one call of `step`, over what was allocated before it; run the step once beforehand."""
+    """Largest excess in bytes, over one call of `step`, over what was allocated before it.
+
+    Run the step once beforehand.
+    """
     gc.collect(1)
     if device.type != "cuda":
         return max(timeline(step).peak_bytes for _ in range(_NUM_RECORDED_STEPS))
@@ -141,7 +154,7 @@ def activation_peak(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before_bytes
 
 
-# --- planned steps beside eager's ----------------------------------------------------------------------
+# --- planned steps beside eager's -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +167,12 @@ class Measurement:
         num_steps: that were timed and compared.
         eager_peak_bytes: eager's peak; None, as all below, where eager did not fit the device.
         eager_ms: eager's median.
-        ratio: median over the steps of the planned step's time over eager's right before it: drift of the machine cancels.
+        ratio: median over the steps of the planned step's time over eager's right before it: drift
+            of the machine cancels.
         ratio_spread: largest less smallest of those.
         gradients: the worst difference of any step.
-        gradient_tolerance: how much of that the order of a sum explains, in the coarsest format of the model's parameters.
+        gradient_tolerance: how much of that the order of a sum explains, in the coarsest format of
+            the model's parameters.
     """
 
     peak_bytes: int
@@ -232,7 +247,7 @@ class SideBySide:
     def _train(
         self, module: RockmateModule
     ) -> tuple[list[float], list[float], list[TensorDifference]]:
-        """Times of eager's steps and of the planned ones in ms, and how each step's gradients differ."""
+        """Times in ms of eager's and of the planned steps, and differences of their gradients."""
         eager_ms, planned_ms, differences = [], [], []
         for step in range(self._num_steps + 1):
             reference: dict[str, Tensor] = {}
@@ -287,7 +302,10 @@ def _gradients(model: nn.Module, *, copied: bool) -> dict[str, Tensor]:
 
 
 def _descend(model: nn.Module) -> None:
-    """A small step whatever the scale of the gradients: a model that returns no loss may have any."""
+    """A small step whatever the scale of the gradients.
+
+    A model that returns no loss may have any.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -298,7 +316,10 @@ def _descend(model: nn.Module) -> None:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Puts weights, buffers, gradients and the state of the generators back; the copies are in host memory."""
+    """Puts weights, buffers, gradients and the state of the generators back.
+
+    The copies are in host memory.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -1,6 +1,9 @@
-"""A sweep as one self-contained page: the curve, the rows, and for each budget the memory over the step, its peak and its blocks.
+"""A sweep as one self-contained page.
 
-The page loads nothing: style and drawings are in it, and its few lines of script only show the chosen budget. Without script all show.
+The curve, the rows, and for each budget the memory over the step, its peak and its blocks.
+
+The page loads nothing: style and drawings are in it, and its few lines of script only show the
+chosen budget. Without script all show.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def report_html(sweep: Sweep) -> str:
     )
 
 
-# --- head ----------------------------------------------------------------------------------------------
+# --- head -----------------------------------------------------------------------------------------
 
 
 def _facts(sweep: Sweep) -> str:
@@ -104,16 +107,18 @@ def _verdict(sweep: Sweep) -> str:
         )
         others = ", and within rounding at the others" if equal < len(compared) else ""
         lines.append(
-            f'<p class="good">All {len(measured)} measured peaks are within their budgets; {gradients}{others}.</p>'
+            f'<p class="good">All {len(measured)} measured peaks are within their budgets; '
+            f"{gradients}{others}.</p>"
         )
     if not sweep.is_complete:
         lines.append(
-            '<p class="bad">The sweep was interrupted: rows may be missing. The same command takes it up again.</p>'
+            '<p class="bad">The sweep was interrupted: rows may be missing. The same command takes '
+            "it up again.</p>"
         )
     return "".join(lines)
 
 
-# --- the curve -----------------------------------------------------------------------------------------
+# --- the curve ------------------------------------------------------------------------------------
 
 
 def _curve(sweep: Sweep) -> str:
@@ -164,7 +169,10 @@ def _curve(sweep: Sweep) -> str:
                 key=_key(row),
             )
             if row.measured_peak_bytes is not None and row.measured_ratio is not None:
-                title = f"measured: {size_text(row.measured_peak_bytes)}, {row.measured_ratio:.3f}x of eager"
+                title = (
+                    f"measured: {size_text(row.measured_peak_bytes)}, {row.measured_ratio:.3f}x of "
+                    "eager"
+                )
                 chart.diamond(
                     (row.measured_peak_bytes / _MIB, row.measured_ratio),
                     f"measured s{index}",
@@ -200,7 +208,10 @@ def _predicted(row: SweepRow) -> Point:
 
 
 def _row_title(row: SweepRow) -> str:
-    return f"{row.strategy}, budget {size_text(row.budget_bytes)}: peak {_size(row.predicted_peak_bytes)}, {row.predicted_ratio:.3f}x"
+    return (
+        f"{row.strategy}, budget {size_text(row.budget_bytes)}: peak "
+        f"{_size(row.predicted_peak_bytes)}, {row.predicted_ratio:.3f}x"
+    )
 
 
 def _recommended(sweep: Sweep) -> str:
@@ -219,19 +230,27 @@ def _recommended(sweep: Sweep) -> str:
             if cost is not None
         ]
         cards.append(
-            f'<a class="card" href="#{_PANEL}{_key(row)}" data-key="{_key(row)}"><b>{escape(size_text(row.budget_bytes))}</b>'
+            f'<a class="card" href="#{_PANEL}{_key(row)}" '
+            f'data-key="{_key(row)}"><b>{escape(size_text(row.budget_bytes))}</b>'
             f"<span>{row.budget_share:.0%} of the peak, {row.predicted_ratio:.3f}x the time</span>"
             f"<small>{escape(row.strategy)}{''.join(f'; {text}' for text in texts)}</small></a>"
         )
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-# --- rows ----------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 _ROW_HEADS = (
-    "strategy", "budget", "of the peak", "predicted peak", "predicted ms", "predicted time", "no schedule below", "ms per 100 MiB less",
+    "strategy",
+    "budget",
+    "of the peak",
+    "predicted peak",
+    "predicted ms",
+    "predicted time",
+    "no schedule below",
+    "ms per 100 MiB less",
     "recomputed ops",
-)  # fmt: skip
+)
 _MEASURED_HEADS = ("measured peak", "measured ms", "measured time", "gradients")
 
 
@@ -250,10 +269,16 @@ def _rows(sweep: Sweep) -> str:
 
 def _row_html(row: SweepRow, *, with_measured: bool) -> str:
     cells = [
-        row.strategy, size_text(row.budget_bytes), f"{row.budget_share:.3f}", _size(row.predicted_peak_bytes),
-        _number(row.predicted_ms, ",.1f"), _number(row.predicted_ratio, ".3f", "x"), _number(row.lower_bound_ratio or None, ".3f", "x"),
-        _number(row.extra_ms_per_100_mib, ",.1f"), _number(row.num_recomputed, ","),
-    ]  # fmt: skip
+        row.strategy,
+        size_text(row.budget_bytes),
+        f"{row.budget_share:.3f}",
+        _size(row.predicted_peak_bytes),
+        _number(row.predicted_ms, ",.1f"),
+        _number(row.predicted_ratio, ".3f", "x"),
+        _number(row.lower_bound_ratio or None, ".3f", "x"),
+        _number(row.extra_ms_per_100_mib, ",.1f"),
+        _number(row.num_recomputed, ","),
+    ]
     if with_measured:
         spread = (
             f" ± {row.measured_ratio_spread / 2:.3f}"
@@ -276,16 +301,23 @@ def _row_html(row: SweepRow, *, with_measured: bool) -> str:
 
 
 def _infeasible_html(row: SweepRow, *, num_columns: int) -> str:
-    head = f"<td>{escape(row.strategy)}</td><td>{escape(size_text(row.budget_bytes))}</td><td>{row.budget_share:.3f}</td>"
-    return f'<tr class="infeasible">{head}<td colspan="{num_columns - 3}">no plan: {escape(row.problem)}</td></tr>'
+    cells = escape(row.strategy), escape(size_text(row.budget_bytes)), f"{row.budget_share:.3f}"
+    head = "".join(f"<td>{cell}</td>" for cell in cells)
+    return (
+        f'<tr class="infeasible">{head}<td colspan="{num_columns - 3}">no plan: '
+        f"{escape(row.problem)}</td></tr>"
+    )
 
 
 def _choice(row: SweepRow, *, is_first: bool) -> str:
-    text = f"{row.strategy}, {size_text(row.budget_bytes)}, {row.predicted_ratio:.3f}x{', knee' if row.is_recommended else ''}"
+    text = (
+        f"{row.strategy}, {size_text(row.budget_bytes)}, "
+        f"{row.predicted_ratio:.3f}x{', knee' if row.is_recommended else ''}"
+    )
     return f'<option value="{_key(row)}"{" selected" if is_first else ""}>{escape(text)}</option>'
 
 
-# --- one budget ----------------------------------------------------------------------------------------
+# --- one budget -----------------------------------------------------------------------------------
 
 
 def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
@@ -294,11 +326,14 @@ def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
         f'<section class="panel{" shown" if is_first else ""}" id="{_PANEL}{_key(row)}">'
         f"<h3>{escape(row.strategy)}, budget {escape(size_text(row.budget_bytes))}</h3>"
         f"{_memory_chart(sweep.baseline, plan)}"
-        f'<p class="legend"><span><i class="key s0"></i>this plan</span><span><i class="key grey"></i>nothing recomputed</span></p>'
+        '<p class="legend"><span><i class="key s0"></i>this plan</span><span><i class="key '
+        'grey"></i>nothing recomputed</span></p>'
         f"<div class=two><div><h4>In memory at the peak</h4>{_live_html(plan)}</div>"
         f"<div><h4>The plan</h4><pre>{escape(plan.summary())}</pre></div></div>"
-        f"<h4>Block by block</h4><div class=scroll><table>{_blocks_html(plan.block_rows())}</table></div>"
-        f"<h4>Parts within parts</h4><div class=scroll><pre>{escape(plan.tree())}</pre></div></section>"
+        "<h4>Block by block</h4><div "
+        f"class=scroll><table>{_blocks_html(plan.block_rows())}</table></div>"
+        "<h4>Parts within parts</h4><div "
+        f"class=scroll><pre>{escape(plan.tree())}</pre></div></section>"
     )
 
 
@@ -333,7 +368,10 @@ def _memory_chart(baseline: Plan, plan: Plan) -> str:
 
 
 def memory_points(plan: Plan, costs: Costs) -> list[Point]:
-    """(predicted ms at which a run begins, MiB in use while it goes on); of long schedules the highest of each stretch of runs."""
+    """(predicted ms at which a run begins, MiB in use while it goes on).
+
+    Of long schedules the highest of each stretch of runs.
+    """
     points = [
         (ms, live / _MIB)
         for ms, live in zip(
@@ -369,7 +407,10 @@ def _live_html(plan: Plan) -> str:
     for text, num_bytes in rows:
         bar = f'<td class=bar><i style="width:{100 * num_bytes / whole:.1f}%"></i></td>'
         lines.append(f"<tr><td>{escape(text)}</td><td>{size_text(num_bytes)}</td>{bar}</tr>")
-    total = f"<td>in all, in {escape(plan.peak_place())}</td><td>{size_text(plan.predicted_peak_bytes)}</td>"
+    total = (
+        "<td>in all, in "
+        f"{escape(plan.peak_place())}</td><td>{size_text(plan.predicted_peak_bytes)}</td>"
+    )
     lines.append(f"<tr class=sum>{total}<td></td></tr>")
     return f'<table class="live">{"".join(lines)}</table>'
 
@@ -391,18 +432,22 @@ def _blocks_html(rows: Sequence[BlockRow]) -> str:
         share = 100 * row.kept_bytes / row.made_bytes if row.made_bytes else 0.0
         cells = [
             f"<td>{number}</td><td>{escape(row.name)}</td><td>{row.num_ops}</td><td>{size_text(row.made_bytes)}</td>",
-            f'<td>{size_text(row.kept_bytes)}</td><td class=bar><i style="width:{share:.0f}%"></i></td>',
+            f"<td>{size_text(row.kept_bytes)}</td><td class=bar><i "
+            f'style="width:{share:.0f}%"></i></td>',
             f"<td>{row.num_recomputed}</td><td>{row.recompute_ms:,.2f}</td><td>{size_text(row.peak_bytes)}</td>",
         ]
         lines.append(f"<tr{' class=knee' if row.is_peak else ''}>{''.join(cells)}</tr>")
     return "".join([*lines, "</tbody>"])
 
 
-# --- words ---------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
 def _key(row: SweepRow) -> str:
-    """By which a mark, a row and a panel find each other. No element has it as its id: the page must not jump there."""
+    """By which a mark, a row and a panel find each other.
+
+    No element has it as its id: the page must not jump there.
+    """
     return f"{row.strategy}-{row.budget_bytes}"
 
 

@@ -22,8 +22,9 @@ class SweepOptions:
     """What to sweep over.
 
     Attributes:
-        budgets: in any order, or as text (see `rockmate.budget_range`); None takes every tenth of the peak with nothing recomputed down
-            to the smallest feasible one without chunks, and that.
+        budgets: in any order, or as text (see `rockmate.budget_range`); None takes every tenth of
+            the peak with nothing recomputed down to the smallest feasible one without chunks, and
+            that.
         strategies: names out of `rockmate.STRATEGIES`.
         measure: train a few steps at each budget.
         num_steps: how many of those are timed and compared with eager's.
@@ -43,7 +44,8 @@ class Sweep:
 
     Attributes:
         title: the model and its sample.
-        settings: what the rows hold for: fingerprints of the captured step, options, device, threads, versions.
+        settings: what the rows hold for: fingerprints of the captured step, options, device,
+            threads, versions.
         baseline: the plan that recomputes nothing.
         timings: seconds by stage.
         rows: by strategy and budget.

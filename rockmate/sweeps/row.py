@@ -18,8 +18,9 @@ _HUNDRED_MIB = 100 * 2**20
 class SweepRow:
     """One budget under one strategy. `pandas.DataFrame(rows)` makes a table of several.
 
-    All peaks are activation peaks: what is allocated, during a forward and a backward, beyond what was there before, `.grad` in place.
-    Predicted figures are None where the budget is not feasible, measured ones where nothing was measured.
+    All peaks are activation peaks: what is allocated, during a forward and a backward, beyond what
+    was there before, `.grad` in place. Predicted figures are None where the budget is not feasible,
+    measured ones where nothing was measured.
 
     Attributes:
         strategy: what planned; see `rockmate.STRATEGIES`.
@@ -27,21 +28,23 @@ class SweepRow:
         budget_share: of the predicted peak with nothing recomputed.
         is_feasible: whether the strategy has a plan within it.
         problem: why there is no plan, or no measurement; empty otherwise.
-        minimum_bytes: the smallest budget for which the strategy always has a plan; None where that is not known.
+        minimum_bytes: the smallest budget for which the strategy always has a plan; None where that
+            is not known.
         predicted_peak_bytes: of the plan, by the simulator.
         predicted_ms: one forward and backward, the sum of op times.
         predicted_ratio: that over the time with nothing recomputed.
-        lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved. `Plan.quick_lower_bound_ms`, so the plan's
-            own may be closer.
+        lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved.
+            `Plan.quick_lower_bound_ms`, so the plan's own may be closer.
         num_recomputed: runs that repeat an op.
-        extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the next larger peak of the strategy down
-            to this one.
+        extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the
+            next larger peak of the strategy down to this one.
         is_recommended: whether the strategy's curve has a knee here; see `rockmate.knees`.
         measured_peak_bytes: by the allocator, over one step.
         measured_ms: one forward and backward, the median over steps.
         measured_ratio: median over the steps of its time over eager's right before it.
         measured_ratio_spread: largest less smallest of those.
-        gradient_difference: largest |ours - eager's| / largest |eager's|, over parameters and steps; 0 where all are equal bit for bit.
+        gradient_difference: largest |ours - eager's| / largest |eager's|, over parameters and
+            steps; 0 where all are equal bit for bit.
         differing_gradient: the parameter where that is.
         gradient_tolerance: how much of it the order of a sum explains.
         eager_peak_bytes: eager's measured peak; None where it did not fit the device.
@@ -87,12 +90,18 @@ class SweepRow:
     def broken_promise(self) -> str:
         """What was promised and did not hold when it was measured, in words; empty if all did."""
         if self.measured_peak_bytes is not None and self.measured_peak_bytes > self.budget_bytes:
-            return f"the measured peak is {self.measured_peak_bytes - self.budget_bytes:,} bytes above the budget"
+            return (
+                f"the measured peak is {self.measured_peak_bytes - self.budget_bytes:,} bytes "
+                "above the budget"
+            )
         if (
             self.gradient_difference is not None
             and not self.gradient_difference <= self.gradient_tolerance
         ):
-            return f"the gradient of {self.differing_gradient} differs from eager's by {self.gradient_difference:.1e}"
+            return (
+                f"the gradient of {self.differing_gradient} differs from eager's by "
+                f"{self.gradient_difference:.1e}"
+            )
         return ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -136,7 +145,10 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
 
 
 def compared(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """The rows by strategy and budget, with what follows from their neighbours: knees, and what memory costs."""
+    """The rows by strategy and budget, with what follows from their neighbours.
+
+    Knees, and what memory costs.
+    """
     result: list[SweepRow] = []
     for strategy in dict.fromkeys(row.strategy for row in rows):
         result += _compared_curve(
@@ -163,7 +175,8 @@ def _compared_curve(rows: Sequence[SweepRow]) -> list[SweepRow]:
 def _point(row: SweepRow) -> tuple[int, float] | None:
     """Predicted bytes and time ratio, None where the budget is not feasible.
 
-    Ratios, because rows of an earlier run have op times that were measured then, and the machine may be faster now.
+    Ratios, because rows of an earlier run have op times that were measured then, and the machine
+    may be faster now.
     """
     if row.predicted_peak_bytes is None or row.predicted_ratio is None:
         return None

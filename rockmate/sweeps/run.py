@@ -1,6 +1,9 @@
-"""A sweep: one capture and one measurement of ops, then a plan for each of many budgets, and training steps at each if asked for.
+"""A sweep: one capture, one measurement of ops, and a plan for each of many budgets.
 
-The whole curve of step time against activation memory, before anything is chosen. See `sweep` and the command `rockmate sweep`.
+If asked for, training steps are measured at each budget.
+
+The whole curve of step time against activation memory, before anything is chosen. See `sweep` and
+the command `rockmate sweep`.
 """
 
 from __future__ import annotations
@@ -47,20 +50,24 @@ def sweep(
 
     Args:
         model: a module in training mode.
-        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every tenth of the peak with nothing
-            recomputed down to the smallest feasible one without chunks. Twenty and more are planned together; see `Planner.plans`.
+        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments.
+        budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every
+            tenth of the peak with nothing recomputed down to the smallest feasible one without
+            chunks. Twenty and more are planned together; see `Planner.plans`.
         strategies: names out of `rockmate.STRATEGIES`, to compare.
-        measure: trains a few steps at each budget beside eager: adds measured peak, time, and the difference of the gradients. Takes
-            memory for one copy of the weights and gradients on the host. The model is put back to what it was.
+        measure: trains a few steps at each budget beside eager: adds measured peak, time, and the
+            difference of the gradients. Takes memory for one copy of the weights and gradients on
+            the host. The model is put back to what it was.
         num_steps: how many steps are timed and compared.
-        out: a folder for the rows, the report and the plans; measured rows that are there already are kept and not measured again.
+        out: a folder for the rows, the report and the plans; measured rows that are there already
+            are kept and not measured again.
         progress: shows progress bars.
         **planner_options: as for `Planner`.
 
     Returns:
-        The rows by strategy and ascending budget; one that is not feasible is among them and says so. With `out`, what was measured in
-        earlier runs is too.
+        The rows by strategy and ascending budget; one that is not feasible is among them and says
+        so. With `out`, what was measured in earlier runs is too.
 
     Raises:
         InvalidBudgetError: a budget cannot be read.
@@ -136,7 +143,8 @@ def check_options(options: SweepOptions, machine: Any = None) -> list[Budget] | 
         raise SweepError(f"{what}; choose among {', '.join(STRATEGIES)}.")
     if options.measure and machine is not None:
         raise SweepError(
-            f"costs are estimated for {machine!r}, which is not measured from here. Leave out measuring, or the machine."
+            f"costs are estimated for {machine!r}, which is not measured from here. Leave out "
+            "measuring, or the machine."
         )
     if options.num_steps < 1:
         raise SweepError(f"{options.num_steps} steps cannot be measured. Take at least 1.")
@@ -184,7 +192,9 @@ def _budgets_bytes(
         return budgets_in_bytes(asked, planner.baseline_peak_bytes)
     before = folder.budgets_bytes() if folder is not None else []
     if before:
-        return before  # the smallest peak may differ a little from run to run, and with it a row that has been measured
+        # The smallest peak may differ a little from run to run, and with it a row that has been
+        # measured.
+        return before
     smallest = min(planner.minimum_peak(strategy) for strategy in strategies)
     tenths = budgets_in_bytes(
         [tenth / _TENTHS for tenth in range(1, _TENTHS + 1)], planner.baseline_peak_bytes
@@ -192,7 +202,7 @@ def _budgets_bytes(
     return [smallest, *(num_bytes for num_bytes in tenths if num_bytes > smallest)]
 
 
-# --- prediction ----------------------------------------------------------------------------------------
+# --- prediction -----------------------------------------------------------------------------------
 
 
 def _predict(
@@ -247,7 +257,7 @@ def _put_plan(state: Sweep, plan: Plan, *, minimum_bytes: int) -> None:
     state.put(row)
 
 
-# --- measurement ---------------------------------------------------------------------------------------
+# --- measurement ----------------------------------------------------------------------------------
 
 
 def _measure(

@@ -1,10 +1,11 @@
-"""The folder of a sweep: its rows as JSON lines and CSV, the plans of measured budgets, and what they hold for.
+"""The folder of a sweep.
 
-    sweep.json     the model and the settings, by which a second run knows whether the rows are its own
-    sweep.jsonl    a row a line (see `SweepRow`)
-    sweep.csv      the same
-    sweep.html     the report
-    plans/         of each measured or recommended budget: `RockmateModule(model, sample, plan=Plan.load(...))` trains with it
+Its rows as JSON lines and CSV, the plans of measured budgets, and what they hold for.
+
+    sweep.json     the model and the settings, by which a second run knows whether the rows are its
+    own sweep.jsonl    a row a line (see `SweepRow`) sweep.csv      the same sweep.html     the
+    report plans/         of each measured or recommended budget: `RockmateModule(model, sample,
+    plan=Plan.load(...))` trains with it
 
 Files are replaced whole, so that whatever stops a run leaves the rows of the last write.
 """
@@ -29,7 +30,10 @@ _NOT_COMPARED = ("format", "version", "title", "budgets_bytes")
 
 
 class SweepFolderError(RockmateError, ValueError):
-    """A folder that a sweep cannot use: not writable, of another model or other settings, or damaged."""
+    """A folder that a sweep cannot use.
+
+    Not writable, of another model or other settings, or damaged.
+    """
 
 
 class SweepFolder:
@@ -60,7 +64,7 @@ class SweepFolder:
         return list(self._settings().get("budgets_bytes", ()))
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raises `SweepFolderError` if the folder holds a sweep of another model or of other settings."""
+        """Raises `SweepFolderError` if the folder holds a sweep of another model or setting."""
         before = self._settings()
         if not before:
             return
@@ -78,11 +82,17 @@ class SweepFolder:
             )
         else:
             return
-        msg = f"{self.path} holds a sweep of {before.get('title')}, and {why}. Give another --out, or move that folder away."
+        msg = (
+            f"{self.path} holds a sweep of {before.get('title')}, and {why}. Give another --out, "
+            "or move that folder away."
+        )
         raise SweepFolderError(msg)
 
     def measured(self) -> dict[Key, tuple[SweepRow, Plan]]:
-        """The rows that were measured before, each with its plan; those whose plan is gone are left out."""
+        """The rows that were measured before, each with its plan.
+
+        Those whose plan is gone are left out.
+        """
         found = {}
         for row in self._rows():
             if row.is_measured:
@@ -138,7 +148,10 @@ class SweepFolder:
             or settings.get("format") != _FORMAT
             or settings.get("version") != _VERSION
         ):
-            msg = f"{path} is of no sweep of this release of rockmate. Give another --out, or move that file away."
+            msg = (
+                f"{path} is of no sweep of this release of rockmate. Give another --out, or move "
+                "that file away."
+            )
             raise SweepFolderError(msg)
         return settings
 

@@ -1,4 +1,7 @@
-"""A line chart as inline SVG text, without colours: every mark has a class, which the page's style sheet paints."""
+"""A line chart as inline SVG text, without colours.
+
+Every mark has a class, which the page's style sheet paints.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ class Chart:
         for value in ticks(*self._x_range):
             place = self.x(value)
             self._marks.append(
-                f'<line class="axis" x1="{place:.1f}" y1="{bottom}" x2="{place:.1f}" y2="{bottom + 5}"/>'
+                f'<line class="axis" x1="{place:.1f}" y1="{bottom}" x2="{place:.1f}" '
+                f'y2="{bottom + 5}"/>'
             )
             self.text(place, bottom + 19, x_text(value), "tick", anchor="middle")
         self._marks.append(
@@ -91,7 +95,8 @@ class Chart:
         """A line across at a value, with a text at its right end."""
         place = self.y(value)
         self._marks.append(
-            f'<line class="{kind}" x1="{_LEFT}" y1="{place:.1f}" x2="{self._width - _RIGHT}" y2="{place:.1f}"/>'
+            f'<line class="{kind}" x1="{_LEFT}" y1="{place:.1f}" x2="{self._width - _RIGHT}" '
+            f'y2="{place:.1f}"/>'
         )
         self.text(self._width - _RIGHT, place - 5, text, f"{kind} note", anchor="end")
 
@@ -99,12 +104,16 @@ class Chart:
         """A line from the bottom to the top at a value, with a text over it."""
         place = self.x(value)
         self._marks.append(
-            f'<line class="{kind}" x1="{place:.1f}" y1="{_TOP}" x2="{place:.1f}" y2="{self._height - _BOTTOM}"/>'
+            f'<line class="{kind}" x1="{place:.1f}" y1="{_TOP}" x2="{place:.1f}" '
+            f'y2="{self._height - _BOTTOM}"/>'
         )
         self.text(place, _TOP - 5, text, f"{kind} note", anchor=anchor)
 
     def dot(self, point: Point, kind: str, title: str, *, key: str = "", radius: float = 5) -> None:
-        """A circle that tells its title under the pointer; with a key, the page reacts to a click on it."""
+        """A circle that tells its title under the pointer.
+
+        With a key, the page reacts to a click on it.
+        """
         marked = f' data-key="{escape(key)}"' if key else ""
         place = f'cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="{radius}"'
         self._marks.append(
@@ -117,7 +126,8 @@ class Chart:
         x, y = self.x(point[0]), self.y(point[1])
         corners = f"{x:.1f},{y - 6:.1f} {x + 6:.1f},{y:.1f} {x:.1f},{y + 6:.1f} {x - 6:.1f},{y:.1f}"
         self._marks.append(
-            f'<polygon class="{kind}" points="{corners}"{marked}><title>{escape(title)}</title></polygon>'
+            f'<polygon class="{kind}" '
+            f'points="{corners}"{marked}><title>{escape(title)}</title></polygon>'
         )
 
     def note(self, point: Point, text: str, kind: str) -> None:
@@ -135,12 +145,16 @@ class Chart:
     def text(self, x: float, y: float, text: str, kind: str, *, anchor: str = "start") -> None:
         """A text at a place in pixels."""
         self._marks.append(
-            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" '
+            f'text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def svg(self, title: str) -> str:
         """The drawing; `title` tells what it shows to those who do not see it."""
-        head = f'<svg viewBox="0 0 {self._width} {self._height}" role="img" aria-label="{escape(title)}">'
+        head = (
+            f'<svg viewBox="0 0 {self._width} {self._height}" role="img" '
+            f'aria-label="{escape(title)}">'
+        )
         return "\n".join([head, *self._marks, "</svg>"])
 
 

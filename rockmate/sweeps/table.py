@@ -15,7 +15,7 @@ KNEE = "<- knee"
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One column; where the width is short those of the highest rank go first, those of rank 0 never."""
+    """One column. Where width is short, the highest rank goes first; rank 0 always stays."""
 
     title: str
     rank: int
@@ -27,7 +27,8 @@ def table_text(sweep: Sweep, *, width: int) -> str:
 
     Args:
         sweep: with its rows.
-        width: characters in a line, which no line of the table exceeds as long as strategy, budget, time and note fit.
+        width: characters in a line, which no line of the table exceeds as long as strategy, budget,
+            time and note fit.
     """
     columns = _columns(sweep)
     while _width(columns, sweep.rows) > width and (
@@ -52,7 +53,8 @@ def table_text(sweep: Sweep, *, width: int) -> str:
 def recommendation_text(sweep: Sweep) -> str:
     """The recommended budgets, a line each."""
     lines = [
-        f"{row.strategy}, {size_text(row.budget_bytes)} ({row.budget_share:.2f}): {row.predicted_ratio:.3f}x the time"
+        f"{row.strategy}, {size_text(row.budget_bytes)} ({row.budget_share:.2f}): "
+        f"{row.predicted_ratio:.3f}x the time"
         + (
             ""
             if (cost := cost_below(sweep, row)) is None
@@ -73,7 +75,10 @@ def recommendation_text(sweep: Sweep) -> str:
 
 
 def cost_below(sweep: Sweep, row: SweepRow) -> float | None:
-    """Milliseconds that 100 MiB less cost from a row down to the next smaller one of its strategy; None where there is none."""
+    """Milliseconds that 100 MiB less cost from a row to the next smaller one of its strategy.
+
+    None for the smallest row.
+    """
     smaller = [
         other
         for other in sweep.rows

@@ -84,12 +84,13 @@ def _parse_size(text: str) -> int:
     return size
 
 
-_FORMS = (
+_LIST_FORMS = (
     'Write first:last:count, as in "0.2:1.0:9" or "1GiB:4GiB:7", or a list, as in "2GiB,4GiB" or '
     '"0.25,0.5,800MB".'
 )
 _MAX_COUNT = 1000
-_ANY_PEAK = 1 << 62  # what fractions are checked against before the peak is known
+# A peak for checking fractions before the true peak is known.
+_ANY_PEAK = 1 << 62
 
 
 def parse_budgets(text: str) -> list[Budget]:
@@ -111,7 +112,7 @@ def check_budgets(budgets: Iterable[Budget]) -> None:
     """Raises `InvalidBudgetError` unless there is a budget and each can be read."""
     found = [parse_budget(budget, _ANY_PEAK) for budget in budgets]
     if not found:
-        msg = f"there is no budget. {_FORMS}"
+        msg = f"there is no budget. {_LIST_FORMS}"
         raise InvalidBudgetError(msg)
 
 
@@ -123,20 +124,20 @@ def budgets_in_bytes(budgets: Iterable[Budget], baseline_peak_bytes: int) -> lis
 def _span(text: str) -> list[Budget]:
     parts = text.split(":")
     if len(parts) != 3:
-        msg = f"budgets {text!r} have {len(parts)} parts between colons. {_FORMS}"
+        msg = f"budgets {text!r} have {len(parts)} parts between colons. {_LIST_FORMS}"
         raise InvalidBudgetError(msg)
     first, last = _one(parts[0]), _one(parts[1])
     count = int(parts[2]) if parts[2].strip().isdigit() else 0
     if not 2 <= count <= _MAX_COUNT:
         msg = (
             f"budgets {text!r} ask for {parts[2]!r} budgets; the count is a whole number from 2 to "
-            f"{_MAX_COUNT}. {_FORMS}"
+            f"{_MAX_COUNT}. {_LIST_FORMS}"
         )
         raise InvalidBudgetError(msg)
     if isinstance(first, float) and isinstance(last, float):
         return [round(first + (last - first) * step / (count - 1), 9) for step in range(count)]
     if isinstance(first, float) or isinstance(last, float):
-        msg = f"budgets {text!r} go from a fraction to a size or back. {_FORMS}"
+        msg = f"budgets {text!r} go from a fraction to a size or back. {_LIST_FORMS}"
         raise InvalidBudgetError(msg)
     low, high = parse_budget(first, _ANY_PEAK), parse_budget(last, _ANY_PEAK)
     return [low + (high - low) * step // (count - 1) for step in range(count)]

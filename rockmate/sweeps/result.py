@@ -1,4 +1,4 @@
-"""TODO: sweeps.result."""
+"""What a sweep is asked for and what it returns: options, rows, plans, as data."""
 
 from __future__ import annotations
 

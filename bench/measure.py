@@ -1,19 +1,21 @@
-"""The meters: peak activation bytes of one training step, step times taken in turn, equality of gradients.
+"""The meters: activation peak of one training step, step times in turn, equality of gradients.
 
-What is measured: the *activation peak* that a budget bounds, that is the largest excess, over one forward
-and backward, above what was allocated when the forward was called, with `.grad` in place beforehand
-(`zero_grad(set_to_none=False)`). Two meters that share nothing measure it:
+The *activation peak* is what a budget limits: the largest excess, over one forward and backward,
+above the bytes that were allocated when the forward was called, with `.grad` allocated beforehand
+(`zero_grad(set_to_none=False)`). Two meters measure it. They share no code with each other, and on
+the CPU none with `rockmate`, whose predictions they check:
 
-- `allocator_peak` follows the allocator's own events. On the CPU it sums the sizes of the "[memory]" events
-  of `torch.profiler`, on CUDA it reads `max_memory_allocated`. It counts exactly the bytes that tensors
-  asked for (CUDA: rounded to 512 by the caching allocator), op workspaces that are tensors among them. It
-  does not see what a library takes for itself: oneDNN and MKL scratch, cuDNN handles, Python objects.
-- `resident_peak` reads the kernel's high-water mark of the process (`VmHWM`). It counts every touched page,
-  whoever touched it: library scratch, allocator slack, page rounding, Python objects. It does not count
-  memory that was allocated and never written, nor reuse of pages that were already resident: hence
-  `RESIDENT_ENVIRONMENT`, and a process of its own.
+- `allocator_peak` follows the allocator's own events. On the CPU it sums the sizes of the "[memory]"
+  events of `torch.profiler`. On CUDA it reads `max_memory_allocated`. It counts exactly the bytes
+  that tensors asked for, which the caching allocator of CUDA rounds to 512, and op workspaces that
+  are tensors. It does not see what a library takes for itself: oneDNN and MKL scratch, cuDNN
+  handles, Python objects.
+- `resident_peak` reads the kernel's high-water mark of the process (`VmHWM`). It counts every
+  touched page: library scratch, allocator slack, page rounding, Python objects. It does not count
+  memory that was allocated and never written, nor reuse of pages that were already resident. So it
+  needs `RESIDENT_ENVIRONMENT` and a process of its own.
 
-The events are the figure to hold against a budget; the resident mark shows that no real memory hides from it.
+A budget is compared with the events. The resident mark shows that no real memory escapes them.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
 from rockmate.collector import gc_paused
-from rockmate.sweeps.measure import TensorDifference, tensor_difference
+from rockmate.sweeps.measure import TensorDifference, activation_peak, tensor_difference
 
 Step = Callable[[], object]
 
 
-# --- one training step --------------------------------------------------------------------------------
+# --- one training step -------------------------------------------------------------------------
 
 
 def training_step(
     workload: Workload, model: Callable[..., Any], batch: Batch, *, seed: int
 ) -> Tensor:
-    """Forward and backward of one batch from a fixed random state; gives the loss, detached.
+    """Forward and backward of one batch from a fixed random state; returns the detached loss.
 
-    The outputs live until the backward is over, as in a training loop that logs them.
+    The outputs live until the backward has ended, as in a training loop that logs them.
     """
     torch.manual_seed(seed)
     outputs, loss = workload.loss(model, batch)
@@ -57,20 +59,20 @@ def training_step(
     return loss.detach()
 
 
-# --- peak, by the allocator's events -------------------------------------------------------------------
+# --- peak, by the allocator's events -----------------------------------------------------------
 
 
 def allocator_peak(step: Step, *, device: str | torch.device = "cpu") -> int:
-    """Largest excess in bytes, over one call of `step`, above what tensors held before it.
+    """Largest excess in bytes, over one call of `step`, above what was allocated before it.
 
-    Run the step once beforehand, or buffers that are made on first use count. Memory that was there before
-    and is freed within the step gives nothing back on the CPU (its size is unknown there), so a step that
-    drops older tensors measures high, never low.
+    Run the step once before, or buffers that are allocated on first use count. On the CPU, memory
+    that was allocated earlier and is freed within the step is not subtracted, since its size is
+    unknown there. A step that frees older tensors therefore measures high, never low.
     """
     device = torch.device(device)
     gc.collect()
     if device.type == "cuda":
-        return _cuda_peak(step, device)
+        return activation_peak(step, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     kineto = profiler.profiler
@@ -79,24 +81,17 @@ def allocator_peak(step: Step, *, device: str | torch.device = "cpu") -> int:
     return _largest_excess(_cpu_events(kineto.kineto_results.experimental_event_tree()))
 
 
-def _cuda_peak(step: Step, device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before_bytes = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before_bytes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AllocatorEvent:
+    """An allocation, or a free with negative bytes."""
+
     time_ns: int
     address: int
-    num_bytes: int  # negative where memory is freed
+    num_bytes: int
 
 
 def _cpu_events(roots: Sequence[Any]) -> list[_AllocatorEvent]:
-    # The event tree, because the flat event list carries no addresses.
+    # The event tree, because the flat event list has no addresses.
     events: list[_AllocatorEvent] = []
     pending = list(roots)
     while pending:
@@ -110,15 +105,16 @@ def _cpu_events(roots: Sequence[Any]) -> list[_AllocatorEvent]:
                 time_ns=node.start_time_ns, address=fields.ptr, num_bytes=fields.alloc_size
             )
         )
-    # A free and an allocation may share a tick; frees first would read low, so allocations go first, except
-    # that an address must be free before it is given out again, which the caller sorts out.
+    # A free and an allocation may have the same time. Frees first would read low, so allocations go
+    # first. Where an address is allocated again, the caller removes the earlier bytes.
     events.sort(key=lambda event: (event.time_ns, event.num_bytes < 0))
     return events
 
 
 def _largest_excess(events: Sequence[_AllocatorEvent]) -> int:
-    # Frees are matched with allocations by address: torch keeps the sizes of earlier profiled allocations in
-    # a table that goes stale outside a profile, so an unmatched free may carry a size that never was.
+    # Frees are matched with allocations by address. Torch keeps the sizes of earlier profiled
+    # allocations in a table that goes stale outside a profile, so the size of an unmatched free may
+    # be wrong.
     live: dict[int, int] = {}
     total_bytes = peak_bytes = 0
     for event in events:
@@ -140,63 +136,66 @@ RESIDENT_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""What the process that reads the resident mark must be started with.
+"""The environment with which a process that reads the resident mark has to start.
 
-Blocks of 64 KiB and more then come from and go back to the kernel one by one. Setting the same through
-`mallopt` later is no substitute: the heap that grew before serves large blocks from its holes (measured 22 %
-off on a 24-layer GPT-2). Nothing may be timed in such a process, whose page faults cost half a step and more, before
-`ordinary_allocation` has been called.
+Blocks of 64 KiB and more then come from the kernel and return to it one by one. Setting the same
+through `mallopt` later is no substitute: the heap that grew before serves large blocks from its
+holes (22 % off on a 24-layer GPT-2). Page faults cost half a step and more in such a process, so
+nothing may be timed in it before `ordinary_allocation` has been called.
 """
 
 
 def ordinary_allocation() -> None:
-    """Ends what `RESIDENT_ENVIRONMENT` set, for a process that goes on to timing; `resident_peak` is of no use after it.
+    """Ends the effect of `RESIDENT_ENVIRONMENT`, for a process that goes on to timing.
 
-    The C library then allocates as a process does that was started without it and has run for a while: blocks of up to 32 MiB come from the
-    heap, which keeps what is freed.
+    `resident_peak` is of no use after it. The C library then allocates as in an ordinary process that
+    has run for a while: blocks of up to 32 MiB come from the heap, which keeps freed blocks.
     """
     library = ctypes.CDLL("libc.so.6")
-    largest_heap_block_bytes = 32 << 20  # where the C library's own, growing threshold ends
+    # The C library's own threshold grows up to here.
+    largest_heap_block_bytes = 32 << 20
     if not (
         library.mallopt(_M_MMAP_THRESHOLD, largest_heap_block_bytes)
         and library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     ):
-        raise RuntimeError(
-            "the C library refused new thresholds for its heap: times taken here would be those of page faults"
+        msg = (
+            "the C library refused new thresholds for its heap; "
+            "times of this process would be those of page faults"
         )
+        raise RuntimeError(msg)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# Names and values of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def resident_peak(step: Step) -> int:
-    """Largest excess in bytes, over one call of `step`, of the process's resident memory above its start.
+    """Largest excess in bytes, over one call of `step`, of the process's resident memory.
 
-    Linux only, CPU only, and only in a process started with `RESIDENT_ENVIRONMENT`. Run the step once
-    beforehand, in the same process.
+    Linux and CPU only, and only in a process that started with `RESIDENT_ENVIRONMENT`. Run the step
+    once before, in the same process.
     """
     return resident_marks([step])[0]
 
 
 def resident_marks(steps: Sequence[Step]) -> list[int]:
-    """For each of some steps, called one after the other, the largest excess as in `resident_peak`, above the start of the first.
+    """The resident peak of each step, called one after the other, above the start of the first.
 
-    What a step leaves resident, memory that it did not free or fragments that nothing fits in, is in the marks of all later ones.
+    Memory that a step leaves resident is in the marks of all later ones: memory that it did not free,
+    or fragments that nothing fits in.
     """
     missing = {
         name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")
     } - os.environ.keys()
     if missing:
-        raise RuntimeError(
-            f"the resident peak needs {', '.join(sorted(missing))} set at process start"
-        )
+        names = ", ".join(sorted(missing))
+        raise RuntimeError(f"the resident peak needs {names} set at process start")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before_bytes, marks_bytes = None, []
     for step in steps:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the mark starts again from what is resident now
+        # This sets the mark to what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
         before_bytes = _status_bytes("VmRSS") if before_bytes is None else before_bytes
         step()
         marks_bytes.append(_status_bytes("VmHWM") - before_bytes)
@@ -204,7 +203,7 @@ def resident_marks(steps: Sequence[Step]) -> list[int]:
 
 
 def resident_calibration(num_bytes: int = 64 << 20) -> float:
-    """Measured over true resident peak of a step that fills one block of `num_bytes`: 1.0 is exact."""
+    """Measured over true resident peak of a step that fills one block; 1.0 is exact."""
 
     def fill() -> None:
         torch.ones(num_bytes // 4, dtype=torch.float32)
@@ -221,19 +220,19 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no field {field}: the resident peak needs Linux")
 
 
-# --- time ----------------------------------------------------------------------------------------------
+# --- time --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one step over all rounds, and against the first step of the same round.
+    """Times of one step over all rounds, and relative to the first step of the same round.
 
     Attributes:
         median_ms: Median over the rounds.
-        spread_ms: Largest minus smallest.
-        ratio: Median over the rounds of this step's time over the first step's in that round. Drift of the
-            machine, which moves both, cancels; it need not equal the ratio of the medians.
-        ratio_spread: Largest minus smallest of those ratios.
+        spread_ms: Largest less smallest.
+        ratio: Median over the rounds of this step's time over the first step's in that round. Drift
+            of the machine's speed cancels. It need not equal the ratio of the medians.
+        ratio_spread: Largest less smallest of those ratios.
     """
 
     median_ms: float
@@ -250,14 +249,14 @@ def time_in_turn(
     num_threads: int = 1,
     device: str | torch.device = "cpu",
 ) -> dict[str, StepTimes]:
-    """Times the steps in turn (A B A B ...), after one round that is not counted; the first is the reference.
+    """Times the steps in turn (A B A B ...), after one warm-up round; the first is the reference.
 
     Args:
         steps: Name to step.
         rounds: How often each is timed.
-        before: Called ahead of each step, outside its time (zeroing the gradients, say).
-        num_threads: Intra-op threads during the timing; the setting is put back afterwards.
-        device: Where the steps run; a CUDA device is waited for at both ends of each step.
+        before: Called before each step, outside its time, for example to zero the gradients.
+        num_threads: Intra-op threads during the timing; the setting is restored afterwards.
+        device: Where the steps run. A CUDA device is synchronized before and after each step.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -265,7 +264,8 @@ def time_in_turn(
     with quiet(num_threads):
         for index in range(rounds + 1):
             for name, step in steps.items():
-                gc.collect()  # ahead of every step alike: it empties the caches, which the next step pays for
+                # Before every step alike: a collection empties caches, which the step pays for.
+                gc.collect()
                 before()
                 elapsed_ms = time_once(step, device)
                 if index:
@@ -275,9 +275,10 @@ def time_in_turn(
 
 
 def time_once(step: Step, device: str | torch.device = "cpu") -> float:
-    """Time of one call in milliseconds: the processor's on one thread of a CPU, else the wall clock's.
+    """Time of one call in ms: processor time on one thread of a CPU, otherwise wall time.
 
-    On one thread the two differ by what other processes have taken of the core. A CUDA device is waited for at both ends.
+    On one thread the two differ by the time that other processes have taken of the core. A CUDA device
+    is synchronized before and after.
     """
     device = torch.device(device)
     clock_ns = (
@@ -306,7 +307,7 @@ def _summarize(own: list[float], reference: list[float]) -> StepTimes:
 
 @contextmanager
 def quiet(num_threads: int = 1) -> Iterator[None]:
-    """So many intra-op threads and no collection of cycles inside; both are put back."""
+    """Sets the number of intra-op threads and pauses garbage collection; restores both."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     gc.collect()
@@ -317,12 +318,12 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
         torch.set_num_threads(threads_before)
 
 
-# --- equality ------------------------------------------------------------------------------------------
+# --- equality ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one training step left behind, in copies."""
+    """Copies of the results of one training step."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -340,9 +341,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradient_difference(model_a: nn.Module, model_b: nn.Module) -> TensorDifference:
-    """How the gradients that two models hold now differ, relative to the second's.
+    """The difference between the gradients that two models hold, relative to the second's.
 
-    Both steps must have started from the same random state, which `training_step` sees to.
+    Both steps must have started from the same random state, as `training_step` does.
     """
     return tensor_difference(_gradient_views(model_a), _gradient_views(model_b))
 
@@ -358,9 +359,9 @@ def _gradient_views(model: nn.Module) -> dict[str, Tensor]:
 def record_steps(
     workload: Workload, model: Callable[..., Any], *, num_steps: int, learning_rate: float = 1e-3
 ) -> list[StepRecord]:
-    """Trains `num_steps` steps with plain SGD, each on its own batch, and then puts the weights back.
+    """Trains `num_steps` steps with plain SGD, each on its own batch, then restores the weights.
 
-    The weights move between the steps, so a plan that kept a copy of a weight would show in step 2.
+    The weights change between the steps, so a plan that kept a copy of a weight would show in step 2.
     """
     owner = workload.model
     before = {name: value.detach().clone() for name, value in owner.state_dict().items()}

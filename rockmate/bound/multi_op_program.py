@@ -191,7 +191,7 @@ class _Program:
         *,
         is_relaxed: bool,
     ) -> None:
-        self.program = pulp.LpProblem("moments", pulp.LpMinimize)
+        self.program = pulp.LpProblem("program_points", pulp.LpMinimize)
         self._is_relaxed = is_relaxed
         self._costs = costs
         self._budget_bytes = budget_bytes

@@ -6,8 +6,8 @@
 
 Writes STEM.jsonl, STEM.md and STEM.png. Each model runs in a process of its own, as in
 `bench.compare`, which says what is measured and how an interrupted command goes on. Peers are
-eager, one checkpoint around every block and one around every stage. Pictures need matplotlib, two of the
-models diffusers.
+eager, one checkpoint around every block and one around every stage. Pictures need matplotlib, two
+of the models diffusers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a planned call costs beside eager where the model is tiny, so that the wrapper and not the model's ops takes the time.
+"""The cost of a planned call beside eager, where a tiny model leaves the time to the wrapper.
 
-    python -m bench.call_cost [--model mlp] [--rounds 500] [--budget 1.0 --budget 0.5] > bench/results/call_cost_cpu_<yyyymm>.md
+    python -m bench.call_cost [--model mlp] [--rounds 500] [--budget 1.0 --budget 0.5] >
+    bench/results/call_cost_cpu_<yyyymm>.md
 
-A step is forward and backward with `.grad` in place. Eager, eager once more and each budget take turns on one thread, one step each
-a round. Time is the process's processor time: a step of a millisecond is otherwise mostly that of whoever shares the core. Given are
-medians over rounds: of a step's time, of its ratio to eager's step of the same round, and of its difference from that. What eager
-once more shows is what the meter cannot tell apart. At budget 1.0 nothing is recomputed; below, the predicted ratio says what the
-recomputation is expected to take.
+A step is forward and backward with `.grad` in place. Eager, eager once more and each budget take
+turns on one thread, one step each a round. Time is the process's processor time: a step of a
+millisecond is otherwise mostly that of whoever shares the core. Given are medians over rounds: of a
+step's time, of its ratio to eager's step of the same round, and of its difference from that. What
+eager once more shows is what the meter cannot tell apart. At budget 1.0 nothing is recomputed;
+below, the predicted ratio says what the recomputation is expected to take.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def call_costs(
     steps: Mapping[str, Callable[[], object]], num_rounds: int, before: Callable[[], object]
 ) -> dict[str, CallCost]:
-    """Times steps in turn, the first being the reference; `before` runs ahead of each, outside its time.
+    """Times steps in turn, the first being the reference.
+
+    `before` runs ahead of each, outside its time.
 
     The order alternates (A B C, C B A), so that none always follows the same one.
     """
@@ -126,7 +130,8 @@ def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[str]:
             steps[key] = _step(workload, planner.module(budget))
         except InfeasibleBudgetError as error:
             rows.append(
-                f"| {name} | {key} | infeasible: smallest is {error.minimum_bytes / planner.baseline_peak_bytes:.2f} | | | | |"
+                f"| {name} | {key} | infeasible: smallest is "
+                f"{error.minimum_bytes / planner.baseline_peak_bytes:.2f} | | | | |"
             )
             continue
         predicted_ratios[key] = planner.plan(budget).predicted_ratio
@@ -136,7 +141,10 @@ def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[str]:
     for key, cost in costs.items():
         predicted = f"{predicted_ratios[key]:.3f}" if key in predicted_ratios else ""
         reached = ("yes" if cost.is_small else "no") if key in predicted_ratios else ""
-        figures = f"{cost.median_ms:.3f} | {cost.ratio:.2f} | {cost.difference_ms:+.3f} | {predicted} | {reached}"
+        figures = (
+            f"{cost.median_ms:.3f} | {cost.ratio:.2f} | {cost.difference_ms:+.3f} | {predicted} | "
+            f"{reached}"
+        )
         rows.append(f"| {name}, {num_parameters} parameters | {key} | {figures} |")
     return rows
 
@@ -157,15 +165,19 @@ def _page(record: Mapping[str, Any], rows: Sequence[str]) -> str:
     lines = [
         "# Fixed cost of a planned call",
         "",
-        f"Machine: {hardware_text(record)}; load average {record['load_average']:.1f} at the start, so",
-        f"other processes shared the core or its caches if that is above 1. {versions_text(record)}. Commit {record['commit']}.",
+        f"Machine: {hardware_text(record)}; load average {record['load_average']:.1f} at the "
+        "start, so",
+        "other processes shared the core or its caches if that is above 1. "
+        f"{versions_text(record)}. Commit {record['commit']}.",
         "",
         f"Command: `{record['command']}`",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
-        f"Reached is a ratio of at most {REACHED_RATIO} or a difference of at most {REACHED_MS} ms.",
+        f"Reached is a ratio of at most {REACHED_RATIO} or a difference of at most {REACHED_MS} "
+        "ms.",
         "",
-        "| model (tiny variant) | step | processor ms | ratio to eager | difference, ms | predicted ratio | reached |",
+        "| model (tiny variant) | step | processor ms | ratio to eager | difference, ms | "
+        "predicted ratio | reached |",
         "|---|---|---|---|---|---|---|",
         *rows,
     ]

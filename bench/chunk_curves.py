@@ -1,10 +1,11 @@
-"""The curve of predicted time against memory with and without chunks, for the language models of Hugging Face by kind.
+"""Predicted time against memory with and without chunks, for kinds of language models.
 
     taskset -c 1 python -m bench.chunk_curves --output bench/results/chunk_curves_cpu_202611
 
-Models are small, with a vocabulary that sets their peak as the full one does at full size, and return their loss alone. Writes STEM.md
-and STEM.png. Op times are estimated from the description of a CPU, so that both curves rest on the same ones; `bench.loss_block` measures
-peaks and times of whole steps.
+Models are small, with a vocabulary that sets their peak as the full one does at full size, and
+return their loss alone. Writes STEM.md and STEM.png. Op times are estimated from the description of
+a CPU, so that both curves rest on the same ones; `bench.loss_block` measures peaks and times of
+whole steps.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ _MACHINE = "cpu-avx2"
 _WHISPER_POSITIONS = 64
 _SHARES = (0.5, 0.25)
 _DECODER = {
-    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 32, "vocab_size": _VOCABULARY, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": _VOCABULARY,
+    "pad_token_id": 0,
+}
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -46,7 +53,8 @@ class Curve:
         peak_bytes: with nothing recomputed and nothing in chunks.
         time_ms: likewise.
         points: without and with chunks: (peak in bytes, time in ms), growing peaks.
-        ratios: without and with chunks: predicted time over `time_ms` at `_SHARES` of `peak_bytes`; None where nothing fits.
+        ratios: without and with chunks: predicted time over `time_ms` at `_SHARES` of `peak_bytes`;
+            None where nothing fits.
     """
 
     name: str
@@ -66,29 +74,62 @@ def _model(kind: str, head: str, **configuration: Any) -> nn.Module:
 
 
 _MODELS = {
-    "GPT-2": partial(_model, "GPT2", "LMHeadModel", n_layer=2, n_embd=128, n_head=4, vocab_size=_VOCABULARY),
+    "GPT-2": partial(
+        _model, "GPT2", "LMHeadModel", n_layer=2, n_embd=128, n_head=4, vocab_size=_VOCABULARY
+    ),
     "Llama": partial(_model, "Llama", "ForCausalLM", **_DECODER),
     "Qwen3": partial(_model, "Qwen3", "ForCausalLM", **_DECODER),
     "Gemma 2": partial(_model, "Gemma2", "ForCausalLM", **_DECODER, final_logit_softcapping=30.0),
     "Mistral": partial(_model, "Mistral", "ForCausalLM", **_DECODER),
     "OPT": partial(
-        _model, "OPT", "ForCausalLM", hidden_size=128, ffn_dim=512, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=128,
+        _model,
+        "OPT",
+        "ForCausalLM",
+        hidden_size=128,
+        ffn_dim=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=128,
         vocab_size=_VOCABULARY,
     ),
     "BERT": partial(
-        _model, "Bert", "ForMaskedLM", hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        _model,
+        "Bert",
+        "ForMaskedLM",
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         vocab_size=_VOCABULARY,
     ),
     "T5": partial(
-        _model, "T5", "ForConditionalGeneration", d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4, vocab_size=_VOCABULARY,
+        _model,
+        "T5",
+        "ForConditionalGeneration",
+        d_model=128,
+        d_kv=32,
+        d_ff=512,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=_VOCABULARY,
         decoder_start_token_id=0,
     ),
     "Whisper": partial(
-        _model, "Whisper", "ForConditionalGeneration", d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, max_source_positions=_WHISPER_POSITIONS,
-        vocab_size=_VOCABULARY, **_SPECIAL,
+        _model,
+        "Whisper",
+        "ForConditionalGeneration",
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        max_source_positions=_WHISPER_POSITIONS,
+        vocab_size=_VOCABULARY,
+        **_SPECIAL,
     ),
-}  # fmt: skip
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,10 +202,13 @@ def _page(curves: Sequence[Curve]) -> str:
     lines = [
         "# Curves with and without chunks",
         "",
-        f"Op times are those of `{_MACHINE}`, estimated. PyTorch {machine['torch']}, transformers {machine['transformers']}. "
-        f"Commit {machine['commit']}. Command: `python -m bench.chunk_curves --output STEM`; models of two layers, see there.",
+        f"Op times are those of `{_MACHINE}`, estimated. PyTorch {machine['torch']}, transformers "
+        f"{machine['transformers']}. "
+        f"Commit {machine['commit']}. Command: `python -m bench.chunk_curves --output STEM`; "
+        "models of two layers, see there.",
         "",
-        'Peaks and times are predicted; the models return their loss alone (`outputs="loss"`). "Peak" is that with nothing recomputed and '
+        'Peaks and times are predicted; the models return their loss alone (`outputs="loss"`). '
+        '"Peak" is that with nothing recomputed and '
         "nothing in chunks, and what shares and time ratios are of.",
         "",
         "| model | peak MB | chunks | least peak | " + " | ".join(heads) + " |",

@@ -2,10 +2,11 @@
 
     taskset -c 1 python -m bench.estimate
 
-For each model: the share of the step that each kind of op takes, the backward's time over the forward's, and plans. A plan
-that was chosen with estimated costs is priced with measured ones: `own` is the time ratio that it promises, `real` what it
-takes, `best` that of the plan chosen with measured costs, all to no recomputation with the same costs; `peak` is its peak with
-measured overheads, over the budget.
+For each model: the share of the step that each kind of op takes, the backward's time over the
+forward's, and plans. A plan that was chosen with estimated costs is priced with measured ones:
+`own` is the time ratio that it promises, `real` what it takes, `best` that of the plan chosen with
+measured costs, all to no recomputation with the same costs; `peak` is its peak with measured
+overheads, over the budget.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ BUDGETS = (0.5, 0.25)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanError:
-    """A plan chosen with estimated costs, priced with measured ones; ratios are to no recomputation.
+    """A plan chosen with estimated costs, priced with measured ones.
+
+    Ratios are to no recomputation.
 
     Attributes:
         budget: as a fraction of the peak with nothing recomputed.
@@ -71,7 +74,10 @@ class ModelError:
 
     @property
     def misplaced_share(self) -> float:
-        """Share of the step that the estimate gives to other kinds of ops than the measurement: 0 is perfect, 1 the worst."""
+        """Share of the step that the estimate gives to other kinds of ops than the measurement.
+
+        0 is perfect, 1 the worst.
+        """
         kinds = self.measured_shares.keys() | self.estimated_shares.keys()
         return (
             sum(abs(self.measured_shares[kind] - self.estimated_shares[kind]) for kind in kinds) / 2
@@ -153,12 +159,14 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
     """One model as text."""
     lines = [
         f"{error.name}: step estimated at {error.total_ratio:.2f} of measured; backward / forward "
-        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; share of time misplaced "
+        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; share "
+        "of time misplaced "
         f"{error.misplaced_share:.1%}",
         "  budget    own   real   best   peak",
     ]
     lines += [
-        f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} {p.peak_ratio:6.3f}"
+        f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} "
+        f"{p.peak_ratio:6.3f}"
         for p in error.plans
     ]
     lines.append("  measured  estimated  kind of op")

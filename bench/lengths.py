@@ -1,12 +1,15 @@
-"""What batches of other lengths cost after the first: twenty of them, of one model each, without a further capture.
+"""What batches of other lengths cost after the first.
+
+Twenty of them, of one model each, without a further capture.
 
     taskset -c 1 python -m bench.lengths
     taskset -c 1 python -m bench.lengths --model gpt2 --lengths 5
 
-Each model is planned for a batch of 4 x 96 tokens at half its activation peak. Then come batches of other lengths, all different, every
-third of them of 3 sequences. Each is trained on planned and in eager, from the same weights and random state, and a third time under the
-allocator's meter. What a length costs is the processor time between its call and its program, so that others on the machine do not
-count; the first other length pays for the symbolic capture.
+Each model is planned for a batch of 4 x 96 tokens at half its activation peak. Then come batches of
+other lengths, all different, every third of them of 3 sequences. Each is trained on planned and in
+eager, from the same weights and random state, and a third time under the allocator's meter. What a
+length costs is the processor time between its call and its program, so that others on the machine
+do not count; the first other length pays for the symbolic capture.
 """
 
 from __future__ import annotations
@@ -115,7 +118,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "ber
 
 
 def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
-    """Random tokens and labels; for BERT with a mask that pads each sequence by another number of tokens."""
+    """Random tokens and labels.
+
+    For BERT with a mask that pads each sequence by another number of tokens.
+    """
     draw = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(3, VOCABULARY, shape, generator=draw) for _ in range(2))
     if name != "bert":
@@ -129,7 +135,10 @@ def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
 
 
 def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
-    """So many different lengths below the sample's, in no order of size; every third batch is smaller."""
+    """So many different lengths below the sample's, in no order of size.
+
+    Every third batch is smaller.
+    """
     lengths = [LENGTH - 1 - 37 * index % 89 for index in range(num_lengths)]
     return [
         (BATCH if index % 3 != 2 else BATCH - 1, length) for index, length in enumerate(lengths)
@@ -177,7 +186,7 @@ def _measure_length(
 
 @contextmanager
 def _timed_preparation() -> Iterator[list[float]]:
-    """Collects the processor milliseconds that the module takes to find a program for a call of other sizes."""
+    """Collects the processor milliseconds that finding a program for other sizes takes."""
     prepare, spent_ms = PlanCache._plan_for_shapes, []
 
     def timed(*args: Any) -> Any:
@@ -227,8 +236,10 @@ def as_row(result: ModelLengths) -> str:
     first, *later = result.lengths
     costs = [length.cost_ms for length in later] or [0.0]
     return (
-        f"| {result.name} | {result.plan_s:.1f} | {first.cost_ms / 1e3:.1f} | {statistics.median(costs):.1f} | {max(costs):.1f} | "
-        f"{statistics.median(length.step_ms for length in result.lengths):.0f} | {result.num_captures} | "
+        f"| {result.name} | {result.plan_s:.1f} | {first.cost_ms / 1e3:.1f} | "
+        f"{statistics.median(costs):.1f} | {max(costs):.1f} | "
+        f"{statistics.median(length.step_ms for length in result.lengths):.0f} | "
+        f"{result.num_captures} | "
         f"{max(length.peak_share for length in result.lengths):.3f} | "
         f"{sum(length.is_equal for length in result.lengths)} of {len(result.lengths)} |"
     )
@@ -236,7 +247,7 @@ def as_row(result: ModelLengths) -> str:
 
 HEADER = """\
 | model | plan, s | first other length, s | each later, median ms | largest, ms | step, ms | captures | peak / budget | equal to eager |
-|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

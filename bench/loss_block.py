@@ -1,11 +1,14 @@
-"""How far a step shrinks with its loss block in chunks: peaks and times against eager, with and without chunks.
+"""How far a step shrinks with its loss block in chunks.
+
+Peaks and times against eager, with and without chunks.
 
     taskset -c 1 python -m bench.loss_block
     taskset -c 1 python -m bench.loss_block --model gpt2 --budget minimum 0.2 0.5 --rounds 3
 
-Each model computes its loss itself and returns nothing else (`outputs="loss"`). Budgets are fractions of eager's peak, or "minimum". Peaks
-are the allocator's, with `.grad` in place; times are processor seconds of whole steps in turn, the median ratio to eager's in the
-same round, so that other work on the machine lengthens none. One JSON line for each point, then a table.
+Each model computes its loss itself and returns nothing else (`outputs="loss"`). Budgets are
+fractions of eager's peak, or "minimum". Peaks are the allocator's, with `.grad` in place; times are
+processor seconds of whole steps in turn, the median ratio to eager's in the same round, so that
+other work on the machine lengthens none. One JSON line for each point, then a table.
 """
 
 from __future__ import annotations
@@ -155,7 +158,10 @@ def _step(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[], Tensor]
 
 
 def _peak(model: nn.Module, step: Callable[[], Tensor]) -> int:
-    """After a step that makes `.grad` and what libraries keep; the gradients of the measured step stay in `.grad`."""
+    """After a step that makes `.grad` and what libraries keep.
+
+    The gradients of the measured step stay in `.grad`.
+    """
     step()
     model.zero_grad(set_to_none=False)
     return measure.allocator_peak(step)

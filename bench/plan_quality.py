@@ -36,9 +36,23 @@ from bench.quality.page import page
 from bench.quality.records import Record
 
 MODELS = (
-    "gpt2", "gpt2-deep", "bert-base", "bert-narrow", "llama", "t5-small", "vit-base", "resnet50",
-    "qwen3", "mlp", "encoder", "hf-resnet", "regnet", "convnext", "qwen3-moe", "modernbert",
-)  # fmt: skip
+    "gpt2",
+    "gpt2-deep",
+    "bert-base",
+    "bert-narrow",
+    "llama",
+    "t5-small",
+    "vit-base",
+    "resnet50",
+    "qwen3",
+    "mlp",
+    "encoder",
+    "hf-resnet",
+    "regnet",
+    "convnext",
+    "qwen3-moe",
+    "modernbert",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

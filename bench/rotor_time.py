@@ -2,8 +2,9 @@
 
     taskset -c 1 python -m bench.rotor_time
 
-Each stage has options that trade bytes for time; the budget is half of what keeping everything takes. Seconds are of processor time on one
-thread, the median of a few runs: others on the machine slow what misses the cache.
+Each stage has options that trade bytes for time; the budget is half of what keeping everything
+takes. Seconds are of processor time on one thread, the median of a few runs: others on the machine
+slow what misses the cache.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ HEADER = """\
 
 Command: `taskset -c 1 python -m bench.rotor_time`. Seconds of processor time on one thread, each run and the median; the most memory
 that arrays take while the table is filled, at most 1 GiB.
-"""
+"""  # noqa: E501
 COLUMNS = """\
 | stages | spans of | options each | slots | median, s | target, s | | runs, s | memory, GiB | |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 
 def model_like(num_stages: int, lengths: tuple[int, ...], num_options: int) -> tuple[Chain, int]:
-    """Return a chain that trades bytes for time in each span, and the bytes that keeping all takes."""
+    """A chain that trades bytes for time in each span, and the bytes of saving everything."""
     rng = random.Random(0)
     x = [rng.randint(1, 20 * MIB) for _ in range(num_stages + 1)]
     forward = [rng.uniform(0.5, 2.0) for _ in range(num_stages)]
@@ -129,8 +130,10 @@ def as_row(size: Size, seconds: Sequence[float], memory_gib: float) -> str:
         else (f"{size.target_s:g}", _verdict(median <= size.target_s))
     )
     return (
-        f"| {size.num_stages} | {', '.join(map(str, size.lengths))} | {size.num_options} | {size.num_slots} | {median:.2f} | {target} | "
-        f"{hit} | {', '.join(f'{second:.2f}' for second in seconds)} | {memory_gib:.2f} | {_verdict(memory_gib <= MAX_GIB)} |"
+        f"| {size.num_stages} | {', '.join(map(str, size.lengths))} | {size.num_options} | "
+        f"{size.num_slots} | {median:.2f} | {target} | "
+        f"{hit} | {', '.join(f'{second:.2f}' for second in seconds)} | {memory_gib:.2f} | "
+        f"{_verdict(memory_gib <= MAX_GIB)} |"
     )
 
 

@@ -1,12 +1,15 @@
-"""One model at one or more budgets: peaks, times and equality against eager, as one JSON line a budget.
+"""One model at one or more budgets.
 
-    python -m bench.run --model gpt2-deep --budget 0.5 --budget minimum [--checkpoint] [--tiny] [--rounds 5]
+Peaks, times and equality against eager, as one JSON line a budget.
 
-The JSON goes to stdout, progress to stderr. One planner serves all budgets; eager, the peers and every
-budget are timed in turn in this process on one thread. The resident peaks come from a second process, since
-the allocator settings that they need would slow down everything timed here; it plans for itself, to the
-same budgets in bytes, from its own op timings, so its plan may be another one that keeps the same budget.
-A budget that cannot be met gives a line too, with `feasible` false.
+    python -m bench.run --model gpt2-deep --budget 0.5 --budget minimum [--checkpoint] [--tiny]
+    [--rounds 5]
+
+The JSON goes to stdout, progress to stderr. One planner serves all budgets; eager, the peers and
+every budget are timed in turn in this process on one thread. The resident peaks come from a second
+process, since the allocator settings that they need would slow down everything timed here; it plans
+for itself, to the same budgets in bytes, from its own op timings, so its plan may be another one
+that keeps the same budget. A budget that cannot be met gives a line too, with `feasible` false.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget",
         action="append",
         default=[],
-        help="fraction of the peak, bytes, '1GiB', 'minimum' or 'checkpoint' (its measured peak); repeatable",
+        help="fraction of the peak, bytes, '1GiB', 'minimum' or 'checkpoint' (its measured peak); "
+        "repeatable",
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed rounds, after one that is not counted"
@@ -126,7 +130,7 @@ def run(options: argparse.Namespace) -> Iterator[Record]:
         yield record
 
 
-# --- steps and peaks ------------------------------------------------------------------------------------
+# --- steps and peaks ------------------------------------------------------------------------------
 
 
 def _peer_step(workload: models.Workload, peer: peers.Peer) -> Callable[[], Tensor]:
@@ -150,17 +154,18 @@ def _peak(workload: models.Workload, step: Callable[[], Tensor], device: str) ->
 
 
 def _warm_up(workload: models.Workload, step: Callable[[], Tensor]) -> None:
-    # The first step makes library buffers and `.grad`; after it both are in place and count no more.
+    # The first step makes library buffers and `.grad`; after it both are in place and count no
+    # more.
     step()
     workload.model.zero_grad(set_to_none=False)
 
 
-# --- planning -------------------------------------------------------------------------------------------
+# --- planning -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """One budget: as given, what became of it, and the step that runs it (None where infeasible)."""
+    """One budget: as given, its plan, and the step that runs it; None where infeasible."""
 
     given: str
     record: Record
@@ -231,7 +236,10 @@ def _candidate(
 
 
 def _budget_value(given: str, minimum_bytes: int, checkpoint_bytes: int | None) -> float | str:
-    """What the planner is asked for: bytes as int, a fraction as float, any other text as it stands."""
+    """What the planner is asked for.
+
+    Bytes as int, a fraction as float, any other text as it stands.
+    """
     if given == "minimum":
         return minimum_bytes
     if given == "checkpoint":
@@ -256,13 +264,16 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-# --- the second process ---------------------------------------------------------------------------------
+# --- the second process ---------------------------------------------------------------------------
 
 
 def _resident_in_child(
     options: argparse.Namespace, candidates: Sequence[_Candidate]
 ) -> dict[str, Any]:
-    """Resident peaks by name, and the meter's calibration; empty where not wanted or not on the CPU."""
+    """Resident peaks by name, and the meter's calibration.
+
+    Empty where not wanted or not on the CPU.
+    """
     if options.no_resident or torch.device(options.device).type != "cpu":
         return {}
     _say("measuring resident peaks in a second process")
@@ -310,7 +321,7 @@ def _resident_peak(workload: models.Workload, step: Callable[[], Tensor]) -> int
     return measure.resident_peak(step)
 
 
-# --- records ----------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def _peer_record(

@@ -3,8 +3,9 @@
     taskset -c 1 python -m bench.sweep_time
     taskset -c 1 python -m bench.sweep_time --model llama --budgets 20
 
-Fifty budgets from a fifth of the peak with nothing recomputed to all of it, or from the smallest peak where that is more. All solving is
-counted, that which budgets share too. Seconds are of processor time on one thread, so that others on the machine do not count.
+Fifty budgets from a fifth of the peak with nothing recomputed to all of it, or from the smallest
+peak where that is more. All solving is counted, that which budgets share too. Seconds are of
+processor time on one thread, so that others on the machine do not count.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ the budgets, planned together as `rockmate sweep` does; of {NUM_SWEEPS} sweeps, 
 the same budgets one by one, as `Planner.plan` does, which profits from what is solved by then. Gap: from the predicted time to the bound of
 one moment, as a share of the step with nothing recomputed, the median. Slower together: a plan of the sweep against that of its budget
 alone, as a share of the same, mean and largest.
-"""
+"""  # noqa: E501
 COLUMNS = f"""\
 | model | ops | before the first, s | budgets | all, s | <= {TARGET_S:g} s | gap | one by one, s | gap | slower together, mean | largest |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,12 @@ class SweepTime:
     Attributes:
         name: of the model.
         num_ops: in its step.
-        prepare_s: wall time, at least the processor's, of what is solved before a budget is asked for.
+        prepare_s: wall time, at least the processor's, of what is solved before a budget is asked
+            for.
         together_s: processor time of all budgets together, after that.
         alone_s: processor time of the same budgets one by one, after that.
-        together: predicted times, the smallest budget first, as shares of the step with nothing recomputed.
+        together: predicted times, the smallest budget first, as shares of the step with nothing
+            recomputed.
         alone: likewise, of plans made one by one.
         bounds: likewise, of the bound that rows of a sweep name.
     """
@@ -72,7 +75,10 @@ class SweepTime:
 
 
 def measure_model(name: str, num_budgets: int) -> SweepTime:
-    """Sweeps one model of `bench.models` some times, each with ops measured anew; all figures are of the sweep of median time."""
+    """Sweeps one model of `bench.models` some times, each with ops measured anew.
+
+    All figures are of the sweep of median time.
+    """
     workload = models.build(name)
     step = capture_step(workload.model, workload.sample)
     num_ops = len(
@@ -120,8 +126,10 @@ def as_row(result: SweepTime) -> str:
         for ratios in (result.together, result.alone)
     ]
     return (
-        f"| {result.name} | {result.num_ops} | {result.prepare_s:.2f} | {len(slower)} | {all_s:.2f} | "
-        f"{'hit' if all_s <= TARGET_S else '**miss**'} | {gaps[0]:.2%} | {result.alone_s:.2f} | {gaps[1]:.2%} | "
+        f"| {result.name} | {result.num_ops} | {result.prepare_s:.2f} | {len(slower)} | "
+        f"{all_s:.2f} | "
+        f"{'hit' if all_s <= TARGET_S else '**miss**'} | {gaps[0]:.2%} | {result.alone_s:.2f} | "
+        f"{gaps[1]:.2%} | "
         f"{statistics.mean(slower):.2%} | {max(slower):.1%} |"
     )
 

@@ -1,8 +1,11 @@
-"""A plain U-Net (Ronneberger et al., 2015): double convolutions down, transposed convolutions up, one skip a level.
+"""A plain U-Net (Ronneberger et al., 2015).
 
-As published but for padding, which keeps the size, and batch normalization after each convolution, as is common since. What each level
-makes on the way down is read again on the way up, so no single place cuts the step in two: a model that checkpointing layer by layer and
-chains of blocks find hard.
+Double convolutions down, transposed convolutions up, one skip a level.
+
+As published but for padding, which keeps the size, and batch normalization after each convolution,
+as is common since. What each level makes on the way down is read again on the way up, so no single
+place cuts the step in two: a model that checkpointing layer by layer and chains of blocks find
+hard.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ class UNet(nn.Module):
     """Scores for each class and pixel; the loss is the caller's."""
 
     def __init__(self, *, num_levels: int, base_width: int, classes: int) -> None:
-        """`num_levels` times the size halves and the width doubles, and back; sizes must be multiples of 2 ** num_levels."""
+        """`num_levels` times the size halves and the width doubles, and back.
+
+        Sizes must be multiples of 2 ** num_levels.
+        """
         super().__init__()
         widths = [base_width * 2**level for level in range(num_levels + 1)]
         self.pool = nn.MaxPool2d(2)

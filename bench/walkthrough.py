@@ -1,11 +1,15 @@
-"""One small model through every stage, with what each stage printed: the source of the blocks in docs/internals/walkthrough.md.
+"""One small model through every stage, with what each stage printed.
+
+The source of the blocks in docs/internals/walkthrough.md.
 
     python -m bench.walkthrough            print every section
-    python -m bench.walkthrough --write    put them into docs/internals/walkthrough.md, between its markers
+    python -m bench.walkthrough --write    put them into docs/internals/walkthrough.md, between its
+    markers
 
-The stages are called one by one, as `rockmate.planner` calls them, on a residual MLP that is small enough to read and has what
-makes planning interesting: dropout, a loss inside, an output that the user holds. Sizes and the graph are the same at every run;
-times are the machine's, and so may be the plan that follows from them.
+The stages are called one by one, as `rockmate.planner` calls them, on a residual MLP that is small
+enough to read and has what makes planning interesting: dropout, a loss inside, an output that the
+user holds. Sizes and the graph are the same at every run; times are the machine's, and so may be
+the plan that follows from them.
 """
 
 from __future__ import annotations
@@ -110,7 +114,10 @@ class Section:
     @property
     def block(self) -> str:
         """The marked code block that stands in the document."""
-        return f"<!-- generated:{self.name} -->\n```{self.language}\n{self.text}\n```\n<!-- /generated -->"
+        return (
+            f"<!-- generated:{self.name} -->\n```{self.language}\n{self.text}\n```\n<!-- "
+            "/generated -->"
+        )
 
 
 def sections() -> Iterator[Section]:
@@ -209,7 +216,7 @@ def sections() -> Iterator[Section]:
     )
 
 
-# --- one function a stage ---------------------------------------------------------------------------------
+# --- one function a stage -------------------------------------------------------------------------
 
 
 def _model_text() -> str:
@@ -218,14 +225,16 @@ def _model_text() -> str:
     sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
     return (
         f"{source}\n\nmodel = Classifier({sizes}).train()\n"
-        f'sample = {{"x": torch.randn({_BATCH}, {_WIDTH}), "labels": torch.randint({_CLASSES}, ({_BATCH},))}}'
+        "sample = "
+        f'{{"x": torch.randn({_BATCH}, {_WIDTH}), "labels": torch.randint({_CLASSES}, ({_BATCH},))}}'  # noqa: E501
     )
 
 
 def _capture_text(capture: Capture) -> str:
     ends = (("inputs", capture.inputs), ("outputs", capture.outputs))
     lines = [
-        f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the joint graph"
+        f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the "
+        "joint graph"
     ]
     for title, roles in ends:
         lines.append(f"{title}:")
@@ -271,7 +280,8 @@ def _costs_text(graph: Graph, costs: Costs) -> str:
         if cost not in seen:
             seen.add(cost)
             lines.append(
-                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} {cost.overhead_bytes:>17,}"
+                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} "
+                f"{cost.overhead_bytes:>17,}"
             )
     return "\n".join(lines)
 
@@ -280,9 +290,12 @@ def _options_text(levels: RotorFamily) -> str:
     block = levels.chain.blocks[_SHOWN_BLOCK]
     storages = storages_of(block)
     lines = [
-        f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output {_name(block.output)}",
-        f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} {'backward':>9}",
-        f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the output",
+        f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output "
+        f"{_name(block.output)}",
+        f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} "
+        f"{'backward':>9}",
+        f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the "
+        "output",
     ]
     for index, option in enumerate(levels.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK)):
         saved = " ".join(
@@ -296,31 +309,38 @@ def _options_text(levels: RotorFamily) -> str:
             f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
         )
     lines.append(
-        f"{levels.solver.num_distinct} distinct blocks and spans solved for {len(levels.rotor_chain.spans)}"
+        f"{levels.solver.num_distinct} distinct blocks and spans solved for "
+        f"{len(levels.rotor_chain.spans)}"
     )
     return "\n".join(lines)
 
 
 def _rotor_text(levels: RotorFamily) -> str:
     lines = [
-        f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} {'forward peak, KiB':>18}"
+        f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} "
+        f"{'forward peak, KiB':>18}"
     ]
     for index, stage in enumerate(levels.rotor_chain.stages):
         lines.append(
-            f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} {stage.forward_ms:>12.3f} "
+            f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} "
+            f"{stage.forward_ms:>12.3f} "
             f"{_kib(stage.forward_peak_bytes):>18}"
         )
     points = levels.table.breakpoints()
     lines += ["", f"{len(points)} breakpoints; table unit {levels.table.unit_bytes:,} bytes"]
     for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
         lines.append(
-            f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {levels.table.sequence(budget_bytes)}"
+            f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: "
+            f"{levels.table.sequence(budget_bytes)}"
         )
     return "\n".join(lines)
 
 
 def _improvement_text(levels: RotorFamily, budget_bytes: int) -> str:
-    """What each proposal near the budget becomes when room is made and spent; what `rockmate.local_search` does with some of them."""
+    """What each proposal near the budget becomes when room is made and spent.
+
+    What `rockmate.local_search` does with some of them.
+    """
     graph, costs = levels.graph, levels.solver.costs
     one_level = KnapsackFamily(graph, levels.chain, costs, solver_time=SolverTime(_TIME_LIMIT_S))
     limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
@@ -376,14 +396,17 @@ def _size_and_time(simulation: Simulation) -> str:
 def _frontier_text(search: Searcher, baseline: Simulation, budget_bytes: int) -> str:
     lines = [
         f"baseline: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
-        f"budget {BUDGET_FRACTION}: {_kib(budget_bytes)} KiB; smallest peak: {_kib(search.minimum().simulation.peak_bytes)} KiB",
+        f"budget {BUDGET_FRACTION}: {_kib(budget_bytes)} KiB; smallest peak: "
+        f"{_kib(search.minimum().simulation.peak_bytes)} KiB",
         "budget, KiB  peak, KiB  of baseline  time, ms  of baseline  recomputed ops",
     ]
     for budget, candidate in search.frontier():
         found = candidate.simulation
         lines.append(
-            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} {found.peak_bytes / baseline.peak_bytes:>12.3f} {found.time_ms:>9.3f} "
-            f"{found.time_ms / baseline.time_ms:>12.3f} {candidate.schedule.num_recomputations():>15}"
+            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} "
+            f"{found.peak_bytes / baseline.peak_bytes:>12.3f} {found.time_ms:>9.3f} "
+            f"{found.time_ms / baseline.time_ms:>12.3f} "
+            f"{candidate.schedule.num_recomputations():>15}"
         )
     return "\n".join(lines)
 
@@ -397,7 +420,8 @@ def _certificate_text(certificate: LowerBound, search: Searcher, baseline: Simul
         lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>26} {len(point.after):>22}")
     lines += [
         "",
-        f"{'budget':>6} {'KiB':>9} {'lower bound, ms':>22} {'plan, ms':>10} {'gap of the baseline':>20}",
+        f"{'budget':>6} {'KiB':>9} {'lower bound, ms':>22} {'plan, ms':>10} "
+        f"{'gap of the baseline':>20}",
     ]
     for fraction in _BOUND_FRACTIONS:
         budget_bytes = int(fraction * baseline.peak_bytes)
@@ -416,7 +440,10 @@ def _schedule_text(graph: Graph, schedule: Schedule) -> str:
     recompute = [position for position, line in enumerate(lines) if " again" in line]
     start = max(0, min(recompute, default=0) - 2)
     shown = lines[start : start + _EXCERPT_LINES]
-    head = f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, {len(recompute)} of them again"
+    head = (
+        f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, "
+        f"{len(recompute)} of them again"
+    )
     return "\n".join([head, f"... runs {start} to {start + len(shown) - 1}:", *shown])
 
 
@@ -426,7 +453,8 @@ def _simulation_text(graph: Graph, costs: Costs, chosen: Candidate, budget_bytes
     half = "forward" if found.peak_position < len(schedule.forward) else "backward"
     lines = [
         f"budget           {budget_bytes:>10,} bytes",
-        f"predicted peak   {found.peak_bytes:>10,} bytes, in run {found.peak_position}: {op.name} of the {half}",
+        f"predicted peak   {found.peak_bytes:>10,} bytes, in run {found.peak_position}: {op.name} "
+        f"of the {half}",
         f"saved values     {found.saved_bytes:>10,} bytes",
         f"predicted time   {found.time_ms:>10.3f} ms",
         "live at the peak:",
@@ -480,7 +508,10 @@ def _states_held(graph: Graph, schedule: Schedule, position: int) -> list[Op]:
 
 
 def _code_text(code: str, first_shown: str = "") -> str:
-    """An excerpt of an emitted function, its arguments left out: from just before `first_shown`, or the end of it."""
+    """An excerpt of an emitted function, its arguments left out.
+
+    From just before `first_shown`, or the end of it.
+    """
     lines = [line for line in code.strip().splitlines() if line.strip()]
     body = [line for line in lines[2:] if "next(args_iter)" not in line]
     num_arguments = len(lines) - 2 - len(body)
@@ -493,7 +524,7 @@ def _code_text(code: str, first_shown: str = "") -> str:
 
 
 def _again_in(graph: Graph, schedule: Schedule) -> str:
-    """The target of the first recomputed op as the emitted code writes it, empty if there is none."""
+    """The target of the first recomputed op in the emitted code; empty if there is none."""
     seen = set(schedule.forward)
     recompute = next((graph.ops[index] for index in schedule.backward if index in seen), None)
     return _call_name(recompute.node.target) + "(" if recompute else ""
@@ -544,7 +575,8 @@ def _run_text(
             f"budget                   {budget_bytes:>10,} bytes",
             f"predicted peak           {predicted:>10,} bytes",
             f"measured peak            {memory.peak_bytes:>10,} bytes",
-            f"loss equal to eager's: {torch.equal(loss, eager_loss)}; gradients bitwise equal: {equal} of {len(pairs)}; "
+            f"loss equal to eager's: {torch.equal(loss, eager_loss)}; gradients bitwise equal: "
+            f"{equal} of {len(pairs)}; "
             f"generator state equal: {torch.equal(state, eager_state)}",
         ]
     )
@@ -563,7 +595,7 @@ def _name(storage: Storage | None) -> str:
     return storage.name if storage else "none"
 
 
-# --- into the document --------------------------------------------------------------------------------------
+# --- into the document ----------------------------------------------------------------------------
 
 
 def marked_blocks(text: str) -> dict[str, str]:

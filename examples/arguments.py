@@ -40,7 +40,7 @@ def budget(text: str) -> int | float | str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs an example. An error that its user can act on (no plan fits the budget, say) is told by its text alone; the exit status is 2."""
+    """Runs an example; an error that its user can act on prints its text and exits with 2."""
     try:
         main()
     except RockmateError as error:

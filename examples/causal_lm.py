@@ -33,9 +33,15 @@ def main() -> None:
         model, tokenizer = transformers.GPT2LMHeadModel(config), None
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-3,
-            logging_steps=max(1, options.steps // 4), save_strategy="no", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch_size,
+            learning_rate=1e-3,
+            logging_steps=max(1, options.steps // 4),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
         rows = rows_of_tokens(options.length, options.steps * options.batch_size, tokenizer)
         trainer = transformers.Trainer(
             model=model.train(), args=arguments, train_dataset=Rows(rows)
@@ -53,7 +59,8 @@ def main() -> None:
         again = type(model).from_pretrained(folder)
     print(module.plan.summary())
     print(
-        f"saved and loaded: {sum(parameter.numel() for parameter in again.parameters()):,} parameters"
+        f"saved and loaded: {sum(parameter.numel() for parameter in again.parameters()):,} "
+        "parameters"
     )
 
 

@@ -1,4 +1,7 @@
-"""Image classification in a plain PyTorch loop: a ResNet that learns digits, inside a memory budget."""
+"""Image classification in a plain PyTorch loop.
+
+A ResNet that learns digits, inside a memory budget.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from rockmate import RockmateModule
 
 
 def pictures(count: int, pixels: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Digits of Pillow's own font, moved and with noise: (count, 3, pixels, pixels) in 0 to 1, and what they are, (count,)."""
+    """Digits of Pillow's own font, moved and with noise.
+
+    (count, 3, pixels, pixels) in 0 to 1, and what they are, (count,).
+    """
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(10, (count,), generator=generator)
     images = torch.empty(count, 1, pixels, pixels)

@@ -1,4 +1,4 @@
-"""LoRA: adapters on a frozen causal language model, with PEFT and Trainer, inside a memory budget."""
+"""LoRA adapters on a frozen causal language model, with PEFT and Trainer, inside a budget."""
 
 from __future__ import annotations
 
@@ -21,18 +21,30 @@ def main() -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     else:
         config = transformers.LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            bos_token_id=0, eos_token_id=1,
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
         base, tokenizer = transformers.LlamaForCausalLM(config), None
     adapted = peft.get_peft_model(
         base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     ).train()
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-2,
-            logging_steps=max(1, options.steps // 4), save_strategy="no", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch_size,
+            learning_rate=1e-2,
+            logging_steps=max(1, options.steps // 4),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
         rows = rows_of_tokens(options.length, options.steps * options.batch_size, tokenizer)
         module = RockmateModule(
             adapted, budget=options.budget

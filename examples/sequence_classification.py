@@ -1,4 +1,7 @@
-"""Sequence classification with Trainer: is a piece of Python's standard library code, or the prose of a docstring?"""
+"""Sequence classification with Trainer.
+
+Is a piece of Python's standard library code, or the prose of a docstring?.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from rockmate import RockmateModule
 
 
 def pieces(length: int) -> list[tuple[str, int]]:
-    """Texts of at least `length` characters, cut there: 0 is code, 1 prose; as many of each, shuffled."""
+    """Texts of at least `length` characters, cut there: 0 is code, 1 prose.
+
+    As many of each, shuffled.
+    """
     found: tuple[list[str], list[str]] = ([], [])
     text = source_text()
     for node in ast.walk(ast.parse(text.replace("from __future__", "from future"))):
@@ -47,9 +53,13 @@ def main() -> None:
             )  # the trainer pads each batch to its longest
     else:
         config = transformers.BertConfig(
-            vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+            vocab_size=256,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
             max_position_embeddings=options.length,
-        )  # fmt: skip
+        )
         model, tokenizer = transformers.BertForSequenceClassification(config), None
 
         def encoded(piece: str) -> dict[str, Any]:
@@ -59,14 +69,27 @@ def main() -> None:
     held_back, rows = rows[:32], rows[32:]
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-3,
-            logging_steps=max(1, options.steps // 4), save_strategy="no", report_to=[], disable_tqdm=True, dataloader_drop_last=True,
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch_size,
+            learning_rate=1e-3,
+            logging_steps=max(1, options.steps // 4),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_drop_last=True,
+        )
         module = RockmateModule(model.train(), budget=options.budget)
         trainer = transformers.Trainer(
-            model=module, args=arguments, train_dataset=rows, eval_dataset=held_back, processing_class=tokenizer,
-            compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
-        )  # fmt: skip
+            model=module,
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=held_back,
+            processing_class=tokenizer,
+            compute_metrics=lambda found: {
+                "accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())
+            },
+        )
         trainer.train()
         accuracy = trainer.evaluate()["eval_accuracy"]
     print(module.plan.summary())

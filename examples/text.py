@@ -31,7 +31,10 @@ def source_text() -> str:
 
 
 def rows_of_tokens(length: int, num_rows: int, tokenizer: Any = None) -> torch.Tensor:
-    """Rows of `length` tokens each, shape (num_rows, length); bytes are the tokens if there is no tokenizer."""
+    """Rows of `length` tokens each, shape (num_rows, length).
+
+    Bytes are the tokens if there is no tokenizer.
+    """
     text = source_text()
     tokens = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
     return torch.tensor(tokens[: num_rows * length]).view(-1, length)

@@ -44,7 +44,8 @@ SOLVERS = ("pulp", "highspy", "rotor", "checkmate")
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name, package files (`__init__`) under the package's."""
+    """Every module of the package by its dotted name, package files (`__init__`) under the
+    package's."""
     found = {}
     for path in sorted((ROOT / "rockmate").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -56,7 +57,10 @@ MODULES = modules()
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, wherever the import stands; a name of a module counts as the module."""
+    """Dotted names that a file imports, wherever the import stands.
+
+    A name of a module counts as the module.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -223,19 +223,49 @@ REGISTRY: dict[str, Callable[[str, bool, torch.device], Workload]] = {
 """Name to builder; a builder takes (name, tiny, device)."""
 
 BRANCHED = (
-    "t5-small", "t5-12", "bart", "whisper", "transformer", "clip", "unet", "conditional-unet",
-    "two-streams", "densenet", "hrnet", "segformer", "llava",
-)  # fmt: skip
+    "t5-small",
+    "t5-12",
+    "bart",
+    "whisper",
+    "transformer",
+    "clip",
+    "unet",
+    "conditional-unet",
+    "two-streams",
+    "densenet",
+    "hrnet",
+    "segformer",
+    "llava",
+)
 """Models whose step is not a chain of blocks."""
 
 COMPARED = {
     "cpu": (
-        "gpt2-deep", "gpt2-1row", "bert-narrow", "llama", "t5-small", "llama-lora", "encoder-deep",
-        "encoder-wide", "vit-small", "resnet50", "resnet101", "regnet", "unet",
+        "gpt2-deep",
+        "gpt2-1row",
+        "bert-narrow",
+        "llama",
+        "t5-small",
+        "llama-lora",
+        "encoder-deep",
+        "encoder-wide",
+        "vit-small",
+        "resnet50",
+        "resnet101",
+        "regnet",
+        "unet",
     ),
     "cuda": (
-        "gpt2-gpu", "bert-gpu", "llama-gpu", "t5-gpu", "llama-lora-gpu", "encoder-deep-gpu",
-        "encoder-wide-gpu", "resnet50-gpu", "resnet101-gpu", "unet-gpu",
+        "gpt2-gpu",
+        "bert-gpu",
+        "llama-gpu",
+        "t5-gpu",
+        "llama-lora-gpu",
+        "encoder-deep-gpu",
+        "encoder-wide-gpu",
+        "resnet50-gpu",
+        "resnet101-gpu",
+        "unet-gpu",
     ),
-}  # fmt: skip
+}
 """Kind of device to the models on which all methods are compared."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.plan.chunking_notes import ChunkingNote
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 

@@ -20,8 +20,8 @@ from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
-from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, snapshot_chain, snapshot_of
 from rockmate.plan.chunking_notes import ChunkingNotes

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 from math import ceil
 
-from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks
+from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.step import CapturedStep
 
 # Numbers of chunks of the loss block to plan.

@@ -14,20 +14,43 @@ from bench.comparison.result import ModelResult
 from bench.models.branched import modules_at
 
 MACHINE = {
-    "processor": "P", "machine": "M", "num_cores": 2, "num_threads": 1, "load_average": 0.5, "python": "3", "torch": "2",
-    "transformers": "5", "commit": "abc", "gpu": None,
-}  # fmt: skip
+    "processor": "P",
+    "machine": "M",
+    "num_cores": 2,
+    "num_threads": 1,
+    "load_average": 0.5,
+    "python": "3",
+    "torch": "2",
+    "transformers": "5",
+    "commit": "abc",
+    "gpu": None,
+}
 PLANNER = {
-    "kind": "planner", "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0}, "baseline_peak_bytes": 1000, "minimum_peak_bytes": 290,
-    "num_ops": 9, "num_forward_ops": 4, "num_blocks": 2, "largest_block_ops": 50, "largest_part_ops": 50, "largest_program_ops": 41,
-}  # fmt: skip
+    "kind": "planner",
+    "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0},
+    "baseline_peak_bytes": 1000,
+    "minimum_peak_bytes": 290,
+    "num_ops": 9,
+    "num_forward_ops": 4,
+    "num_blocks": 2,
+    "largest_block_ops": 50,
+    "largest_part_ops": 50,
+    "largest_program_ops": 41,
+}
 
 
 def measured(method: str, owner: str, peak_bytes: int, ratio: float, **plan: Any) -> list[Any]:
     own = {
-        "kind": "point", "method": method, "owner": owner, "family": method.partition(":")[0], "peak_bytes": peak_bytes,
-        "resident_bytes": None, "prepare_s": 0.0, "same_as": None, "gradients": {"largest_relative": 0.0},
-    }  # fmt: skip
+        "kind": "point",
+        "method": method,
+        "owner": owner,
+        "family": method.partition(":")[0],
+        "peak_bytes": peak_bytes,
+        "resident_bytes": None,
+        "prepare_s": 0.0,
+        "same_as": None,
+        "gradients": {"largest_relative": 0.0},
+    }
     time = {"kind": "time", "method": method, "round": 0, "ms": 10 * ratio, "eager_ms": 10.0}
     return [
         own,
@@ -64,13 +87,19 @@ def test_page_tells_hits_from_misses() -> None:
         "predicted_ratio": 1.4,
         "optimality_gap": 0.3,
     }
-    text = "\n".join(branched_page.page([result(
-        measured("eager", "peer", 1000, 1.0),
-        measured("checkpoint", "peer", 400, 1.3),
-        measured("checkpoint: stages", "peer", 380, 1.4),
-        measured("rockmate: 0.5", "ours", 501, 1.1, **half),
-        measured("rockmate: minimum", "ours", 290, 1.5, **least),
-    )]))  # fmt: skip
+    text = "\n".join(
+        branched_page.page(
+            [
+                result(
+                    measured("eager", "peer", 1000, 1.0),
+                    measured("checkpoint", "peer", 400, 1.3),
+                    measured("checkpoint: stages", "peer", 380, 1.4),
+                    measured("rockmate: 0.5", "ours", 501, 1.1, **half),
+                    measured("rockmate: minimum", "ours", 290, 1.5, **least),
+                )
+            ]
+        )
+    )
     assert "| measured peak within the budget | all | 1 of 2 |  | **miss** |" in text
     assert "| predicted peak within 2 % of the measured one | all | 1 of 2 |  | **miss** |" in text
     assert "| half of the peak is feasible | all | 1 of 1 |  | hit |" in text
@@ -83,8 +112,8 @@ def test_page_tells_hits_from_misses() -> None:
         in text
     )
     assert (
-        "over the baseline's: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | **miss** |"
-        in text
+        "over the baseline's: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | "
+        "**miss** |" in text
     )
     assert (
         "| gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss** |"

@@ -21,9 +21,17 @@ from bench.pages import Start, provenance
 
 OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
 MACHINE = {
-    "processor": "P", "machine": "M", "num_cores": 2, "num_threads": 1, "load_average": 0.5, "python": "3", "torch": "2",
-    "transformers": "5", "commit": "abc", "gpu": None,
-}  # fmt: skip
+    "processor": "P",
+    "machine": "M",
+    "num_cores": 2,
+    "num_threads": 1,
+    "load_average": 0.5,
+    "python": "3",
+    "torch": "2",
+    "transformers": "5",
+    "commit": "abc",
+    "gpu": None,
+}
 
 
 def point(
@@ -36,9 +44,17 @@ def point(
     difference: float = 0.0,
 ) -> list[Any]:
     own = {
-        "kind": "point", "model": "m", "method": method, "owner": "peer" if budget is None else "ours", "family": method.partition(":")[0],
-        "peak_bytes": peak_bytes, "resident_bytes": None, "prepare_s": 0.0, "same_as": None, "gradients": {"largest_relative": difference},
-    }  # fmt: skip
+        "kind": "point",
+        "model": "m",
+        "method": method,
+        "owner": "peer" if budget is None else "ours",
+        "family": method.partition(":")[0],
+        "peak_bytes": peak_bytes,
+        "resident_bytes": None,
+        "prepare_s": 0.0,
+        "same_as": None,
+        "gradients": {"largest_relative": difference},
+    }
     times = [
         {
             "kind": "time",
@@ -69,14 +85,19 @@ EAGER = point("eager", 1000, [1.0, 1.0])
 
 
 def test_ours_is_the_fastest_by_promise_of_those_that_are_no_larger() -> None:
-    result = ModelResult("m", records(
-        EAGER,
-        point("checkpoint", 400, [1.3, 1.3]),
-        point("rockmate: 0.5", 500, [1.0, 1.0], budget=500, predicted=10.0),
-        point("rockmate: 0.4", 400, [1.2, 1.2], budget=400, predicted=11.0),
-        point("rockmate: 0.3", 300, [1.1, 1.1], budget=300, predicted=12.0),  # luckier than it promised
-        point("rotor: 0.4", 400, [1.0, 1.0], budget=400, predicted=9.0),  # ours by another strategy: not held against peers
-    ))  # fmt: skip
+    result = ModelResult(
+        "m",
+        records(
+            EAGER,
+            point("checkpoint", 400, [1.3, 1.3]),
+            point("rockmate: 0.5", 500, [1.0, 1.0], budget=500, predicted=10.0),
+            point("rockmate: 0.4", 400, [1.2, 1.2], budget=400, predicted=11.0),
+            # Luckier than it promised.
+            point("rockmate: 0.3", 300, [1.1, 1.1], budget=300, predicted=12.0),
+            # Ours by another strategy: not held against peers.
+            point("rotor: 0.4", 400, [1.0, 1.0], budget=400, predicted=9.0),
+        ),
+    )
     found = {match.peer.method: match for match in result.matches}
     own = found["checkpoint"].ours
     assert own is not None
@@ -120,12 +141,15 @@ def test_the_ratio_is_the_median_of_rounds_each_over_its_own_eager() -> None:
 
 
 def test_the_least_peak_of_ours_has_to_be_fast_enough() -> None:
-    result = ModelResult("m", records(
-        EAGER,
-        point("min-cut: 0.1 dp", 400, [1.5]),
-        point("rockmate: minimum", 100, [2.6], budget=100, predicted=26.0),
-        point("rockmate: 0.2", 200, [1.4], budget=200, predicted=14.0),
-    ))  # fmt: skip
+    result = ModelResult(
+        "m",
+        records(
+            EAGER,
+            point("min-cut: 0.1 dp", 400, [1.5]),
+            point("rockmate: minimum", 100, [2.6], budget=100, predicted=26.0),
+            point("rockmate: 0.2", 200, [1.4], budget=200, predicted=14.0),
+        ),
+    )
     least = result.least
     assert least is not None
     assert least.ours is not None

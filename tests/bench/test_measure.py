@@ -81,7 +81,8 @@ def test_allocator_peak_of_a_linear_step_is_the_sum_of_its_terms() -> None:
         model(x).backward(upstream)
 
     step()
-    # The output lives as long as its `backward` runs; the weight's gradient until it is added to `.grad`.
+    # The output lives as long as its `backward` runs; the weight's gradient until it is added to
+    # `.grad`.
     output_bytes, weight_gradient_bytes = rows * width * 4, width * width * 4
     assert measure.allocator_peak(step) == output_bytes + weight_gradient_bytes
 

@@ -1,4 +1,7 @@
-"""Every workload trains, repeats itself, and equals its checkpointed self; the command line runs."""
+"""Every workload trains, repeats itself, and equals its checkpointed self.
+
+The command line runs.
+"""
 
 from __future__ import annotations
 

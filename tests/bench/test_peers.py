@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import measure, models, peers
 from bench.peers import segments
 
-# Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are errors.
+# Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are
+# errors.
 pytestmark = pytest.mark.filterwarnings(
     "default:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
@@ -99,15 +100,17 @@ def test_layers_run_as_often_as_said(name: str, runs: list[int]) -> None:
     gradients(workload, peer_of(name))  # the first call looks at how the layers are wired
     with counted(workload.layers(workload.model)) as counts:
         gradients(workload, peer_of(name))
-    # A checkpoint stops its second run once it has what the backward reads, which is never before the linear map.
+    # A checkpoint stops its second run once it has what the backward reads, which is never before
+    # the linear map.
     assert [counts[index] for index in range(4)] == runs
 
 
 def test_segments_keep_their_ends_and_one_inside() -> None:
     workload = models.build("mlp", tiny=True)
     rows_bytes = 256 * 32 * 4
-    # At the end of the forward eager holds two tensors for each of four layers, the outputs among them; with two segments it is the outputs
-    # and what stands between the segments, and then at most the four tensors of one segment.
+    # At the end of the forward eager holds two tensors for each of four layers, the outputs among
+    # them; with two segments it is the outputs and what stands between the segments, and then at
+    # most the four tensors of one segment.
     assert (
         peak(workload, peers.checkpoint_segments)
         <= peak(workload, peers.eager) - (8 - 6) * rows_bytes

@@ -1,4 +1,7 @@
-"""The yardstick is the knapsack's optimum, by trying every choice; the table tells hits from misses; the command prints it."""
+"""The yardstick is the knapsack's optimum, by trying every choice.
+
+The table tells hits from misses; the command prints it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from bench.quality.targets import Row, rows
 from rockmate import Plan, Planner
 from rockmate.schedule.simulate import simulate
 
-# --- the yardstick --------------------------------------------------------------------------------------
+# --- the yardstick --------------------------------------------------------------------------------
 
 
 @cache
 def baseline() -> Plan:
-    """Nothing recomputed: nine forward ops, one of them random, and two whose results (before a tanh) only the forward reads."""
+    """Nothing recomputed: nine forward ops, one of them random, and two whose results (before a
+    tanh) only the forward reads."""
     layers = [
         nn.Linear(32, 32),
         nn.Tanh(),
@@ -50,7 +54,8 @@ def needed_values(plan: Plan, recomputed: frozenset[int]) -> set[Any]:
 
 
 def least_ms(plan: Plan, limit_bytes: int) -> float | None:
-    """The least recomputation time over every choice of ops, None where no choice saves so little."""
+    """The least recomputation time over every choice of ops, None where no choice saves so
+    little."""
     ops = [op for op in plan.graph.forward_ops if op.recompute_target is not None]
     times = []
     for count in range(len(ops) + 1):
@@ -107,12 +112,21 @@ def test_yardstick_refuses_a_limit_below_what_has_to_be_saved() -> None:
         plain_knapsack(plan.graph, plan.costs, held_bytes - 1)
 
 
-# --- the table ------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 HEAD = {
-    "processor": "p", "machine": "m", "num_cores": 2, "num_threads": 1, "load_average": 0.0, "python": "3", "torch": "2",
-    "transformers": "5", "commit": "c", "command": "x", "tiny": False,
-}  # fmt: skip
+    "processor": "p",
+    "machine": "m",
+    "num_cores": 2,
+    "num_threads": 1,
+    "load_average": 0.0,
+    "python": "3",
+    "torch": "2",
+    "transformers": "5",
+    "commit": "c",
+    "command": "x",
+    "tiny": False,
+}
 
 
 def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -363,7 +377,7 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
     assert row("time beyond another", model_line(), pair[0]).is_hit is False
 
 
-# --- the command ----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_command_measures_writes_and_reads_back(

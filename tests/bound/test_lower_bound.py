@@ -1,7 +1,10 @@
-"""The certificate's bound holds for every schedule that can be thought of, and it is not empty: a bound that is wrong is found out.
+"""The certificate's bound holds for every schedule that can be thought of, and it is not empty.
 
-Schedules come from a search of its own, which knows the graph and nothing of knapsacks: every set of saved values of a small model,
-and random ones with values forgotten and made again at any time, in the forward too, and the backward in any order.
+A bound that is wrong is found out.
+
+Schedules come from a search of its own, which knows the graph and nothing of knapsacks: every set
+of saved values of a small model, and random ones with values forgotten and made again at any time,
+in the forward too, and the backward in any order.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def certificate(name: str) -> LowerBound:
     return LowerBound(graph, costs, least_ms, solver_time=SolverTime(10.0))
 
 
-# --- no schedule beats the bound -----------------------------------------------------------------------
+# --- no schedule beats the bound ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -128,7 +131,8 @@ def test_two_points_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) 
 
 
 def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, int]:
-    """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of that one's peak."""
+    """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of
+    that one's peak."""
     monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
@@ -159,7 +163,8 @@ def test_two_points_without_whole_numbers_say_more_where_branches_meet(
 
 @functools.cache
 def three_points(name: str, *, is_relaxed: bool) -> list[tuple[float, float, float, float]]:
-    """For each schedule: its time, the bound with one further point, the bounds of both orders of two."""
+    """For each schedule: its time, the bound with one further point, the bounds of both orders of
+    two."""
     bounds, found = certificate(name), []
     first = bounds.points[0]
     behind = [bounds.program_points.at(op) for op in first.after]
@@ -285,7 +290,8 @@ def test_the_bound_is_reached_at_some_peak_where_something_is_recomputed(name: s
 def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_decides(
     name: str,
 ) -> None:
-    """Such a schedule also runs late ops and serves reads before the point, so it is never faster."""
+    """Such a schedule also runs late ops and serves reads before the point, so it is never
+    faster."""
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
     baseline = simulate(graph, baseline_schedule(graph), costs)
@@ -387,7 +393,7 @@ def test_the_bound_falls_with_the_budget_to_the_time_of_no_recomputation(name: s
     assert bounds.bound_ms(most_needed - 1) == inf
 
 
-# --- plans against it ----------------------------------------------------------------------------------
+# --- plans against it -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "num_budgets"), [*((name, 5) for name in NAMES), ("t5-small", 2)])

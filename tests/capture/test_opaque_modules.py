@@ -1,4 +1,7 @@
-"""Submodules that run as they are: recurrent layers, and those that the user names because they cannot be traced."""
+"""Submodules that run as they are.
+
+Recurrent layers, and those that the user names because they cannot be traced.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,8 @@ def test_a_recurrent_layer_trains_as_in_eager_within_its_budget(
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers whose last states nobody reads, and whose gradients come laid out in another way than what they return."""
+    """Recurrent layers whose last states nobody reads, and whose gradients come laid out in another
+    way than what they return."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
@@ -169,7 +173,10 @@ class Remembering(torch.autograd.Function):
 
 
 class BlockNode(nn.Module):
-    """Not traced in the test below: saves its input, a view of it, its output, and values of its own."""
+    """Not traced in the test below.
+
+    Saves its input, a view of it, its output, and values of its own.
+    """
 
     def __init__(self, *, remembers: bool) -> None:
         super().__init__()
@@ -182,7 +189,8 @@ class BlockNode(nn.Module):
 
 
 class Parts(nn.Module):
-    """Inputs of the parts that are read elsewhere too, so that a plan may drop them and make them again while a part's run is kept."""
+    """Inputs of the parts that are read elsewhere too, so that a plan may drop them and make them
+    again while a part's run is kept."""
 
     def __init__(self, *, remembers: bool) -> None:
         super().__init__()
@@ -298,12 +306,12 @@ class Halts(nn.Module):
     [
         (
             Tower(),
-            r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. ',
+            r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. ',  # noqa: E501
         ),
         (Halts(1), r'untraced=\["inside.1.0"\] \(.*\), or what contains it \("inside.1"\)'),
         (
             Halts(2),
-            r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \(',
+            r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \(',  # noqa: E501
         ),
         (
             Halts(5),
@@ -490,7 +498,10 @@ def test_a_parameter_that_a_step_does_not_use_is_left_alone(tied: bool, gradient
 
 
 class Forked(nn.Module):
-    """Two layers that each make an output; in some steps what the first one makes requires no gradient."""
+    """Two layers that each make an output.
+
+    In some steps what the first one makes requires no gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +553,8 @@ class Saving(nn.Module):
 
 
 class Beside(nn.Module):
-    """What an untraced submodule saves has its last use in an elementwise op, which could otherwise run in place."""
+    """What an untraced submodule saves has its last use in an elementwise op, which could otherwise
+    run in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +572,10 @@ def test_nothing_runs_in_place_on_what_the_submodule_saved() -> None:
 
 
 class Doubled(nn.Module):
-    """Layers that stand under two names each: one that is traced, a recurrent one, and one that is named to run as it is."""
+    """Layers that stand under two names each.
+
+    One that is traced, a recurrent one, and one that is named to run as it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()

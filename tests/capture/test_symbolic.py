@@ -1,4 +1,7 @@
-"""One symbolic capture for every size: what it gives is what a capture at those sizes gives, and where it says nothing, that is made."""
+"""One symbolic capture for every size.
+
+What it gives is what a capture at those sizes gives, and where it says nothing, that is made.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,15 @@ def language_model(name: str) -> nn.Module:
         return transformers.GPT2LMHeadModel(config).train()
     if name == "llama":
         config = transformers.LlamaConfig(
-            num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-            max_position_embeddings=32, use_cache=False, **SMALL,
-        )  # fmt: skip
+            num_hidden_layers=1,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=32,
+            use_cache=False,
+            **SMALL,
+        )
         return transformers.LlamaForCausalLM(config).train()
     if name == "bert":
         config = transformers.BertConfig(
@@ -94,7 +103,10 @@ def rewritten(capture: Capture) -> Capture:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> None:
-    """Op by op with constants, shapes, strides and wiring; both the capture that is rewritten at its sizes and the generic one."""
+    """Op by op with constants, shapes, strides and wiring.
+
+    Both the capture that is rewritten at its sizes and the generic one.
+    """
     model = language_model(name)
     capture = symbolic_capture(model, batch(name, SAMPLE))
     generic = capture.generic(rewritten)
@@ -109,7 +121,7 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
             )
 
 
-# --- training ----------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -298,7 +310,7 @@ def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_c
     assert work.captures == ["symbolic"]
 
 
-# --- where sizes decide ------------------------------------------------------------------------------------------
+# --- where sizes decide ---------------------------------------------------------------------------
 
 
 class Tagger(nn.Module):

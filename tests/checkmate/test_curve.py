@@ -1,4 +1,7 @@
-"""`checkmate.Curve` against exhaustive search: exact where the sweep gets through, a lower bound where it does not."""
+"""`checkmate.Curve` against exhaustive search.
+
+Exact where the sweep gets through, a lower bound where it does not.
+"""
 
 import sys
 from itertools import pairwise
@@ -14,7 +17,10 @@ from checkmate.reduction import assemble, ms_of_ticks, reduce
 CURVE = sys.modules["checkmate.curve"]
 FRONTIER = sys.modules["checkmate.frontier"]
 TICK = 1e-12
-"""Of the time of all ops: times are rounded to that, half of it an op; see `checkmate.reduction`."""
+"""Of the time of all ops: times are rounded to that, half of it an op.
+
+See `checkmate.reduction`.
+"""
 
 
 def cases(number: int) -> list[Knapsack]:
@@ -42,7 +48,10 @@ def rounding(problem: Knapsack) -> float:
 
 
 def check_bound(problem: Knapsack, curve: Curve) -> list[float]:
-    """Asserts that the curve is a lower bound that falls; gives its distance from the optimum at each limit."""
+    """Asserts that the curve is a lower bound that falls.
+
+    Gives its distance from the optimum at each limit.
+    """
     front = exhaustive(problem)
     gaps, last = [], inf
     for limit in limits_of(front):
@@ -92,7 +101,10 @@ def test_times_of_any_size(time_unit: float) -> None:
 
 
 def test_rounding_never_lifts_the_bound_above_the_least_sum_of_times() -> None:
-    """Times of which no sum is exact: a bound that is one rounding too high would call a plan impossible."""
+    """Times of which no sum is exact.
+
+    A bound that is one rounding too high would call a plan impossible.
+    """
     for count in range(1, 40):
         ops = tuple(Op(time_ms=1 / (3 + i), inputs=(), outputs=(i,)) for i in range(count))
         problem = Knapsack(ops=ops, value_bytes=(8,) * count, required=frozenset(range(count)))

@@ -67,7 +67,10 @@ def test_a_chain_has_the_known_answer() -> None:
 
 
 def test_equal_times_save_the_fewest_bytes() -> None:
-    """0.1 + 0.2 is not 0.3 in floating point, yet both plans take 0.3 ms; an op of no cost hides nothing."""
+    """0.1 + 0.2 is not 0.3 in floating point, yet both plans take 0.3 ms.
+
+    An op of no cost hides nothing.
+    """
     ops = (
         Op(time_ms=0.1, inputs=(), outputs=(0,)),
         Op(time_ms=0.2, inputs=(), outputs=(1,)),

@@ -1,4 +1,7 @@
-"""`checkmate.solve_staged`: against exhaustive search, replay, known schedules; statuses, bounds, backends."""
+"""`checkmate.solve_staged`: against exhaustive search, replay, known schedules.
+
+Statuses, bounds, backends.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class _Builder:
 
 
 def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
-    """Forward and backward of so many layers (12 and 16 ops each) and a head; value 0 is the input."""
+    """Forward and backward of so many layers (12 and 16 ops each) and a head.
+
+    Value 0 is the input.
+    """
     builder = _Builder(seed)
     op, grad = builder.op, builder.grad
     x, layers = 0, []
@@ -96,7 +102,10 @@ def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
 
 
 def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
-    """A forward with branches, then a backward that reads it in reverse; several outputs, free ops, zero bytes."""
+    """A forward with branches, then a backward that reads it in reverse.
+
+    Several outputs, free ops, zero bytes.
+    """
     rng = random.Random(seed)
     sizes, ops = [0], []
     latest, made = 0, []
@@ -150,10 +159,11 @@ def must_run(problem: StagedProblem) -> list[int]:
 def exhaustive(
     problem: StagedProblem, budget_bytes: int, *, first: int = 0, any_order: bool = False
 ) -> float | None:
-    """The least time by Dijkstra's search over (first runs done, last op run again in this stage, live values).
+    """The least time by Dijkstra's search over (first runs done, last op run again in this stage,
+    live values).
 
-    Any value may be dropped before any run. With `any_order`, recomputed ops of a stage may run in any order and
-    more than once.
+    Any value may be dropped before any run. With `any_order`, recomputed ops of a stage may run in
+    any order and more than once.
     """
     order = must_run(problem)
     made = {value for op in problem.ops for value in op.outputs}
@@ -239,7 +249,8 @@ def assert_staged(problem: StagedProblem, solution: StagedSolution) -> None:
     ("backend", "num_cases"), [(name, 150 if name == "highs" else 20) for name in BACKENDS]
 )
 def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) -> None:
-    """From loose over each binding budget to the first infeasible one, with and without the restriction."""
+    """From loose over each binding budget to the first infeasible one, with and without the
+    restriction."""
     recomputing = infeasible = 0
     for seed in range(num_cases):
         problem = random_step(seed, num_ops=5 + seed % 3)
@@ -270,7 +281,10 @@ def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chain_has_the_known_schedule(backend: str) -> None:
-    """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first; gradients of size 1, the last one held."""
+    """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first.
+
+    Gradients of size 1, the last one held.
+    """
     forward = [StagedOp(time_ms=float(i + 1), inputs=(i,), outputs=(i + 1,)) for i in range(3)]
     backward = [
         StagedOp(
@@ -293,7 +307,10 @@ def test_a_chain_has_the_known_schedule(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
-    """Op 3 leaves room for nothing; then value 2 is not yet there while value 0 is made anew, nor value 0 any more with it."""
+    """Op 3 leaves room for nothing.
+
+    Then value 2 is not yet there while value 0 is made anew, nor value 0 any more with it.
+    """
     ops = (
         StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
         StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
@@ -311,7 +328,10 @@ def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
 
 
 def test_stages_are_a_restriction() -> None:
-    """Before op 4 everything is made again: within 12 bytes only if op 0 runs twice there, which no stage does."""
+    """Before op 4 everything is made again.
+
+    Within 12 bytes only if op 0 runs twice there, which no stage does.
+    """
     ops = (
         StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
         StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
@@ -328,7 +348,10 @@ def test_stages_are_a_restriction() -> None:
 
 
 def test_recomputation_only_from_an_op_on() -> None:
-    """Op 2 has no room for value 1, which op 3 reads: it must be made again before op 4, the first of the backward."""
+    """Op 2 has no room for value 1, which op 3 reads.
+
+    It must be made again before op 4, the first of the backward.
+    """
     sizes = (0, 4, 4, 9, 1, 1)
     ops = (
         StagedOp(time_ms=1.0, inputs=(), outputs=(1,)),
@@ -354,7 +377,8 @@ def test_held_values_needed_ops_and_dead_ops() -> None:
     problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 100, 10), held=frozenset({0}))
     solution = solve_staged(problem, 120)
     assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 2, 3), 13.0, 120)
-    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which is still held.
+    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which is
+    # still held.
     recompute = solve_staged(problem, 119)
     assert recompute.status is Status.INFEASIBLE
     lighter = replace(problem, ops=(*ops[:3], replace(ops[3], overhead_bytes=0)))
@@ -479,7 +503,8 @@ def test_the_default_is_highs_where_it_is_installed(monkeypatch: pytest.MonkeyPa
 
 
 def test_replays_agree_on_random_schedules() -> None:
-    """The peak that `verify_staged` accepts is the one counted value by value, for orders no solver made."""
+    """The peak that `verify_staged` accepts is the one counted value by value, for orders no solver
+    made."""
     for seed in range(60):
         problem, rng = random_step(seed), random.Random(seed)
         steps: list[int] = []

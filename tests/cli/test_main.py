@@ -127,7 +127,7 @@ def save_tiny_llama(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-# --- refusals -------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -235,7 +235,7 @@ def test_arguments_that_cannot_be_read(
     assert "usage: rockmate" in capsys.readouterr().err
 
 
-# --- sweep and plan -------------------------------------------------------------------------------------
+# --- sweep and plan -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,14 +246,17 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "import torch\n"
         "from torch import nn\n"
         "class Wrong(nn.Linear):\n"
-        "    def forward(self, x):\n        return super().forward(x) * (1.0 if torch.compiler.is_compiling() else 2.0)\n"
+        "    def forward(self, x):\n        return super().forward(x) * (1.0 if "
+        "torch.compiler.is_compiling() else 2.0)\n"
         "def net():\n"
-        "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)]\n"
+        "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in "
+        "range(2)]\n"
         "    return nn.Sequential(*layers), torch.randn(32, 16)\n"
         "def wrong():\n    return Wrong(16, 16), torch.randn(32, 16)\n"
         "class Halting(nn.Module):\n"
         "    def forward(self, x):\n        return x.tanh() if x.sum() > 0 else x\n"
-        "def halting():\n    return nn.Sequential(nn.Linear(16, 64), Halting(), nn.Linear(64, 16)), torch.randn(32, 16)\n"
+        "def halting():\n    return nn.Sequential(nn.Linear(16, 64), Halting(), nn.Linear(64, "
+        "16)), torch.randn(32, 16)\n"
     )
     monkeypatch.chdir(tmp_path)
     return f"{name}:net"
@@ -472,7 +475,7 @@ def test_missing_transformers(
     assert "pip install 'rockmate-planner[hf]'" in capsys.readouterr().err
 
 
-# --- a promise that does not hold -----------------------------------------------------------------------
+# --- a promise that does not hold -----------------------------------------------------------------
 
 
 def example_result(**changes: Any) -> demo.DemoResult:
@@ -530,7 +533,7 @@ def test_a_peak_above_the_budget_fails() -> None:
     assert "FAILED: the measured peak is 234 bytes above the budget" in demo.report(result)
 
 
-# --- the timeline ---------------------------------------------------------------------------------------
+# --- the timeline ---------------------------------------------------------------------------------
 
 
 def test_timeline_tells_bytes_in_order_and_the_marks() -> None:

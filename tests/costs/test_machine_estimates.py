@@ -1,4 +1,7 @@
-"""Planning for a machine that is not here: its description, the costs estimated from it, and a capture without the model's memory."""
+"""Planning for a machine that is not here.
+
+Its description, the costs estimated from it, and a capture without the model's memory.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +67,18 @@ def tiny_llama(
     dtype: torch.dtype = torch.bfloat16, *, num_layers: int = 2, key_value_heads: int = 2
 ) -> nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=num_layers, hidden_size=64, num_attention_heads=4, num_key_value_heads=key_value_heads, intermediate_size=160,
-        vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=num_layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        intermediate_size=160,
+        vocab_size=512,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config).to(dtype).train()
 
@@ -76,7 +88,7 @@ def words(device: str = "meta") -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-# --- descriptions --------------------------------------------------------------------------------------
+# --- descriptions ---------------------------------------------------------------------------------
 
 
 def test_shipped_machines_load() -> None:
@@ -165,11 +177,12 @@ def test_a_dtype_without_peak_is_told(tmp_path: Path) -> None:
         )
 
 
-# --- costs ---------------------------------------------------------------------------------------------
+# --- costs ----------------------------------------------------------------------------------------
 
 
 def test_times_are_the_roofline(tmp_path: Path) -> None:
-    """Worked by hand: 7 us a launch, 0.25 TFLOP/s in products, 1 GB/s, 1 us a transcendental element."""
+    """Worked by hand: 7 us a launch, 0.25 TFLOP/s in products, 1 GB/s, 1 us a transcendental
+    element."""
     model = nn.Sequential(nn.Linear(100, 200), nn.GELU(), nn.ReLU())
     step = capture_step(model, torch.randn(50, 100), machine=exact(tmp_path))
     costs = dict(
@@ -247,7 +260,8 @@ def test_a_causal_mask_halves_attention_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("num_rows", [16, 40, 96])
 def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None:
-    """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy and of what is dropped, 96 are three."""
+    """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy and of what is
+    dropped, 96 are three."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -282,7 +296,7 @@ def test_gradients_of_attention_take_float32_sums_on_a_gpu() -> None:
     assert found == {sums + row_sums + 2 * shared_heads}
 
 
-# --- capture for another device -------------------------------------------------------------------------
+# --- capture for another device -------------------------------------------------------------------
 
 
 def test_meta_and_cpu_models_give_the_same_plan_and_are_left_as_they_were() -> None:

@@ -1,4 +1,5 @@
-"""What must not change: wrapping and planning leave no trace, and the planned module is otherwise the original."""
+"""What must not change: wrapping and planning leave no trace, and the planned module is otherwise
+the original."""
 
 from __future__ import annotations
 

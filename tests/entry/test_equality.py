@@ -1,4 +1,7 @@
-"""Training through a plan gives eager's numbers, bit for bit: every model, every regime, three steps, dropout on."""
+"""Training through a plan gives eager's numbers, bit for bit.
+
+Every model, every regime, three steps, dropout on.
+"""
 
 from __future__ import annotations
 
@@ -132,9 +135,18 @@ def test_dropout_at_its_extremes(probability: float) -> None:
 
 def test_every_kind_of_dropout() -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.Dropout2d(0.3), nn.ReLU(inplace=True), nn.AlphaDropout(0.2), nn.Conv2d(8, 4, 3), nn.RReLU(), nn.Flatten(),
-        nn.Linear(64, 16), nn.FeatureAlphaDropout(0.2), nn.Dropout(0.5, inplace=True), nn.Linear(16, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.Dropout2d(0.3),
+        nn.ReLU(inplace=True),
+        nn.AlphaDropout(0.2),
+        nn.Conv2d(8, 4, 3),
+        nn.RReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.FeatureAlphaDropout(0.2),
+        nn.Dropout(0.5, inplace=True),
+        nn.Linear(16, 4),
+    )
     x = torch.randn(5, 3, 8, 8)
     check_against_eager(model, x, lambda module, step: (None, module(x * step).square().mean()))
 
@@ -206,7 +218,8 @@ def test_padding_mask_of_a_later_batch_is_heeded() -> None:
     reference = train(reference_model, reference_model, loss_of)
     ours = train(RockmateModule(model, batch(1), 1.0), model, loss_of)
     for step, theirs in zip(ours, reference, strict=True):
-        # Eager may take another kernel when it reads that nothing is masked: equal but for rounding.
+        # Eager may take another kernel when it reads that nothing is masked: equal but for
+        # rounding.
         assert relative_error(step.loss, theirs.loss) <= 1e-4
     assert len({step.loss.item() for step in ours}) == 3
 
@@ -239,7 +252,8 @@ def test_autocast_region_at_capture_and_at_the_call() -> None:
 
 
 def test_ops_are_measured_as_they_run_whatever_autocast_is_on() -> None:
-    """Under autocast a product of fp32 matrices is made from bf16 copies of them, which would show as overhead of the op."""
+    """Under autocast a product of fp32 matrices is made from bf16 copies of them, which would show
+    as overhead of the op."""
 
     class Careful(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,14 +30,35 @@ from rockmate import (
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
 
 
-# --- budgets -------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "budget",
-    [0, -5, float("nan"), float("inf"), 1.5, 0.0, -0.25, "12 parsecs", "0GB", "", "GB", "-3GB", "1e9", "5 5 GB", True, False, None, [1], 1j,
-     torch.tensor(0.5), b"6GiB"],
-)  # fmt: skip
+    [
+        0,
+        -5,
+        float("nan"),
+        float("inf"),
+        1.5,
+        0.0,
+        -0.25,
+        "12 parsecs",
+        "0GB",
+        "",
+        "GB",
+        "-3GB",
+        "1e9",
+        "5 5 GB",
+        True,
+        False,
+        None,
+        [1],
+        1j,
+        torch.tensor(0.5),
+        b"6GiB",
+    ],
+)
 def test_unreadable_budget(budget: Any) -> None:
     planner = planned("gpt2").planner
     with pytest.raises(InvalidBudgetError) as caught:
@@ -124,7 +145,7 @@ def test_budget_forms_agree() -> None:
     assert planner.plan("1TB").predicted_ms == planner.plan(1.0).predicted_ms
 
 
-# --- samples and models ------------------------------------------------------------------------------
+# --- samples and models ---------------------------------------------------------------------------
 
 
 def test_sample_on_another_device() -> None:
@@ -280,7 +301,7 @@ def test_unknown_option_value(option: str) -> None:
         Planner(models.Stack(), X, **{option: "sideways"})
 
 
-# --- later calls ---------------------------------------------------------------------------------------
+# --- later calls ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,7 +413,7 @@ def test_autocast_switched_on_after_planning() -> None:
     module(X).sum().backward()
 
 
-# --- backwards -----------------------------------------------------------------------------------------
+# --- backwards ------------------------------------------------------------------------------------
 
 
 def test_backward_twice() -> None:

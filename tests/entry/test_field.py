@@ -1,4 +1,5 @@
-"""What users of recomputation trip over elsewhere, one test each, with a planned module under plain PyTorch and Hugging Face."""
+"""What users of recomputation trip over elsewhere, one test each, with a planned module under plain
+PyTorch and Hugging Face."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def assert_same_step(
     assert not differing(ours[1], theirs[1])
 
 
-# --- numbers -------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
@@ -154,7 +155,7 @@ def test_untying_weights_after_planning_is_noticed() -> None:
     assert_same_step(module, model, copy.deepcopy(model), batch())
 
 
-# --- gradient checkpointing ------------------------------------------------------------------------------
+# --- gradient checkpointing -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])
@@ -183,7 +184,7 @@ def test_gradient_checkpointing_is_off_in_the_plan_and_stays_on_in_the_model(
     assert_same_step(planner.module(0.6), model, reference, batch())
 
 
-# --- exceptions ----------------------------------------------------------------------------------------
+# --- exceptions -----------------------------------------------------------------------------------
 
 
 class Interrupt(Exception):
@@ -247,7 +248,7 @@ def test_nothing_stays_in_memory_after_an_exception_in_the_backward() -> None:
     assert net_allocated(broken_step) == 0
 
 
-# --- as the original -----------------------------------------------------------------------------------
+# --- as the original ------------------------------------------------------------------------------
 
 
 def test_generate_and_saving_between_steps(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_attributes_reach_the_model() -> None:
     assert "lm_head" in repr(module)
 
 
-# --- budgets -------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 def test_an_impossible_budget_says_what_is_possible_at_the_first_call_too() -> None:
@@ -348,7 +349,7 @@ def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(module._plans.runnables) == 3
 
 
-# --- recomputation --------------------------------------------------------------------------------------
+# --- recomputation --------------------------------------------------------------------------------
 
 
 class Routed(nn.Module):
@@ -377,7 +378,7 @@ def test_noisy_routing_is_the_same_when_recomputed() -> None:
     assert_same_step(module, model, copy.deepcopy(model), {})
 
 
-# --- what the allocator makes of a plan ------------------------------------------------------------------
+# --- what the allocator makes of a plan -----------------------------------------------------------
 
 NUM_ROWS = 4096
 RESIDENT_MARKS = f"""
@@ -407,14 +408,17 @@ def marks(callee):
 
 
 print(json.dumps({{"budget": plan.budget_bytes, "planned": marks(module), "eager": marks(model)}}))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="reads the process's memory from /proc"
 )
 def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes() -> None:
-    """Of the whole process, so what libraries take and what fragments count as well; large blocks go back to the kernel one by one."""
+    """Of the whole process, so what libraries take and what fragments count as well.
+
+    Large blocks go back to the kernel one by one.
+    """
     root = Path(__file__).resolve().parents[2]
     settings = (
         os.environ
@@ -427,9 +431,7 @@ def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes()
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
     found = json.loads(finished.stdout.splitlines()[-1])
-    small_bytes = (
-        1 << 20
-    )  # the batch itself; Python's objects, blocks below 64 KiB, what is left of the last page of each block
+    small_bytes = 1 << 20
     largest = found["planned"][::6]
     assert max(found["planned"]) <= found["budget"] + small_bytes
     assert max(found["eager"]) >= 2 * found["budget"]  # the meter would see it

@@ -1,4 +1,7 @@
-"""Every form of input and output, and of what is trained: frozen, tied, unused, adapters, dict and dataclass outputs."""
+"""Every form of input and output, and of what is trained.
+
+Frozen, tied, unused, adapters, dict and dataclass outputs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def mean_square(module: nn.Module, step: int) -> tuple[None, Tensor]:
     return None, module(X * step).square().mean()
 
 
-# --- what is trained -----------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 
 def test_frozen_embedding() -> None:
@@ -226,7 +229,7 @@ def test_gradient_reaches_what_is_upstream_of_the_input() -> None:
     assert not any(differing(gradients, found[0]) for gradients in found)
 
 
-# --- inputs --------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", [X, (X,), [X], {"x": X}])
@@ -322,7 +325,7 @@ def test_input_that_the_model_changes_in_place() -> None:
         assert not differing(gradients_of(model), gradients_of(eager))
 
 
-# --- outputs -------------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 
 Pair = collections.namedtuple("Pair", ["loss", "logits"])
@@ -526,7 +529,7 @@ def test_loss_only(regime: str) -> None:
         assert torch.equal(a.loss, b.loss)
 
 
-# --- gradients returned --------------------------------------------------------------------------------
+# --- gradients returned ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "mlp"])

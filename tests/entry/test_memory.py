@@ -1,4 +1,7 @@
-"""The peak that the allocator sees is the one that was predicted, within the budget; nothing is left behind; work is as planned."""
+"""The peak that the allocator sees is the one that was predicted, within the budget.
+
+Nothing is left behind; work is as planned.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ NOISE = 0.02
 
 
 def step_of(module: nn.Module, name: str) -> Any:
-    """One step with `.grad` in place, the outputs held to the end; a loss outside the model adds no bytes of its own."""
+    """One step with `.grad` in place, the outputs held to the end.
+
+    A loss outside the model adds no bytes of its own.
+    """
     case = planned(name, "medium")
     batch = case.workload.make_batch(1)
     inputs = {key: value for key, value in batch.items() if key != models.TARGET}
@@ -151,7 +157,10 @@ def test_planned_module_and_planner_are_freed() -> None:
 
 
 def test_parameter_gradients_do_not_pile_up() -> None:
-    """Many large weights, small activations: handed over one by one, they never stand together beside `.grad`."""
+    """Many large weights, small activations.
+
+    Handed over one by one, they never stand together beside `.grad`.
+    """
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     x = torch.randn(4, 512)
     module = RockmateModule(model, x, 1.0)
@@ -166,7 +175,7 @@ def test_parameter_gradients_do_not_pile_up() -> None:
     assert allocator_peak(step) < 1.5 * one
 
 
-# --- work ----------------------------------------------------------------------------------------------
+# --- work -----------------------------------------------------------------------------------------
 
 
 def flops(callee: nn.Module, name: str) -> int:

@@ -1,4 +1,5 @@
-"""`memory_limit`: what it leaves for activations, by rules that optimizers confirm, and the memory of a process that trains under it."""
+"""`memory_limit`: what it leaves for activations, by rules that optimizers confirm, and the memory
+of a process that trains under it."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ from torch import nn
 torch.set_num_threads(1)
 from rockmate import RockmateModule
 torch.manual_seed(0)
-class Model(nn.Module):  # many activations on few parameters, then many parameters on few activations
+# Many activations on few parameters, then many parameters on few activations.
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)])
@@ -165,11 +167,14 @@ plan = module.plan
 print(json.dumps({
     "peak": peak, "budget": plan.budget_bytes, "recomputed": plan.schedule.num_recomputations(), "baseline": plan.baseline_peak_bytes
 }))
-"""
+"""  # noqa: E501
 
 
 def trained_process(mode: str, limit_bytes: int) -> dict[str, int]:
-    """Trains two steps in a process of its own; the largest resident memory from after planning on."""
+    """Trains two steps in a process of its own.
+
+    The largest resident memory from after planning on.
+    """
     settings = {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",

@@ -1,4 +1,7 @@
-"""One capture serves every budget; the frontier is monotone and reachable; the same input gives the same plan."""
+"""One capture serves every budget; the frontier is monotone and reachable.
+
+The same input gives the same plan.
+"""
 
 from __future__ import annotations
 

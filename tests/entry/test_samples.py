@@ -1,4 +1,5 @@
-"""What a share of the sample's peak stands for when a state or a set of keywords is first seen on a batch of another size."""
+"""What a share of the sample's peak stands for when a state or a set of keywords is first seen on a
+batch of another size."""
 
 from __future__ import annotations
 

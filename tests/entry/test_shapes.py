@@ -1,4 +1,7 @@
-"""Batches of other shapes than the sample's: smaller ones take over its schedule, larger ones are planned for or refused."""
+"""Batches of other shapes than the sample's.
+
+Smaller ones take over its schedule, larger ones are planned for or refused.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,17 @@ def language_model(name: str) -> nn.Module:
         )
         return transformers.GPT2LMHeadModel(config).train()
     config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, vocab_size=512,
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=160,
+        vocab_size=512,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
     return transformers.LlamaForCausalLM(config).train()
 
 

@@ -1,4 +1,7 @@
-"""Ways to call a planned module: several at once, accumulation, inside other models, twice before a backward."""
+"""Ways to call a planned module.
+
+Several at once, accumulation, inside other models, twice before a backward.
+"""
 
 from __future__ import annotations
 
@@ -220,9 +223,9 @@ def test_input_of_another_layout_is_served_rightly_or_refused() -> None:
                     module, model, lambda m, step, x=other: (None, m(x).square().sum()), 1
                 )
             except SignatureMismatchError as error:
-                assert (
+                assert (  # noqa: PT017
                     "stride" in str(error) or "layout" in str(error) or "contiguous" in str(error)
-                )  # noqa: PT017
+                )
                 continue
             assert_close(ours, reference)
 

@@ -1,4 +1,6 @@
-"""Graph, schedule and emitted code of three tiny models, as text: a change of a pass shows in a diff.
+"""Graph, schedule and emitted code of three tiny models, as text.
+
+A change of a pass shows in a diff.
 
 `pytest tests/golden --update-golden` rewrites the texts. Costs are estimated, so they depend on
 nothing but the code and the version of PyTorch, whose captured graphs differ between releases.

@@ -1,4 +1,7 @@
-"""Gradients of parameters come first in the backward: order, peak, rounding of shared parameters, and when hooks fire."""
+"""Gradients of parameters come first in the backward.
+
+Order, peak, rounding of shared parameters, and when hooks fire.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def autograds_order(model: nn.Module, sample: object) -> Graph:
 
 
 def peak_of(ops: tuple[Op, ...]) -> int:
-    """Peak of running every op once, counted apart from the simulator: all bytes alive at each op, nothing in place."""
+    """Peak of running every op once, counted apart from the simulator.
+
+    All bytes alive at each op, nothing in place.
+    """
     last = {
         storage: position for position, op in enumerate(ops) for storage in (*op.writes, *op.reads)
     }
@@ -90,7 +96,8 @@ def test_a_weights_gradient_precedes_the_inputs() -> None:
 
 def test_contributions_to_a_shared_weight_keep_their_order() -> None:
     class Shared(nn.Module):
-        """One matrix under three names, used by layers of which autograd differentiates the last first."""
+        """One matrix under three names, used by layers of which autograd differentiates the last
+        first."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -114,7 +121,8 @@ def test_contributions_to_a_shared_weight_keep_their_order() -> None:
 
 @pytest.mark.parametrize("register", ["register_post_accumulate_grad_hook", "register_hook"])
 def test_a_hook_may_change_the_parameter_that_the_inputs_gradient_reads(register: str) -> None:
-    """A hook fires when nothing is left to read its parameter, although the gradient was ready before."""
+    """A hook fires when nothing is left to read its parameter, although the gradient was ready
+    before."""
     torch.manual_seed(0)
     model, vectors = (
         nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()),
@@ -163,7 +171,8 @@ def test_firing_hooks_leaves_grad_as_it_is() -> None:
 
 
 class Meeting(nn.Module):
-    """Two branches: the one that runs last, so that autograd takes it first, needs much for its gradients; the other releases much."""
+    """Two branches: the one that runs last, so that autograd takes it first, needs much for its
+    gradients; the other releases much."""
 
     def __init__(self, *, is_shared: bool) -> None:
         super().__init__()

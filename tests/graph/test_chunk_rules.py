@@ -1,4 +1,7 @@
-"""Each rule for rows, against the call itself: run on every chunk, the parts give what the call gives on the whole."""
+"""Each rule for rows, against the call itself.
+
+Run on every chunk, the parts give what the call gives on the whole.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from rockmate.graph.chunking.forms import (
+    CHUNK_ROWS,
+    PARTIAL,
+    InseparableError,
+    Piece,
+    Rows,
+    rows_within,
+)
 from rockmate.graph.chunking.linearity import check_linear, depending_on
-from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Piece, Rows, rows_within
 from rockmate.graph.chunking.separate import separate
 
 _aten = torch.ops.aten

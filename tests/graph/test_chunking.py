@@ -1,4 +1,7 @@
-"""The loss block in chunks: the same loss and gradients as eager for every kind of loss, and refusals where rows mix."""
+"""The loss block in chunks.
+
+The same loss and gradients as eager for every kind of loss, and refusals where rows mix.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from chunk_cases import (
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal
 from rockmate.step import CapturedStep, capture_step
 
 FORMS = ("5 recompute", "3 at_once")
@@ -44,7 +47,10 @@ def class_weights(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def num_items_in_batch(scores: Tensor, labels: Tensor) -> Tensor:
-    """As Hugging Face's trainer has it: the sum over a count that it knows of the whole accumulated batch."""
+    """As Hugging Face's trainer has it.
+
+    The sum over a count that it knows of the whole accumulated batch.
+    """
     return functional.cross_entropy(*rows_of(scores, labels), reduction="sum") / 37
 
 
@@ -128,7 +134,7 @@ def check_as_eager(step: CapturedStep, batch: Mapping[str, Tensor], scale: float
         assert max(distances(gradients(step.model), reference).values()) <= 1e-6, chunks
 
 
-# --- the same sum --------------------------------------------------------------------------------------
+# --- the same sum ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -179,7 +185,10 @@ def test_no_token_counts() -> None:
 @pytest.mark.parametrize("options", [{"bias": True}, {"tied": True}], ids=["bias", "tied"])
 @pytest.mark.parametrize("loss", ["mean", "soft cap", "label smoothing"])
 def test_bfloat16_within_the_rounding_of_eager(loss: str, options: dict[str, bool]) -> None:
-    """Against float64. Both add up in float32 and round once; the order may turn a rounding of one value in many thousands."""
+    """Against float64. Both add up in float32 and round once.
+
+    The order may turn a rounding of one value in many thousands.
+    """
     model = make(LOSSES[loss], **options)
     _, exact = eager(model.double(), sample())
     model.bfloat16()
@@ -210,7 +219,10 @@ class Watched(fx.Interpreter):
 def test_written_out_under_autocast(
     options: dict[str, bool], dtype: torch.dtype, forms: tuple[str, ...]
 ) -> None:
-    """Autocast's casts are those that were captured, and chunks have no others; the loss is scaled, as float16 needs it."""
+    """Autocast's casts are those that were captured, and chunks have no others.
+
+    The loss is scaled, as float16 needs it.
+    """
     model = make(cross_entropy(), **options)
     _, exact = eager(model.double(), sample(), 1024.0)
     expected, rounded = eager(model.float(), sample(), 1024.0, autocast=dtype)
@@ -253,7 +265,7 @@ def test_returned_gradients() -> None:
     check_as_eager(step, sample())
 
 
-# --- what stands in the way ----------------------------------------------------------------------------
+# --- what stands in the way -----------------------------------------------------------------------
 
 
 def contrastive(scores: Tensor, labels: Tensor) -> Tensor:

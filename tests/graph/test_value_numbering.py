@@ -1,4 +1,7 @@
-"""The clean-up of a captured graph: what merges, what must not, and that no bit of any result moves."""
+"""The clean-up of a captured graph.
+
+What merges, what must not, and that no bit of any result moves.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,14 @@ def calls(capture: Capture) -> Counter[str]:
     )
 
 
-# --- the same bits, and the same memory shared -----------------------------------------------------------
+# --- the same bits, and the same memory shared ----------------------------------------------------
 
 
 def made_up(fake: Tensor, seed: int) -> Tensor:
-    """Values of that shape, dtype and layout; floats have zeros of both signs, infinities and what is not a number among them."""
+    """Values of that shape, dtype and layout.
+
+    Floats have zeros of both signs, infinities and what is not a number among them.
+    """
     generator = torch.Generator().manual_seed(seed)
     if not fake.is_floating_point():
         return torch.randint(0, 2, fake.shape, generator=generator).to(fake.dtype)
@@ -85,7 +91,8 @@ def made_up(fake: Tensor, seed: int) -> Tensor:
 def run(
     capture: Capture, specials: bool
 ) -> tuple[list[Tensor | None], list[tuple[int, int]], Tensor]:
-    """What the joint graph returns, which of the returned and the given tensors share memory, and the generator's state after it."""
+    """What the joint graph returns, which of the returned and the given tensors share memory, and
+    the generator's state after it."""
     nodes = [node for node in capture.joint.graph.nodes if node.op == "placeholder"]
     given = [made_up(node.meta["val"], 2 * index + specials) for index, node in enumerate(nodes)]
     torch.manual_seed(3)
@@ -144,7 +151,8 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
 
 
 def nasty(h: Tensor) -> Any:
-    """Equal outputs, outputs that are views or copies of each other, copies of what is returned, draws from equal arguments."""
+    """Equal outputs, outputs that are views or copies of each other, copies of what is returned,
+    draws from equal arguments."""
     a, b = h.exp(), h.exp()
     noise = (
         functional.dropout(h, 0.5)
@@ -188,7 +196,7 @@ def test_nasty_graph_gives_the_same_bits() -> None:
     check_against_eager(Written(nasty), x, loss_of)
 
 
-# --- what merges ---------------------------------------------------------------------------------------
+# --- what merges ----------------------------------------------------------------------------------
 
 
 def test_masks_of_all_layers_are_made_once() -> None:
@@ -269,7 +277,8 @@ def test_what_counts_as_a_copy_is_one(dtype: torch.dtype) -> None:
 
 
 class Remembers(torch.autograd.Function):
-    """Keeps its input and takes the exponential again in the backward, as code does that is careful with memory."""
+    """Keeps its input and takes the exponential again in the backward, as code does that is careful
+    with memory."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -313,7 +322,7 @@ def test_checkpoints_in_the_model_are_undone() -> None:
     assert counts[0] == counts[1]
 
 
-# --- what does not -------------------------------------------------------------------------------------
+# --- what does not --------------------------------------------------------------------------------
 
 
 def test_draws_do_not_merge() -> None:
@@ -482,14 +491,15 @@ def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
     assert len({buffer.untyped_storage().data_ptr() for buffer in model.buffers()}) == 3
 
 
-# --- what it gives -------------------------------------------------------------------------------------
+# --- what it gives --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["vit-base", "gpt2"])
 def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule that leaves out what has been merged or dropped computes the step, in as little memory but for what is shared."""
+    """A schedule that leaves out what has been merged or dropped computes the step, in as little
+    memory but for what is shared."""
     workload = models.tiny(name)
 
     def graph_of() -> Graph:

@@ -1,7 +1,9 @@
-"""Each Hugging Face architecture wraps, trains three steps with its dropout inside a budget that forces recomputation, and equals eager.
+"""Each Hugging Face architecture wraps, trains three steps with its dropout inside a budget that
+forces recomputation, and equals eager.
 
-Equal is bit for bit: losses, gradients, buffers and the generator's state. Where eager's key/value cache makes it round otherwise
-(`CACHED`), it runs without the cache. Architectures that cannot be captured are refused with what stands in the way.
+Equal is bit for bit: losses, gradients, buffers and the generator's state. Where eager's key/value
+cache makes it round otherwise (`CACHED`), it runs without the cache. Architectures that cannot be
+captured are refused with what stands in the way.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from rockmate import Planner, RockmateModule
 from rockmate.errors import UnsupportedModelError
 
 CACHED = frozenset({"gpt2", "gpt-j", "t5", "mt5"})
-"""Their attention is a matrix product of its own here, whose rounding depends on the layout of the keys; eager's cache copies them."""
+"""Their attention is a matrix product of its own here, whose rounding depends on the layout of the
+keys; eager's cache copies them."""
 
 
 def loss_of(architecture: Architecture) -> Loss:
@@ -82,7 +85,8 @@ def test_what_cannot_be_captured_is_refused_by_name(name: str) -> None:
 
 
 def test_recorders_of_hidden_states_are_no_change_of_the_model() -> None:
-    """A model puts them on its layers when it is first asked for hidden states, which may be after it was wrapped."""
+    """A model puts them on its layers when it is first asked for hidden states, which may be after
+    it was wrapped."""
     model = architectures.make("llama")
     batch = ARCHITECTURES["llama"].make_batch(1)
     module = tight_module(model, ARCHITECTURES["llama"])

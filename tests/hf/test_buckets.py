@@ -1,4 +1,7 @@
-"""Batches padded to few lengths, for models that are captured for each by itself: few captures, inside the budget, eager's numbers."""
+"""Batches padded to few lengths, for models that are captured for each by itself.
+
+Few captures, inside the budget, eager's numbers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ BUCKETS = [6, 13, 20]
 
 
 class Reader(nn.Module):
-    """A score for the next word, from a recurrent layer over the words so far, which runs as it is."""
+    """A score for the next word, from a recurrent layer over the words so far, which runs as it
+    is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +69,10 @@ class Reader(nn.Module):
 
 
 class Looping(nn.Module):
-    """A word's kind, from the words so far: a loop over the words, so that each length makes another graph."""
+    """A word's kind, from the words so far.
+
+    A loop over the words, so that each length makes another graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +127,7 @@ def padded(lengths: int | Sequence[int] = tuple(BUCKETS), **options: Any) -> Pad
     return PadToBuckets(lambda given: dict(given), lengths, adds_mask=False, **options)
 
 
-# --- training --------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 CAPTURES = {
@@ -214,7 +221,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     ]
 
 
-# --- Trainer ----------------------------------------------------------------------------------------------
+# --- Trainer --------------------------------------------------------------------------------------
 
 
 def pad_to_longest(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -231,9 +238,17 @@ def trainer_of(
 ) -> tuple[transformers.Trainer, Record]:
     record = Record()
     args = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, seed=3,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        seed=3,
+    )
     rows = [
         row(length, length) for length in (2, 3, 3, 5, 4, 9, 1, 4)
     ]  # of four batches only one has the 9
@@ -272,15 +287,20 @@ def test_the_trainer_pads_with_the_models_token(tmp_path: Path) -> None:
     assert trainer.data_collator([row(5, 0)])["input_ids"][0, 5:].tolist() == [7, 7, 7]
 
 
-# --- batches ----------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_what_tensors_are_padded_with() -> None:
     given = {
-        "input_ids": torch.tensor([[5, 6, 7]]), "token_type_ids": torch.tensor([[0, 1, 1]]), "labels": torch.tensor([[1, 2, 3]]),
-        "weights": torch.tensor([[0.5, 0.5, 0.5]]), "decoder_input_ids": torch.tensor([[4, 4, 4, 4, 4]]), "kinds": torch.tensor([1]),
-        "pixel_values": torch.zeros(1, 2, 2), "text": ["abc"],
-    }  # fmt: skip
+        "input_ids": torch.tensor([[5, 6, 7]]),
+        "token_type_ids": torch.tensor([[0, 1, 1]]),
+        "labels": torch.tensor([[1, 2, 3]]),
+        "weights": torch.tensor([[0.5, 0.5, 0.5]]),
+        "decoder_input_ids": torch.tensor([[4, 4, 4, 4, 4]]),
+        "kinds": torch.tensor([1]),
+        "pixel_values": torch.zeros(1, 2, 2),
+        "text": ["abc"],
+    }
     made = PadToBuckets(lambda rows: dict(rows), 4, pad_token_id=9, padding={"weights": -1.5})(
         given
     )

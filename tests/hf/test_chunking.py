@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from rockmate import Plan, Planner
-from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.ir import Op, Phase
 from rockmate.step import capture_step
 
@@ -149,8 +149,8 @@ def test_grouped_experts_stay_whole(name: str) -> None:
         str(Plan.from_text(plan.to_text()).explain("grouped_mm_fallback")),
     ):
         assert re.search(
-            r"^block that widens model\.layers\.0\.mlp\.experts: not in chunks: \S*grouped_mm\S* \(grouped_mm_fallback\) in "
-            r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and which rows a group has depends on values$",
+            r"^block that widens model\.layers\.0\.mlp\.experts: not in chunks: \S*grouped_mm\S* \(grouped_mm_fallback\) in "  # noqa: E501
+            r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and which rows a group has depends on values$",  # noqa: E501
             told,
             re.MULTILINE,
         )

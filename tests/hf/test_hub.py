@@ -1,4 +1,7 @@
-"""What a planned model pushes to the hub is the plain model's: the calls that upload are caught, and their files loaded back."""
+"""What a planned model pushes to the hub is the plain model's.
+
+The calls that upload are caught, and their files loaded back.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(model: nn.Module) -> RockmateModule:
-    """A module that has taken one step, so that its weights are no longer those that `gpt2()` makes."""
+    """A module that has taken one step, so that its weights are no longer those that `gpt2()`
+    makes."""
     module = RockmateModule(model, batch(), 0.6)
     module(**batch()).loss.backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()

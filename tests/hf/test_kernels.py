@@ -1,4 +1,5 @@
-"""A captured model runs the kernels that eager runs, as the profiler sees them, and obeys every batch's padding mask."""
+"""A captured model runs the kernels that eager runs, as the profiler sees them, and obeys every
+batch's padding mask."""
 
 from __future__ import annotations
 
@@ -20,11 +21,30 @@ from rockmate.step import capture_step
 
 NAMES = ("gpt2", "llama", "qwen3", "gemma", "mistral", "bert")
 COLUMNS = 12  # no other dimension of these models is 12
-GLUE = frozenset({
-    "_to_copy", "add", "arange", "cat", "clone", "mul", "new_ones", "ones", "pow", "scalar_tensor", "sum", "tril", "where",
-    "cross_entropy_backward", "dropout_apply", "dropout_mask",
-})  # fmt: skip
-"""What a graph says otherwise than eager: sums of gradients, casts, masks and tables that are made once, and this project's own calls."""
+GLUE = frozenset(
+    {
+        "_to_copy",
+        "add",
+        "arange",
+        "cat",
+        "clone",
+        "mul",
+        "new_ones",
+        "ones",
+        "pow",
+        "scalar_tensor",
+        "sum",
+        "tril",
+        "where",
+        "cross_entropy_backward",
+        "dropout_apply",
+        "dropout_mask",
+    }
+)
+"""What a graph says otherwise than eager.
+
+Sums of gradients, casts, masks and tables that are made once, and this project's own calls.
+"""
 
 
 def batch(*, masked: bool, seed: int = 1) -> Batch:

@@ -1,4 +1,5 @@
-"""LoRA: a frozen base under adapters trains as without the wrapper, and the plan knows what is frozen."""
+"""LoRA: a frozen base under adapters trains as without the wrapper, and the plan knows what is
+frozen."""
 
 from __future__ import annotations
 

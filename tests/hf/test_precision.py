@@ -1,4 +1,7 @@
-"""Lower precision with a planned module: bf16 weights, autocast around the call, and a gradient scaler, all bit for bit."""
+"""Lower precision with a planned module.
+
+Bf16 weights, autocast around the call, and a gradient scaler, all bit for bit.
+"""
 
 from __future__ import annotations
 

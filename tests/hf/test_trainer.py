@@ -1,4 +1,7 @@
-"""Hugging Face Trainer and accelerate with a planned module: the plain model's run, number for number."""
+"""Hugging Face Trainer and accelerate with a planned module.
+
+The plain model's run, number for number.
+"""
 
 from __future__ import annotations
 

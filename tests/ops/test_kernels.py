@@ -1,4 +1,7 @@
-"""Stand-ins for ATen ops and in-place forms, each against what it stands for, bit for bit; small pieces of the pipeline."""
+"""Stand-ins for ATen ops and in-place forms, each against what it stands for, bit for bit.
+
+Small pieces of the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from rockmate.budget import parse_budget
 from rockmate.capture.structure import flatten
 from rockmate.errors import InvalidBudgetError, UnsupportedModelError
 from rockmate.graph.in_place import _FORMS
-from rockmate.ops.kernels import (  # fmt: skip
+from rockmate.ops.kernels import (
     CHUNK_BYTES,
     DRAWN_AT_ONCE,
     _draw,
@@ -41,7 +44,7 @@ aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-# --- dropout -------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -58,7 +61,9 @@ def test_dropout_in_two_parts_is_native_dropout(probability: float, dtype: torch
         state = torch.get_rng_state()
         if (
             probability == 1.0
-        ):  # eager's dropout draws nothing where all is dropped, unlike the fused op that it is captured as
+            # Eager's dropout draws nothing where all is dropped, unlike the fused op that it is
+            # captured as.
+        ):
             torch.manual_seed(3)
             state = torch.get_rng_state()
         torch.manual_seed(3)
@@ -80,7 +85,8 @@ def test_dropout_of_values_that_are_not_finite() -> None:
 
 
 def spread_out(values: Tensor) -> Tensor:
-    """The same values with the last of two dims outermost in memory, which no flat view covers in order."""
+    """The same values with the last of two dims outermost in memory, which no flat view covers in
+    order."""
     return values.t().contiguous().t()
 
 
@@ -125,7 +131,10 @@ def test_dropout_of_a_gradient_that_is_expanded(expanded: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("kept", [1.0, 1.0 - 2.0**-53, 0.9, 0.5, 1 / 3, 2.0**-17, 1e-300])
 def test_masks_are_drawn_as_pytorch_draws_them(kept: float) -> None:
-    """Thousands of draws, whatever this machine's PyTorch does: where a library draws for it, ours are not used."""
+    """Thousands of draws, whatever this machine's PyTorch does.
+
+    Where a library draws for it, ours are not used.
+    """
     ours, theirs = (torch.zeros(100_003, dtype=torch.bool) for _ in range(2))
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     _draw(ours, kept, generators[0])
@@ -162,7 +171,7 @@ def test_dropout_converts_its_mask_in_even_pieces(numel: int, sizes: list[int]) 
     assert peak_beyond_result(lambda: dropout_apply(values, mask, 0.5), values.device) == max(sizes)
 
 
-# --- cross entropy -------------------------------------------------------------------------------------
+# --- cross entropy --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aliased", [False, True])
@@ -233,9 +242,14 @@ def test_cross_entropy_of_every_kind_through_a_plan() -> None:
     target[:5] = 4
     soft = torch.rand(64, 9).softmax(1)
     for options, wanted in (
-        ({}, target), ({"reduction": "sum"}, target), ({"reduction": "none"}, target), ({"ignore_index": 4}, target),
-        ({"weight": torch.rand(9)}, target), ({"label_smoothing": 0.1}, target), ({}, soft),
-    ):  # fmt: skip
+        ({}, target),
+        ({"reduction": "sum"}, target),
+        ({"reduction": "none"}, target),
+        ({"ignore_index": 4}, target),
+        ({"weight": torch.rand(9)}, target),
+        ({"label_smoothing": 0.1}, target),
+        ({}, soft),
+    ):
         check_against_eager(
             Loss(**options),
             (x, wanted),
@@ -244,7 +258,7 @@ def test_cross_entropy_of_every_kind_through_a_plan() -> None:
         )
 
 
-# --- batch norm ----------------------------------------------------------------------------------------
+# --- batch norm -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -309,7 +323,7 @@ def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
     assert not can_normalize_again(values, vector.double(), vector, vector, vector)
 
 
-# --- max-pooling ---------------------------------------------------------------------------------------
+# --- max-pooling ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,11 +365,14 @@ def test_what_cannot_be_pooled_again() -> None:
     )  # the offset of the second row does not fit into two bytes
 
 
-# --- in place ------------------------------------------------------------------------------------------
+# --- in place -------------------------------------------------------------------------------------
 
 
 def arguments_of(target: Any) -> tuple[Any, ...]:
-    """Arguments for one entry of the table of in-place forms: ordinary values, all operands of one layout."""
+    """Arguments for one entry of the table of in-place forms.
+
+    Ordinary values, all operands of one layout.
+    """
     a, b = torch.randn(6, 5), torch.randn(6, 5)
     mask = torch.rand(6, 5) > 0.5
     scores, classes = a.log_softmax(1), torch.randint(0, 5, (6,))
@@ -474,7 +491,7 @@ def test_operand_that_is_read_twice_survives_an_in_place_form() -> None:
     check_against_eager(Twice(), x, lambda module, step: (None, module(x * step * 0.1).mean()))
 
 
-# --- structure -----------------------------------------------------------------------------------------
+# --- structure ------------------------------------------------------------------------------------
 
 
 class Colour(enum.Enum):
@@ -529,19 +546,46 @@ def test_structure_refuses_what_it_does_not_know() -> None:
         flatten({"a": object()}, what="the reply")
 
 
-# --- budgets -------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("budget", "num_bytes"),
     [
-        (1, 1), (123456789, 123456789), (0.5, 500), (1.0, 1001), (0.0015, 1), ("1", 1), ("10B", 10), ("1kB", 1000), ("1KB", 1000),
-        ("1KiB", 1024), ("800MB", 800_000_000), ("6GiB", 6 * 2**30), ("1.5 GiB", 3 * 2**29), ("2TB", 2 * 10**12), ("1tib", 2**40),
-        (".5MiB", 2**19), ("1.MB", 10**6), ("  7 gb ", 7 * 10**9), ("0.3B", None), ("0.1kB", 100), ("1.9B", 1), ("3 PB", None),
-        ("1,000", None), ("1e3", None), ("٣GB", None), ("6 GiB/s", None), ("nan", None), ("inf", None), (float("inf"), None),
-        (-0.1, None), (1.0000001, None), (2**80, 2**80),
+        (1, 1),
+        (123456789, 123456789),
+        (0.5, 500),
+        (1.0, 1001),
+        (0.0015, 1),
+        ("1", 1),
+        ("10B", 10),
+        ("1kB", 1000),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("800MB", 800_000_000),
+        ("6GiB", 6 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("2TB", 2 * 10**12),
+        ("1tib", 2**40),
+        (".5MiB", 2**19),
+        ("1.MB", 10**6),
+        ("  7 gb ", 7 * 10**9),
+        ("0.3B", None),
+        ("0.1kB", 100),
+        ("1.9B", 1),
+        ("3 PB", None),
+        ("1,000", None),
+        ("1e3", None),
+        ("٣GB", None),
+        ("6 GiB/s", None),
+        ("nan", None),
+        ("inf", None),
+        (float("inf"), None),
+        (-0.1, None),
+        (1.0000001, None),
+        (2**80, 2**80),
     ],
-)  # fmt: skip
+)
 def test_budget_table(budget: Any, num_bytes: int | None) -> None:
     if num_bytes is None:
         with pytest.raises(InvalidBudgetError):
@@ -558,7 +602,7 @@ def test_size_is_exact() -> None:
     assert parse_budget("64.1GB", 1) == 64_100_000_000
 
 
-# --- random state --------------------------------------------------------------------------------------
+# --- random state ---------------------------------------------------------------------------------
 
 
 def test_random_state_of_a_recomputation() -> None:

@@ -1,4 +1,7 @@
-"""The tree of blocks holds every op once, in parts of a size that a solver takes; what passes blocks by is kept or made again."""
+"""The tree of blocks holds every op once, in parts of a size that a solver takes.
+
+What passes blocks by is kept or made again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a plan says of itself is what its schedule does: checked by a replay of its own, that knows nothing of the reports."""
+"""What a plan says of itself is what its schedule does.
+
+Checked by a replay of its own, that knows nothing of the reports.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     return Replay(kept, readers, Counter(graph.ops[index].name for index in schedule.steps))
 
 
-# --- one value -----------------------------------------------------------------------------------------
+# --- one value ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -85,7 +88,8 @@ def test_every_storage_is_explained_as_the_schedule_treats_it(name: str, regime:
 
 
 def test_known_answer_on_a_small_model() -> None:
-    """Two layers: at the least budget the first layer's GELU runs again, and its input is what is kept."""
+    """Two layers: at the least budget the first layer's GELU runs again, and its input is what is
+    kept."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         *(
@@ -234,7 +238,7 @@ def test_what_is_no_name_is_refused(asked: Any) -> None:
         plan_of("mlp", "binding").explain(asked)
 
 
-# --- memory --------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", models.TINY)
@@ -268,7 +272,7 @@ def test_storages_at_the_peak_are_named() -> None:
     assert any("activation of" in text for text in described)
 
 
-# --- blocks --------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -301,7 +305,7 @@ def test_block_table_adds_up(name: str) -> None:
         assert sum("<- peak" in line for line in table) == 1
 
 
-# --- picture -------------------------------------------------------------------------------------------
+# --- picture --------------------------------------------------------------------------------------
 
 
 def test_peak_note_of_the_plot_names_the_largest_storages() -> None:

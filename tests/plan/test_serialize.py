@@ -1,4 +1,7 @@
-"""A plan that was saved and loaded is the same plan; it runs without a solver, and on nothing but what it was made for."""
+"""A plan that was saved and loaded is the same plan.
+
+It runs without a solver, and on nothing but what it was made for.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ try:
     from rockmate import Planner
 except ModuleNotFoundError as error:
     print(error)
-"""
+"""  # noqa: E501
 
 
 def plan_of(name: str, regime: str = "binding") -> Plan:
@@ -88,7 +91,10 @@ def stack_text() -> str:
 
 
 def edited(plan: Plan, change: Callable[[dict[str, Any]], None], *, sealed: bool = False) -> str:
-    """The plan's text after a change of its content; sealed, with the digest of what it then holds."""
+    """The plan's text after a change of its content.
+
+    Sealed, with the digest of what it then holds.
+    """
     content = json.loads(plan.to_text())
     change(content)
     if sealed:
@@ -102,7 +108,7 @@ def set_entry(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda content: content.__setitem__(key, value)
 
 
-# --- the same plan -------------------------------------------------------------------------------------
+# --- the same plan --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -218,7 +224,7 @@ def test_plan_of_another_planner_runs_without_a_file(monkeypatch: pytest.MonkeyP
         module(torch.randn(65, 16))
 
 
-# --- elsewhere -----------------------------------------------------------------------------------------
+# --- elsewhere ------------------------------------------------------------------------------------
 
 
 def test_loaded_plan_runs_in_a_process_without_solvers(tmp_path: Path) -> None:
@@ -276,7 +282,7 @@ def test_fingerprint_is_that_of_the_step_not_of_its_weights_or_names() -> None:
     assert len({base, *others}) == 6
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,7 +428,7 @@ def test_edit_above_the_promised_peak_is_refused_and_one_below_is_taken() -> Non
     everything = rows_of(tight, baseline_schedule(tight.graph))
     with pytest.raises(
         PlanFileError,
-        match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes",
+        match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes",  # noqa: E501
     ):
         Plan.from_text(edited(tight, set_entry("schedule", everything)))
     lower = Plan.from_text(edited(loose, set_entry("schedule", rows_of(tight, tight.schedule))))
@@ -461,7 +467,7 @@ def test_budget_and_plan_exclude_each_other() -> None:
         RockmateModule(model, x, plan=plan, outputs="loss")
     with pytest.raises(
         TypeError,
-        match="strategy cannot be given with a plan. The plan was made with strategy='rockmate', ",
+        match="strategy cannot be given with a plan. The plan was made with strategy='rockmate', ",  # noqa: RUF043
     ):
         RockmateModule(model, x, plan=plan, strategy="rotor")
     with pytest.raises(TypeError, match=r"a sample must be given with a plan.* Give the sample"):

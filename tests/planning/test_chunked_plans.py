@@ -42,7 +42,7 @@ from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
-# --- plans ---------------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -130,7 +130,8 @@ def test_measured_peak_with_nothing_recomputed(chunks: str) -> None:
 
 
 def test_planned_under_autocast() -> None:
-    """Products, the log-softmax and the sums of chunks have the dtypes that they have without chunks: checked by gradients and peak."""
+    """Products, the log-softmax and the sums of chunks have the dtypes that they have without
+    chunks: checked by gradients and peak."""
     model, batch, _ = wide()
     _, exact = eager(copy.deepcopy(model).double(), batch, 1024.0)
     _, rounded = eager(model, batch, 1024.0, autocast=torch.bfloat16)
@@ -203,11 +204,14 @@ def test_allowed_wherever_they_are_faster() -> None:
     assert free.plan(planner.minimum_peak_bytes).predicted_ms <= free.baseline_ms * 2
 
 
-# --- the bound -----------------------------------------------------------------------------------------
+# --- the bound ------------------------------------------------------------------------------------
 
 
 class Layered(nn.Module):
-    """Two residual layers under a head of many logits: layers and loss block compete for the budget."""
+    """Two residual layers under a head of many logits.
+
+    Layers and loss block compete for the budget.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +313,7 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
     assert asked == [3.0, 4.0, 5.0]
 
 
-# --- what is written out and solved --------------------------------------------------------------------
+# --- what is written out and solved ---------------------------------------------------------------
 
 
 def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
@@ -338,7 +342,10 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
 
 
 class Smoothed(nn.Module):
-    """A tied head, a soft cap, class weights and label smoothing: everything that makes the loss block long."""
+    """A tied head, a soft cap, class weights and label smoothing.
+
+    Everything that makes the loss block long.
+    """
 
     weight: Tensor
 
@@ -359,7 +366,8 @@ class Smoothed(nn.Module):
 
 
 def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to an integer program, and no value of tokens x classes is in memory as a whole."""
+    """Nothing is left to an integer program, and no value of tokens x classes is in memory as a
+    whole."""
 
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("an integer program is solved")

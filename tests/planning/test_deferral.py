@@ -1,4 +1,7 @@
-"""Gradients of parameters that are put off: only those that may be, within the budget, bit for bit eager's, and for faster plans."""
+"""Gradients of parameters that are put off.
+
+Only those that may be, within the budget, bit for bit eager's, and for faster plans.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def test_what_others_read_and_parts_of_a_sum_stay() -> None:
 
 
 def test_what_hooks_of_another_gradient_wait_for_stays() -> None:
-    """The gradient of an input reads the weight: made later, a tensor hook's whole gradient would wait for it, which nobody counts."""
+    """The gradient of an input reads the weight.
+
+    Made later, a tensor hook's whole gradient would wait for it, which nobody counts.
+    """
     first = nn.Linear(32, 16)
     first.weight.register_hook(lambda _: None)
     vectors = torch.randn(8, 32, requires_grad=True)

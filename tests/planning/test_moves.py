@@ -1,4 +1,5 @@
-"""Schedules changed run by run stay valid, fit, cost no more than they should, and compute the same numbers."""
+"""Schedules changed run by run stay valid, fit, cost no more than they should, and compute the same
+numbers."""
 
 from __future__ import annotations
 

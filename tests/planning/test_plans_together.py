@@ -1,4 +1,5 @@
-"""Plans for many budgets together fit, never take longer with more room, and are about as fast as those made one by one."""
+"""Plans for many budgets together fit, never take longer with more room, and are about as fast as
+those made one by one."""
 
 from __future__ import annotations
 

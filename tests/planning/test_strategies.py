@@ -1,4 +1,7 @@
-"""Every strategy plans within the budget and trains as eager does; the default is never behind; what is asked first changes nothing."""
+"""Every strategy plans within the budget and trains as eager does; the default is never behind.
+
+What is asked first changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,9 @@ def test_below_its_minimum_the_error_says_it_and_there_the_plan_exists(strategy:
     plan = planner.plan(caught.value.minimum_bytes, strategy=strategy)
     if (
         strategy == "rockmate"
-    ):  # sought in steps of at least so much, with ops counted; improved by their times, a plan may end below
+        # Sought in steps of at least so much, with ops counted; improved by their times, a plan may
+        # end below.
+    ):
         assert (1 - MIN_SHRINK_STEP) * minimum_bytes < plan.predicted_peak_bytes <= minimum_bytes
     else:
         assert plan.predicted_peak_bytes == minimum_bytes
@@ -180,7 +185,7 @@ def test_the_minimum_does_not_depend_on_what_a_clock_said(name: str) -> None:
         assert smallest.simulation.peak_bytes == planner.minimum_peak_bytes
 
 
-# --- Chen's --------------------------------------------------------------------------------------------
+# --- Chen's ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,7 +224,8 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
     last_segment = {op.index for block in chain.blocks[firsts[-1] :] for op in block.forward}
     recompute = forward.intersection(backward)
     assert recompute.isdisjoint(last_segment)
-    # Nothing that can be made again is kept inside a segment: what its backward reads first is made there.
+    # Nothing that can be made again is kept inside a segment: what its backward reads first is made
+    # there.
     whole = {
         op.index
         for block in chain.blocks[: firsts[-1]]
@@ -238,7 +244,7 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
     assert not kept_inside
 
 
-# --- by name -------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:

@@ -24,7 +24,11 @@ def candidate(peak_bytes: int, forward: tuple[int, ...] = ()) -> Candidate:
 
 
 class Improvement:
-    """Stands for improvement: writes the budget down behind those that the schedule has been brought down to, as far as `least_bytes`."""
+    """Stands for improvement.
+
+    Writes the budget down behind those that the schedule has been brought down to, as far as
+    `least_bytes`.
+    """
 
     def __init__(self, least_bytes: int) -> None:
         self.least_bytes = least_bytes
@@ -42,7 +46,8 @@ class Improvement:
 def rungs(
     budgets: Sequence[int], *, factor: float = 2.0, least_bytes: int = 1
 ) -> tuple[list[tuple[int, ...] | None], list[int]]:
-    """What each rung came from, None where there is none, and the budgets for which something was improved."""
+    """What each rung came from, None where there is none, and the budgets for which something was
+    improved."""
     improvement = Improvement(least_bytes)
     ladder = TighteningPath(candidate(TOP_BYTES), factor, improvement)
     found = [ladder.smallest_above(budget_bytes) for budget_bytes in budgets]

@@ -1,4 +1,7 @@
-"""The table against an exhaustive search, closed forms and known sequences; every plan against the replay."""
+"""The table against an exhaustive search, closed forms and known sequences.
+
+Every plan against the replay.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def random_chain(
     gradients: bool = False,
     scale: int = 1,
 ) -> Chain:
-    """Return a chain of small random numbers with spans of two, sizes about multiples of ``scale``."""
+    """Return a chain of small random numbers with spans of two, sizes about multiples of
+    ``scale``."""
 
     def size(high: int) -> int:
         return rng.randint(0, high) * scale + (rng.randrange(scale) if scale > 1 else 0)
@@ -59,10 +63,13 @@ def random_chain(
 
 
 def fastest(chain: Chain, budget: int) -> float:
-    """Return the least time within ``budget`` over all persistent schedules: Dijkstra over what is held.
+    """Return the least time within ``budget`` over all persistent schedules.
 
-    A state is what is held (checkpoints, kept spans, deepest last), the boundary that stands at hand without
-    being held (or None), and the stage whose gradient is in hand. Nothing here knows of subchains.
+    Dijkstra over what is held.
+
+    A state is what is held (checkpoints, kept spans, deepest last), the boundary that stands at
+    hand without being held (or None), and the stage whose gradient is in hand. Nothing here knows
+    of subchains.
     """
     n = len(chain.stages)
     x = [stage.input_bytes for stage in chain.stages] + [0]
@@ -175,7 +182,8 @@ def uniform_chain(num_stages: int) -> Chain:
 
 
 def test_tiny_storages_beside_a_huge_one_cost_nothing() -> None:
-    # 60 stages save a byte each, then one saves a GiB. At a slot for each byte kept, 60 of 64 slots would go.
+    # 60 stages save a byte each, then one saves a GiB. At a slot for each byte kept, 60 of 64 slots
+    # would go.
     tiny = Option(
         saved_bytes=1, forward_peak_bytes=1, backward_peak_bytes=2, forward_ms=1.0, backward_ms=2.0
     )
@@ -199,10 +207,11 @@ def test_tiny_storages_beside_a_huge_one_cost_nothing() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 7, 20, 35])
 @pytest.mark.parametrize("num_checkpoints", [1, 2, 3, 5])
 def test_uniform_chain_is_binomial(num_stages: int, num_checkpoints: int) -> None:
-    """With c boundaries held at once and r reruns a stage, no chain longer than C(c + r, c) can be run.
+    """With c boundaries held at once and r reruns a stage, no chain longer than C(c + r, c) can be
+    run.
 
-    Griewank & Walther: the least number of forward-only steps of l stages is r l - C(c + r, c + 1), where
-    C(c + r - 1, c) <= l <= C(c + r, c). The forward that each backward needs is not counted.
+    Griewank & Walther: the least number of forward-only steps of l stages is r l - C(c + r, c + 1),
+    where C(c + r - 1, c) <= l <= C(c + r, c). The forward that each backward needs is not counted.
     """
     c, l = num_checkpoints, num_stages  # noqa: E741
     r = next(r for r in range(l + 1) if l <= math.comb(c + r, c))
@@ -217,7 +226,10 @@ def text_at(chain: Chain, budget: int) -> str:
 
 
 def two_options(num_stages: int, unit: int = 1) -> Chain:
-    """Return a chain whose stages save 5 units, or 2 and one more millisecond; boundaries have 1 unit."""
+    """Return a chain whose stages save 5 units, or 2 and one more millisecond.
+
+    Boundaries have 1 unit.
+    """
     stage = Stage(
         input_bytes=unit, output_gradient_bytes=unit, forward_ms=3.0, forward_peak_bytes=unit
     )
@@ -230,7 +242,8 @@ def two_options(num_stages: int, unit: int = 1) -> Chain:
 
 
 def with_span() -> Chain:
-    """Return two stages with a large boundary between them, which the option of the span (0, 1) drops."""
+    """Return two stages with a large boundary between them, which the option of the span (0, 1)
+    drops."""
     stages = tuple(
         Stage(input_bytes=size, output_gradient_bytes=1, forward_ms=1.0, forward_peak_bytes=20)
         for size in (1, 20)
@@ -348,7 +361,8 @@ def test_whole_numbers_of_numpy_are_taken() -> None:
 
 
 def test_largest_sizes_are_reckoned_exactly() -> None:
-    """A chain whose sizes add up to nearly the limit has the plans of the same chain in a smaller unit."""
+    """A chain whose sizes add up to nearly the limit has the plans of the same chain in a smaller
+    unit."""
     unit = 2**56
     small, large = two_options(6), two_options(6, unit)
     assert 2**61 < large._peak_bound_bytes() <= 2**62

@@ -15,8 +15,9 @@ MIB = 2**20
 
 @pytest.mark.parametrize(
     ("num_stages", "lengths", "num_options", "num_slots", "limit_s"),
-    # Of the first two, twice the targets of bench/rotor_time.py, 0.3 and 5 s: with others on both cores processor time nearly
-    # doubles. The third has no target: about twice what a quiet machine takes.
+    # Of the first two, twice the targets of bench/rotor_time.py, 0.3 and 5 s: with others on both
+    # cores processor time nearly doubles. The third has no target: about twice what a quiet machine
+    # takes.
     [(50, (1,), 8, 500, 0.6), (200, (1,), 8, 500, 10.0), (96, (1, 2, 4), 12, 1000, 8.0)],
 )
 def test_solves_in_time(
@@ -38,7 +39,8 @@ def test_solves_in_time(
 
 
 def test_memory_is_what_the_docstring_says() -> None:
-    # n (n + 1) / 2 entries of 34 bytes a slot, and what is worked on at once. At 200 stages and 500 slots: 0.4 GiB.
+    # n (n + 1) / 2 entries of 34 bytes a slot, and what is worked on at once. At 200 stages and 500
+    # slots: 0.4 GiB.
     chain, all_bytes = model_like(50, (1,), 3)
     tracemalloc.start()
     solve_table(chain, all_bytes // 2, 500)

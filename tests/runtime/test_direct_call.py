@@ -1,4 +1,7 @@
-"""PyTorch's own functions in emitted code: the dispatcher hears what it heard from the ops that they stand for."""
+"""PyTorch's own functions in emitted code.
+
+The dispatcher hears what it heard from the ops that they stand for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Data-parallel training: a group of one, and two processes that must do what plain DistributedDataParallel does."""
+"""Data-parallel training.
+
+A group of one, and two processes that must do what plain DistributedDataParallel does.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def test_data_parallel(group: None) -> None:
 
 
 def num_complete_at_the_first_visit() -> int:
-    """Parameters, of 8 that take 4 MiB, which have their gradient when autograd tells the first of those who wait at their nodes."""
+    """Parameters, of 8 that take 4 MiB, which have their gradient when autograd tells the first of
+    those who wait at their nodes."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     x = torch.randn(2, 512)
     module = RockmateModule(model, x, 1.0)
@@ -125,11 +129,12 @@ def test_without_a_group_a_plan_is_its_own() -> None:
     assert broadcast_plan(plan, asked_for=None) is plan
 
 
-# --- two processes -------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 class Spare(models.Stack):
-    """A stack with a layer that a call may leave out, so that its parameters are unused in some runs."""
+    """A stack with a layer that a call may leave out, so that its parameters are unused in some
+    runs."""
 
     def __init__(self, uses_last: bool = True) -> None:
         super().__init__(num_layers=3, dropout=0.2)
@@ -148,7 +153,10 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 def trained_ddp(
     rank: int, *, is_planned: bool, uses_last: bool = True, skips_sync: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Three steps on this rank's data; losses, weights and gradients after them, and the plan's text."""
+    """Three steps on this rank's data.
+
+    Losses, weights and gradients after them, and the plan's text.
+    """
     torch.manual_seed(0)
     model = Spare(uses_last)
     module = RockmateModule(model, budget=0.6) if is_planned else model

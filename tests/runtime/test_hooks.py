@@ -1,4 +1,7 @@
-"""Hooks fire as in eager: exactly once a backward, on the summed gradient; optimizers in the backward; failures in the middle."""
+"""Hooks fire as in eager: exactly once a backward, on the summed gradient.
+
+Optimizers in the backward; failures in the middle.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def test_post_accumulate_hooks_fire_once_a_backward(name: str, gradients: str) -
 
 @pytest.mark.parametrize("name", TIED)
 def test_hooks_of_accumulation_nodes_run_once_a_backward(name: str) -> None:
-    """They cannot be seen from Python, and DistributedDataParallel's are such: `.grad` is complete when each runs, as in eager."""
+    """They cannot be seen from Python, and DistributedDataParallel's are such.
+
+    `.grad` is complete when each runs, as in eager.
+    """
     case = planned(name)
     model, eager = case.eager(), case.eager()
     for callee, owner in (

@@ -1,4 +1,7 @@
-"""A tensor hook on a parameter must see its whole gradient: the plan counts it, and the step stays inside the budget."""
+"""A tensor hook on a parameter must see its whole gradient.
+
+The plan counts it, and the step stays inside the budget.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,9 @@ def test_a_hooked_gradient_is_whole_and_inside_the_budget(tied: bool, which: str
     handles = []
     for place, owner in enumerate((model, reference)):
         for parameter in [owner.head.weight] if which == "head" else owner.parameters():
-            hook = lambda gradient, place=place: (
+            hook = lambda gradient, place=place: (  # noqa: E731
                 seen[place].append(gradient.clone()) or gradient.mul_(0.5)
-            )  # noqa: E731
+            )
             handles.append(parameter.register_hook(hook))
     planner = Planner(model, words())
     with pytest.raises(InfeasibleBudgetError) as caught:

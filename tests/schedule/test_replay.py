@@ -1,9 +1,12 @@
-"""An independent replay of schedules, written from the definition of the peak, agrees with what plans promise.
+"""An independent replay of schedules, written from the definition of the peak, agrees with what
+plans promise.
 
-The definition: the largest sum of live storages and the running op's own overhead, over the schedule. A storage lives from the run
-that makes it to the last run that reads it, before it is made anew; what the user holds lives to the end; static storages never
-count; gradients of outputs live through the backward; new values of buffers live to the end of the forward. A random op that runs
-more than once has its generator's state (5,056 bytes on CPU) kept from its first run to its last.
+The definition: the largest sum of live storages and the running op's own overhead, over the
+schedule. A storage lives from the run that makes it to the last run that reads it, before it is
+made anew; what the user holds lives to the end; static storages never count; gradients of outputs
+live through the backward; new values of buffers live to the end of the forward. A random op that
+runs more than once has its generator's state (5,056 bytes on CPU) kept from its first run to its
+last.
 """
 
 from __future__ import annotations

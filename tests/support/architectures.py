@@ -1,7 +1,10 @@
-"""Small configurations of Hugging Face architectures: two layers (one in each part of those that have two), width 32.
+"""Small configurations of Hugging Face architectures.
 
-Dropout, tied weights, attention and experts are as the configurations have them by default. Off are only what speech models choose by
-random numbers (which layers to skip, what to mask), since such models are refused (`REFUSED`).
+Two layers (one in each part of those that have two), width 32.
+
+Dropout, tied weights, attention and experts are as the configurations have them by default. Off are
+only what speech models choose by random numbers (which layers to skip, what to mask), since such
+models are refused (`REFUSED`).
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Refused(Architecture):
-    """One that cannot be captured; `says` is what the error's text must hold (regular expressions)."""
+    """One that cannot be captured.
+
+    `says` is what the error's text must hold (regular expressions).
+    """
 
     says: tuple[str, ...]
 
 
 def make(name: str) -> nn.Module:
-    """The architecture of that name in training mode, with weights that depend on the name alone."""
+    """The architecture of that name in training mode, with weights that depend on the name
+    alone."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return ARCHITECTURES[name].build().train()
@@ -47,7 +54,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- batches -------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def _words(seed: int, columns: int = _TOKENS) -> Tensor:
@@ -61,7 +68,8 @@ def causal_tokens(seed: int) -> Batch:
 
 
 def masked_tokens(seed: int) -> Batch:
-    """Tokens some of which are to be found, in rows that end in padding, whose length differs from batch to batch."""
+    """Tokens some of which are to be found, in rows that end in padding, whose length differs from
+    batch to batch."""
     words = _words(seed)
     mask = torch.ones_like(words)
     mask[1, -1 - seed % 4 :] = 0
@@ -132,7 +140,7 @@ def _transcribed_sounds(seed: int) -> Batch:
     return {**_sounds(seed), "labels": _words(seed, columns=4)}
 
 
-# --- models --------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def _model(kind: str, head: str, sizes: dict[str, Any], **more: Any) -> nn.Module:
@@ -157,18 +165,41 @@ _DECODER = {
 }
 _ENCODER = {**_SIZES, **_SPECIAL, "max_position_embeddings": 64}
 _VISION = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8,
-    "num_labels": 5, "problem_type": "single_label_classification",
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 5,
+    "problem_type": "single_label_classification",
+}
 _TRANSLATOR = {
-    **_SPECIAL, "vocab_size": _VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
-    "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-}  # fmt: skip
+    **_SPECIAL,
+    "vocab_size": _VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
 _T5 = {
-    "vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4,
-    "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
 _STAGES = {
     "hidden_sizes": [16, 32],
     "depths": [1, 2],
@@ -176,9 +207,16 @@ _STAGES = {
     "problem_type": "single_label_classification",
 }
 _SOUND = {
-    **_ENCODER, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 4], "num_feat_extract_layers": 2, "num_labels": 5,
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16,
-}  # fmt: skip
+    **_ENCODER,
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 4],
+    "conv_kernel": [10, 4],
+    "num_feat_extract_layers": 2,
+    "num_labels": 5,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -256,7 +294,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(partial(_model, "GPT2", "LMHeadModel", _DECODER), causal_tokens),
     "gpt-j": Architecture(
         partial(
-            _model, "GPTJ", "ForCausalLM", _SPECIAL, vocab_size=_VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4,
+            _model,
+            "GPTJ",
+            "ForCausalLM",
+            _SPECIAL,
+            vocab_size=_VOCABULARY,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=4,
         ),
         causal_tokens,
     ),
@@ -280,8 +327,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-moe": _decoder("Qwen3Moe", num_experts=4, **_EXPERTS),
     "gpt-oss": _decoder("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
     "deepseek-v3": _decoder(
-        "DeepseekV3", n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1, num_key_value_heads=4, **_EXPERTS,
+        "DeepseekV3",
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        **_EXPERTS,
     ),
     "mamba": _decoder("Mamba", state_size=8),
     "mamba2": _decoder("Mamba2", num_heads=8, state_size=8, n_groups=2, chunk_size=4),
@@ -291,7 +348,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "xlm-roberta": _encoder("XLMRoberta"),
     "distilbert": _encoder("DistilBert", dim=32, hidden_dim=48, n_layers=2, n_heads=4),
     "albert": _encoder("Albert", embedding_size=16),
-    "deberta-v2": _encoder("DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
+    "deberta-v2": _encoder(
+        "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
+    ),
     "modernbert": _encoder("ModernBert", cls_token_id=1, sep_token_id=2, local_attention=6),
     "electra": _encoder("Electra", embedding_size=16),
     # Encoders with decoders.
@@ -301,7 +360,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "pegasus": _translator("Pegasus", _TRANSLATOR),
     "whisper": Architecture(
         partial(
-            _model, "Whisper", "ForConditionalGeneration", _TRANSLATOR, num_mel_bins=8, max_source_positions=16, max_target_positions=16,
+            _model,
+            "Whisper",
+            "ForConditionalGeneration",
+            _TRANSLATOR,
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=16,
         ),
         _spectra,
     ),
@@ -311,7 +376,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "beit": _classifier("Beit"),
     "dinov2": _classifier("Dinov2"),
     "swin": _classifier(
-        "Swin", _small("num_labels", "image_size", "problem_type"), patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4],
+        "Swin",
+        _small("num_labels", "image_size", "problem_type"),
+        patch_size=4,
+        embed_dim=16,
+        depths=[2, 1],
+        num_heads=[2, 4],
         window_size=4,
     ),
     "convnext": _classifier("ConvNext", _STAGES, num_stages=2),
@@ -319,8 +389,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "regnet": _classifier("RegNet", _STAGES, embedding_size=8, groups_width=8),
     "segformer": Architecture(
         partial(
-            _model, "Segformer", "ForSemanticSegmentation", {"num_labels": 5}, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
-            hidden_sizes=[16, 32], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+            _model,
+            "Segformer",
+            "ForSemanticSegmentation",
+            {"num_labels": 5},
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            hidden_sizes=[16, 32],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
             decoder_hidden_size=16,
         ),
         _segmented_images,
@@ -332,9 +412,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llava": Architecture(_llava, _illustrated_tokens),
     # Sound.
     "wav2vec2": Architecture(
-        partial(_model, "Wav2Vec2", "ForSequenceClassification", _SOUND, apply_spec_augment=False, layerdrop=0.0), _sounds
+        partial(
+            _model,
+            "Wav2Vec2",
+            "ForSequenceClassification",
+            _SOUND,
+            apply_spec_augment=False,
+            layerdrop=0.0,
+        ),
+        _sounds,
     ),
-}  # fmt: skip
+}
 
 _NEXT_STEP = "replace it by a tensor operation, or run that submodule as it is"
 

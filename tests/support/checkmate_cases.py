@@ -1,4 +1,7 @@
-"""Problems for the tests of `checkmate`: transformer blocks, random graphs, and exhaustive search."""
+"""Problems for the tests of `checkmate`.
+
+Transformer blocks, random graphs, and exhaustive search.
+"""
 
 import random
 from itertools import combinations
@@ -82,7 +85,10 @@ class _Builder:
 
 
 def transformer(num_layers: int, *, seed: int | None = None) -> Knapsack:
-    """A chain of layers of 20 ops each; with a seed every op's time is its own, the hardest case."""
+    """A chain of layers of 20 ops each.
+
+    With a seed every op's time is its own, the hardest case.
+    """
     builder = _Builder(None if seed is None else random.Random(seed))
     x = builder.given(1)
     for _ in range(num_layers):
@@ -100,7 +106,8 @@ def first_ops(problem: Knapsack, num_ops: int) -> Knapsack:
 def random_graph(
     seed: int, *, num_ops: int = 7, dense: bool = False, coarse: bool = True, time_unit: float = 0.1
 ) -> Knapsack:
-    """A random graph with multi-output, zero-cost, zero-byte and non-recomputable ops and forced values."""
+    """A random graph with multi-output, zero-cost, zero-byte and non-recomputable ops and forced
+    values."""
     rng = random.Random(seed)
     sizes = [rng.randint(1, 8), rng.randint(1, 8)]
     ops: list[Op] = []

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.parameters import owner_names
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit

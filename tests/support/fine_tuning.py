@@ -34,9 +34,17 @@ def llama(**changes: Any) -> nn.Module:
     """One layer, untied output embedding; the same weights at each call."""
     torch.manual_seed(0)
     options = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 32, "attention_dropout": 0.1, "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "attention_dropout": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**options, **changes})).train()
 
 
@@ -92,10 +100,19 @@ def trainer(
         if name in arguments
     }
     settings = {
-        "output_dir": str(folder), "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "num_train_epochs": 1,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
-        "dataloader_pin_memory": False, "seed": 3,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    }
     args = transformers.TrainingArguments(**{**settings, **arguments})
     data = {"train_dataset": Sentences(), "eval_dataset": Sentences(8), **extra}
     return transformers.Trainer(model=model, args=args, callbacks=[record], **data), record

@@ -1,4 +1,7 @@
-"""What several test files need: budgets by regime, plans made once, recorded training steps, and what is left allocated."""
+"""What several test files need.
+
+Budgets by regime, plans made once, recorded training steps, and what is left allocated.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def planned(name: str, size: str = "tiny") -> Planned:
     return Planned(workload, Planner(workload.model, workload.sample), before)
 
 
-# --- equality ------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -85,7 +88,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients by name; a tied one stands under each of its names, one that is None is left out."""
+    """Copies of all gradients by name.
+
+    A tied one stands under each of its names, one that is None is left out.
+    """
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
@@ -129,7 +135,10 @@ Loss = Callable[[Callable[..., Any], int], tuple[Any, Tensor]]
 
 
 def one_step(module: nn.Module, owner: nn.Module, loss_of: Loss, seed: int) -> Step:
-    """One forward and backward from a fixed random state; gradients are added to what `.grad` holds."""
+    """One forward and backward from a fixed random state.
+
+    Gradients are added to what `.grad` holds.
+    """
     torch.manual_seed(seed)
     outputs, loss = loss_of(module, seed)
     kept = [tensor.detach().clone() for tensor in tensors_of(outputs)]
@@ -175,7 +184,8 @@ def assert_same(ours: Step, reference: Step) -> None:
 def check_against_eager(
     model: nn.Module, sample: Any, loss_of: Loss, *, num_steps: int = 3, **options: Any
 ) -> None:
-    """Trains a copy of `model` plainly and others planned for each regime, and compares every step bit for bit."""
+    """Trains a copy of `model` plainly and others planned for each regime, and compares every step
+    bit for bit."""
     reference_model = copy.deepcopy(model)
     reference = train(reference_model, reference_model, loss_of, num_steps)
     before = copy.deepcopy(model.state_dict())
@@ -187,22 +197,27 @@ def check_against_eager(
 
 
 def assert_close(ours: Step, reference: Step) -> None:
-    """As `assert_same`, but for rounding: for kernels that get the same values in another layout, and so add them in another order."""
+    """As `assert_same`, but for rounding.
+
+    For kernels that get the same values in another layout, and so add them in another order.
+    """
     assert relative_error(ours.loss, reference.loss) <= 1e-6
     assert ours.gradients.keys() == reference.gradients.keys()
     for name, gradient in reference.gradients.items():
-        # A gradient that is zero but for rounding (a bias ahead of a batch normalisation) has no scale of its own.
+        # A gradient that is zero but for rounding (a bias ahead of a batch normalisation) has no
+        # scale of its own.
         gap = (ours.gradients[name].double() - gradient.double()).abs().max().item()
         largest = max(other.abs().max().item() for other in reference.gradients.values())
         assert gap <= 1e-6 * largest, name
     assert torch.equal(ours.random_state, reference.random_state)
 
 
-# --- memory --------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def net_allocated(function: Callable[[], Any]) -> int:
-    """Bytes that `function` allocates and that nothing has freed when it has returned and its result is gone; no garbage collection."""
+    """Bytes that `function` allocates and that nothing has freed when it has returned and its
+    result is gone; no garbage collection."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""Models for the tests: those of the benchmark, tiny and at a size where memory can be measured, and small ones that are peculiar."""
+"""Models for the tests: those of the benchmark, tiny and at a size where memory can be measured,
+and small ones that are peculiar."""
 
 from __future__ import annotations
 
@@ -33,14 +34,15 @@ HAS_OWN_LOSS = frozenset(
 )
 HAS_DROPOUT = frozenset({"gpt2", "bert-base", "t5-small", "encoder"})
 SUMS_IN_ANOTHER_ORDER = frozenset({"t5-small"})
-"""Where one weight has three uses, so that the order in which its gradients are added shows in the last bit."""
+"""Where one weight has three uses, so that the order in which its gradients are added shows in the
+last bit."""
 
 
 def tiny(name: str) -> Workload:
     return bench_models.build(name, tiny=True)
 
 
-# --- at a size where some kB do not matter -------------------------------------------------------------
+# --- at a size where some kB do not matter --------------------------------------------------------
 
 
 def medium(name: str) -> Workload:
@@ -74,9 +76,19 @@ def _gpt2() -> Workload:
 
 def _llama() -> Workload:
     config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, intermediate_size=160,
-        vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        intermediate_size=160,
+        vocab_size=512,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
     return replace(
         tiny("llama"),
         model=transformers.LlamaForCausalLM(config).train(),
@@ -86,9 +98,19 @@ def _llama() -> Workload:
 
 def _qwen3() -> Workload:
     config = transformers.Qwen3Config(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=160,
-        vocab_size=512, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
+        num_hidden_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=160,
+        vocab_size=512,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
     return replace(
         tiny("qwen3"),
         model=transformers.Qwen3ForCausalLM(config).train(),
@@ -114,9 +136,19 @@ def _bert() -> Workload:
 
 def _t5() -> Workload:
     config = transformers.T5Config(
-        num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, d_ff=160, num_heads=4, vocab_size=512, dropout_rate=0.1,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, use_cache=False,
-    )  # fmt: skip
+        num_layers=2,
+        num_decoder_layers=2,
+        d_model=64,
+        d_kv=16,
+        d_ff=160,
+        num_heads=4,
+        vocab_size=512,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+        use_cache=False,
+    )
     return replace(
         tiny("t5-small"),
         model=transformers.T5ForConditionalGeneration(config).train(),
@@ -134,9 +166,15 @@ def _pictures(seed: int, *, batch: int, pixels: int, names: tuple[str, str]) -> 
 
 def _vit() -> Workload:
     config = transformers.ViTConfig(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=256, image_size=64, patch_size=8, num_labels=10,
+        num_hidden_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=256,
+        image_size=64,
+        patch_size=8,
+        num_labels=10,
         problem_type="single_label_classification",
-    )  # fmt: skip
+    )
     pictures = partial(_pictures, batch=4, pixels=64, names=("pixel_values", "labels"))
     return replace(
         tiny("vit-base"),
@@ -183,12 +221,20 @@ def _encoder() -> Workload:
 
 
 _MEDIUM: dict[str, Callable[[], Workload]] = {
-    "gpt2": _gpt2, "llama": _llama, "qwen3": _qwen3, "bert-base": _bert, "t5-small": _t5, "vit-base": _vit,
-    "hf-resnet": _hf_resnet, "resnet50": _resnet, "mlp": _mlp, "encoder": _encoder,
-}  # fmt: skip
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "bert-base": _bert,
+    "t5-small": _t5,
+    "vit-base": _vit,
+    "hf-resnet": _hf_resnet,
+    "resnet50": _resnet,
+    "mlp": _mlp,
+    "encoder": _encoder,
+}
 
 
-# --- small and peculiar --------------------------------------------------------------------------------
+# --- small and peculiar ---------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
@@ -246,7 +292,8 @@ class Adapted(nn.Module):
 
 
 class BatchNormNet(nn.Module):
-    """Convolutions with batch normalisation, one of them without affine parameters, one without running statistics."""
+    """Convolutions with batch normalisation, one of them without affine parameters, one without
+    running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ HEURISTIC = ("none", "chen", "rotor", "rockmate")
 NAMES = ("gpt2", "llama", "bert-base", "vit-base", "hf-resnet", "resnet50", "mlp", "encoder")
 
 
-# --- small models with synthetic costs -----------------------------------------------------------------
+# --- small models with synthetic costs ------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -53,7 +53,10 @@ class Returning(Chain):
 
 
 class Branches(nn.Module):
-    """Two towers that meet twice, one gated; the hidden values are returned, so the user holds them."""
+    """Two towers that meet twice, one gated.
+
+    The hidden values are returned, so the user holds them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +109,10 @@ def small(name: str) -> tuple[Graph, Costs]:
 
 
 def synthetic_costs(graph: Graph) -> Costs:
-    """A cost for each op from its place and bytes alone; a second run takes less or more time than the first."""
+    """A cost for each op from its place and bytes alone.
+
+    A second run takes less or more time than the first.
+    """
     rng = random.Random(len(graph.ops))
     first, recompute = [], []
     for op in graph.ops:
@@ -128,7 +134,10 @@ def no_clock(graph: Graph, **_: object) -> Costs:
 
 @functools.cache
 def fixed(name: str) -> Planned:
-    """The tiny model of that name with a planner on synthetic costs; made once for all the files that ask."""
+    """The tiny model of that name with a planner on synthetic costs.
+
+    Made once for all the files that ask.
+    """
     workload = models.tiny(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +154,7 @@ def budgets_between(low: int, high: int, number: int) -> list[int]:
     return [low + (high - low) * step // (number - 1) for step in range(number)]
 
 
-# --- schedules -----------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -167,7 +176,8 @@ class _Writer:
         self.at_hand.update(op.writes)
 
     def forget(self, chosen: set[Storage]) -> None:
-        """Loses the chosen values, but for what cannot be made again, what others hold, and gradients."""
+        """Loses the chosen values, but for what cannot be made again, what others hold, and
+        gradients."""
         for storage in chosen - self.lasting:
             producer = storage.producer
             if (
@@ -192,7 +202,8 @@ def schedule_of(graph: Graph, lost: set[Storage]) -> Schedule:
 
 
 def random_schedule(graph: Graph, rng: random.Random, *, any_order: bool = True) -> Schedule:
-    """A valid schedule: values are forgotten at random, in the forward, at its end, and throughout the backward."""
+    """A valid schedule: values are forgotten at random, in the forward, at its end, and throughout
+    the backward."""
     in_forward, at_loss, in_backward = (
         rng.choice((0, 0, 0.05)),
         rng.random(),
@@ -244,7 +255,10 @@ def _checked(graph: Graph, steps: list[int], num_forward: int) -> Schedule:
 
 
 def candidates(name: str, number: int = 400) -> Iterator[Schedule]:
-    """Schedules of a small model: all sets of its largest values forgotten at the loss, and random ones."""
+    """Schedules of a small model.
+
+    All sets of its largest values forgotten at the loss, and random ones.
+    """
     graph, _ = small(name)
     read_later = {
         storage

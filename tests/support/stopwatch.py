@@ -1,6 +1,8 @@
-"""Times for tests: processor seconds, so that other work on the machine counts for little, and the least of a few runs.
+"""Times for tests: processor seconds, so that other work on the machine counts for little, and the
+least of a few runs.
 
-Limits in tests are a few times what a quiet machine takes: they catch a change of order, `bench/` states the figures.
+Limits in tests are a few times what a quiet machine takes: they catch a change of order, `bench/`
+states the figures.
 """
 
 from __future__ import annotations

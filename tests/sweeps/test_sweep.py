@@ -35,7 +35,7 @@ def by_budget(rows: list[SweepRow], strategy: str = "rockmate") -> dict[int, Swe
     return {row.budget_bytes: row for row in rows if row.strategy == strategy}
 
 
-# --- predicted -----------------------------------------------------------------------------------------
+# --- predicted ------------------------------------------------------------------------------------
 
 
 def test_rows_are_what_a_planner_of_its_own_plans() -> None:
@@ -101,7 +101,7 @@ def test_what_memory_costs_is_the_slope_to_the_next_larger_peak() -> None:
     assert rows[2].extra_ms_per_100_mib is None
 
 
-# --- measured ------------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 def language_model() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -218,7 +218,7 @@ def test_weights_move_between_measured_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(trained[1], trained[2])
 
 
-# --- folders -------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, *, interrupt_at: int | None = None) -> list[int]:
@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path)
         rockmate.sweep(nn.Identity(), None, out=tmp_path / "file" / "folder")
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rockmate.sweeps.run import run_sweep
 from rockmate.sweeps.svg_chart import ticks
 from rockmate.sweeps.table import recommendation_text, table_text
 
-# --- knees ---------------------------------------------------------------------------------------------
+# --- knees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_ticks_are_round(ends: tuple[float, float], expected: list[float]) -> No
     assert ticks(*ends) == pytest.approx(expected)
 
 
-# --- table ---------------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +137,20 @@ def test_a_broken_promise_is_in_the_table(found: Sweep) -> None:
 
 
 def curve(*points: tuple[int, float]) -> list[SweepRow]:
-    return compared([
-        SweepRow(
-            strategy="rockmate", budget_bytes=num_bytes, budget_share=num_bytes / 10, is_feasible=True, predicted_peak_bytes=num_bytes,
-            predicted_ratio=ratio, predicted_ms=100 * ratio,
-        )
-        for num_bytes, ratio in points
-    ])  # fmt: skip
+    return compared(
+        [
+            SweepRow(
+                strategy="rockmate",
+                budget_bytes=num_bytes,
+                budget_share=num_bytes / 10,
+                is_feasible=True,
+                predicted_peak_bytes=num_bytes,
+                predicted_ratio=ratio,
+                predicted_ms=100 * ratio,
+            )
+            for num_bytes, ratio in points
+        ]
+    )
 
 
 def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
@@ -171,7 +178,7 @@ def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
     assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
 
 
-# --- page ----------------------------------------------------------------------------------------------
+# --- page -----------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):

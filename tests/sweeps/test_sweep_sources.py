@@ -15,7 +15,7 @@ from rockmate.budget import budgets_in_bytes, parse_budgets
 from rockmate.hf.model_source import ModelSourceError, load_model
 from rockmate.hf.synthetic_sample import SampleError, SampleShape
 
-# --- budgets -------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_budgets_that_cannot_be_read(text: str) -> None:
         parse_budgets(text)
 
 
-# --- functions -----------------------------------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_module_that_is_not_there(functions: str) -> None:
         load_model(f"{functions}:good", SampleShape(batch_size=3))
 
 
-# --- configurations ------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 _SMALL = {
     "hidden_size": 32,
@@ -135,9 +135,15 @@ _SMALL = {
 _BERT = {"model_type": "bert", **_SMALL, "max_position_embeddings": 24}
 _LLAMA = {"model_type": "llama", **_SMALL, "num_key_value_heads": 2}
 _GPT2 = {
-    "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 97, "n_positions": 24, "bos_token_id": 0,
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "vocab_size": 97,
+    "n_positions": 24,
+    "bos_token_id": 0,
     "eos_token_id": 0,
-}  # fmt: skip
+}
 _T5 = {
     "model_type": "t5",
     "d_model": 32,
@@ -148,16 +154,38 @@ _T5 = {
     "vocab_size": 97,
 }
 _BART = {
-    "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 97, "max_position_embeddings": 24,
-}  # fmt: skip
+    "model_type": "bart",
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 97,
+    "max_position_embeddings": 24,
+}
 _VIT = {"model_type": "vit", **_SMALL, "image_size": 32, "patch_size": 8}
 _WHISPER = {
-    "model_type": "whisper", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 97, "num_mel_bins": 8, "pad_token_id": 0,
-    "max_source_positions": 20, "max_target_positions": 16, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-    "suppress_tokens": None, "begin_suppress_tokens": None,
-}  # fmt: skip
+    "model_type": "whisper",
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 97,
+    "num_mel_bins": 8,
+    "pad_token_id": 0,
+    "max_source_positions": 20,
+    "max_target_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
 TEXT = {"input_ids": (2, 24), "labels": (2, 24)}
 
 

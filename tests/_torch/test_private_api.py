@@ -268,7 +268,9 @@ class TestEngine:
 
     def test_profiling(self) -> None:
         assert not is_profiling()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profile:
             assert is_profiling()
             with record_function("rockmate::label"):
                 torch.ones(1)
@@ -279,8 +281,8 @@ class TestFake:
     def test_fake_tensors(self) -> None:
         with FakeTensorMode() as mode:
             values: Any = torch.ones(2)
-        assert isinstance(values, FakeTensor)
         assert is_fake(values)
+        assert isinstance(values, FakeTensor)
         assert mode_of(values) is mode
         move_to(values, torch.device("cuda:0"))
         assert values.device == torch.device("cuda:0")

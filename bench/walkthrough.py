@@ -51,7 +51,8 @@ from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import make_search
 from rockmate.runtime.autograd import Runner
-from rockmate.runtime.emit import Program, emit
+from rockmate.runtime.emit import emit
+from rockmate.runtime.program import Program
 from rockmate.schedule.schedule import Schedule, baseline_schedule, last_reads
 from rockmate.schedule.simulate import Simulation, simulate
 

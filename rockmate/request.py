@@ -99,5 +99,5 @@ class PlanRequest:
     ) -> PlannedCall:
         """The planned call; all ranks of a process group run the plan of the first."""
         call = session.planned_call(budget, strategy=self.strategy)
-        plan = broadcast_plan(call.plan, asked_for=(asked_for, self.strategy))
+        plan = broadcast_plan(call.plan, request=(asked_for, self.strategy))
         return call if plan is call.plan else session.planned_call_of(plan)

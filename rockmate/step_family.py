@@ -29,8 +29,9 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.rewrite import rewrite
 from rockmate.graph.snapshot import snapshot_of
 from rockmate.plan.plan import Plan
-from rockmate.runtime.emit import Program, emit
+from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import Program
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
 from rockmate.step import CapturedStep, capture_step, step_of

@@ -6,22 +6,16 @@ and PyTorch uses them for its own needs alone.
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-# A label in profiles. The public `torch.profiler.record_function` takes 30 times as long when no
-# profiler is on.
-record_function: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 # A context that runs ops below autograd's layer of the dispatcher. `no_grad` records as little and
 # passes through that layer, at 1 to 2 us an op. Version counters keep counting, which
 # `torch.inference_mode` stops.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-# Takes a tensor out of the wrapper of a `torch.func` transform that has ended. `Function.apply`
-# does so with each argument; `fast_apply` does not.
-unwrap_if_dead: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def keeps_graph() -> bool:
@@ -42,11 +36,6 @@ def will_execute(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # raised inside `autograd.grad`
         return False
-
-
-def has_functorch_transforms() -> bool:
-    """Whether a `torch.func` transform is active. Only `Function.apply` asks this publicly."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def dispatch_keys() -> tuple[Any, Any]:
@@ -84,12 +73,9 @@ def accumulate(
         )
 
 
-def fast_apply(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without its Python, which searches every argument for functorch's wrappers.
-
-    To be called only where no `torch.func` transform is active.
-    """
-    return operator.attrgetter("apply")(super(torch.autograd.Function, function))
+def profiler_label(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A label in profiles. `torch.profiler.record_function` costs 70 us also if none is taken."""
+    return torch.profiler.record_function(name) if is_profiling() else contextlib.nullcontext()
 
 
 def is_profiling() -> bool:

@@ -28,7 +28,7 @@ from rockmate.capture.opaque_graph import (
 from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
-from rockmate.ops.rng import keep_state
+from rockmate.ops.rng import get_random_state
 
 _LEAST_BORROWED = (
     1024  # bytes for each tensor that is saved: to look at one takes some microseconds
@@ -136,8 +136,8 @@ class OpaqueCall:
         """Puts the random state back; yields what tells whether it has changed meanwhile."""
         device = self.outputs[0].device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            state = keep_state(device)
-            yield lambda: not torch.equal(state, keep_state(device))
+            state = get_random_state(device)
+            yield lambda: not torch.equal(state, get_random_state(device))
 
     def copied_inputs(self) -> list[Tensor]:
         """The sample's inputs: the parameters themselves, and copies of the others.

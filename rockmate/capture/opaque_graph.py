@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.capture.opaque_inputs import ReleasableInputs
-from rockmate.ops.unused_gradient import undefined_gradient
+from rockmate.ops.undefined_gradient import undefined_gradient
 
 
 @dataclass(frozen=True, slots=True)

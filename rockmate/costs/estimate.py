@@ -109,7 +109,7 @@ _ELEMENT_OPS = {
         _aten.native_group_norm_backward,
         _aten._native_batch_norm_legit_functional,
         _aten.native_batch_norm_backward,
-        kernels.batch_norm_again,
+        kernels.recompute_batch_norm,
     },
     "random": {
         kernels.dropout_mask,
@@ -244,9 +244,9 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     elif packet is kernels.dropout_apply:
         values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
         yield kernels.converted_numel(values, mask) * values.element_size()
-    elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAWN_AT_ONCE:
+    elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAW_CHUNK_NUMEL:
         # Random numbers, and the one that they are compared with.
-        yield (kernels.DRAWN_AT_ONCE + 1) * torch.int64.itemsize
+        yield (kernels.DRAW_CHUNK_NUMEL + 1) * torch.int64.itemsize
     elif packet is _aten._safe_softmax:
         yield node.meta["val"].numel()
     elif packet in (_aten.native_layer_norm, _aten.native_layer_norm_backward):

@@ -21,13 +21,13 @@ from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage
 from rockmate.ops.kernels import (
-    batch_norm_again,
-    can_normalize_again,
-    can_pool_again,
-    normalize_again,
-    offsets_to_keep,
-    pool_again,
-    statistics_to_keep,
+    can_recompute_max_pool,
+    can_recompute_normalization,
+    recompute_batch_norm,
+    recompute_max_pool,
+    recompute_normalization,
+    saved_offsets,
+    saved_statistics,
 )
 from rockmate.ops.rng import is_random
 
@@ -247,21 +247,21 @@ class _Builder:
                 continue
             if op.node.target in _BATCH_NORMS and (statistics := _statistics(op)):
                 op.recompute_target, op.recompute_args = (
-                    normalize_again,
+                    recompute_normalization,
                     (*op.node.args[:3], *statistics),
                 )
                 op.save_state, op.state_bytes = (
-                    statistics_to_keep,
+                    saved_statistics,
                     sum(node.meta["val"].nbytes for node in statistics),
                 )
             elif op.node.target is _MAX_POOL and (indices := _pooled_indices(op)):
                 op.recompute_target, op.recompute_args = (
-                    pool_again,
+                    recompute_max_pool,
                     (op.node.args[0], indices, *op.node.args[1:]),
                 )
-                op.save_state, op.state_bytes = offsets_to_keep, indices.meta["val"].nbytes // 4
+                op.save_state, op.state_bytes = saved_offsets, indices.meta["val"].nbytes // 4
             elif op.node.target is _FUNCTIONAL_BATCH_NORM:
-                op.recompute_target = batch_norm_again
+                op.recompute_target = recompute_batch_norm
                 op.recompute_args = (
                     *op.node.args[:3],
                     None,
@@ -312,7 +312,7 @@ def _statistics(op: Op) -> tuple[fx.Node, ...]:
     can = (
         is_training is True
         and len(found) == 2
-        and can_normalize_again(*operands, *(node.meta["val"] for node in found))
+        and can_recompute_normalization(*operands, *(node.meta["val"] for node in found))
     )
     return found if can else ()
 
@@ -321,7 +321,7 @@ def _pooled_indices(op: Op) -> fx.Node | None:
     """The indices that max-pooling has found, where they are enough to run it again."""
     values, *rest = op.node.args
     assert isinstance(values, fx.Node)
-    return _items(op).get(1) if can_pool_again(values.meta["val"], *rest) else None  # pyright: ignore[reportArgumentType]
+    return _items(op).get(1) if can_recompute_max_pool(values.meta["val"], *rest) else None  # pyright: ignore[reportArgumentType]
 
 
 def _items(op: Op) -> dict[Any, fx.Node]:

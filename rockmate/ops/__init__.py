@@ -1,1 +1,1 @@
-"""Calls that stand in for ATen ops in a graph. They know nothing of graphs or plans."""
+"""Functions that replace ATen ops in a graph. They know nothing of graphs or plans."""

@@ -1,16 +1,38 @@
-"""Runs a planned step under autograd.
+"""Runs a planned step under autograd, as one autograd function.
 
-One autograd function stands for the whole step. Its tensor inputs are an *anchor* (an empty leaf that makes the result require grad)
-and the user's inputs; parameters are no inputs of it, because their gradients do not leave through its return value: each is handed
-to `.grad` inside the backward, as soon as it is final, by a nested `torch.autograd.backward`, which accumulates and fires hooks as
-usual. (Were the parameters inputs too, the outer engine would visit their accumulation nodes once more with nothing, and
-post-accumulate hooks would fire twice.) Where nobody is seen to wait for a gradient, parameters are inputs all the same: that visit is
-their only one. With `gradients="returned"` parameters are inputs and their gradients return values, which `torch.autograd.grad` needs
-and which costs the memory of all of them at once.
+[Note: tensors of a planned step]
 
-How a gradient is handed over is said in `delivery`.
+| role | what it is | lifetime |
+|---|---|---|
+| static | parameter, buffer, constant or input of the call | the caller's |
+| output | result that the user gets | the user's |
+| update | new value of a buffer or input | copied to its place after the forward, then released |
+| saved value | value that the backward reads | until its last reader in the backward |
+| saved output | saved value in the memory of an output | until neither is referenced |
+| state | what an op's first run saves for its recomputation | as a saved value |
+| tangent | gradient of an output | from the engine to its last reader |
+| anchor | empty leaf that makes the outputs require grad | the runner's |
+| owner | parameter to whose `.grad` the backward adds | the caller's |
+| visited parameter | owner that is an input of the function | the caller's |
 
-A call should cost little beside a small model's step, so what does not change from call to call is worked out in `Runner.__init__`.
+The list of arguments is the only holder of saved values during the backward, and the emitted code
+empties it. So each is released after its last reader. A saved output goes through
+`save_for_backward`, as an alias, so that autograd notices if the user writes to it in place. The
+output itself would refer to the function's node and never be freed.
+
+The function's tensor inputs are the anchor, the inputs of the call and, in two cases, parameters:
+
+- No gradient is needed before the step is done. The parameters are inputs, so that the running
+  engine visits their accumulation nodes at the end. The function returns None or an empty gradient
+  for them. `[Note: who owns a gradient]` has the reasons.
+- `gradients="returned"`. Their gradients are return values, which `torch.autograd.grad` needs. All
+  of them are then live at once.
+
+Otherwise parameters are no inputs: the sink has the nodes visited during the backward. If they were
+inputs too, the engine would fire post-accumulate hooks again, with an undefined gradient.
+
+A call should cost little beside a small model's step. So everything that does not change from call
+to call is computed in `Runner.__init__`.
 """
 
 from __future__ import annotations
@@ -26,81 +48,76 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
-from rockmate._torch.engine import (
-    below_autograd,
-    fast_apply,
-    has_functorch_transforms,
-    keeps_graph,
-    record_function,
-    unwrap_if_dead,
-    will_execute,
-)
+from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
-from rockmate.ops.unused_gradient import is_undefined
+from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
-from rockmate.runtime.emit import Argument, ArgumentKind, Program
 from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.runtime.program import Argument, ArgumentKind, Program
 
 
 class Runner:
-    """A program with the module that it belongs to: what an autograd function needs to run it."""
+    """A program and the module whose tensors it reads; lives as long as the plan is in use.
+
+    Attributes:
+        program: the forward and backward functions.
+        binding: finds the module's tensors by name.
+        dispatch: context in which the program's ops run.
+        returned_names: parameters whose gradients are returned.
+        output_places: for each output, its position in the program's results.
+        update_places: positions of updates in the program's results.
+        updated_inputs: indices of the inputs that the forward changes.
+        non_differentiable: indices of outputs without a gradient.
+        forward_statics: the statics that the forward reads.
+        backward_statics: the statics that the backward reads.
+        argument_order: see `_argument_order`.
+        input_gradients: index of an input -> position of its gradient in the backward's results.
+        parameter_gradients: positions of the returned parameter gradients in those.
+        input_layouts: index of an input -> the layout that the program relies on.
+        tangent_layouts: index of an output -> the layout of its tangent.
+    """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
+        """Finds the places of the model's tensors; reads none of them."""
         self.program = program
-        arguments = (*program.forward_arguments, *program.backward_arguments)
-        roles = [a.what for a in arguments if isinstance(a.what, Role)] + [
-            *program.results,
-            *program.gradients,
-        ]
-        names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
-        self.binding = Binding(model, list(dict.fromkeys([*names, *program.delivered])))
-        self.parameter_names = [
+        self.binding = Binding(model, _tensor_names(program))
+        self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
+        self.returned_names = [
             role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
         ]
-        self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
-        self.delivered_names = program.delivered
-        self._owner_places: list[Any] = [self.binding.places[name] for name in program.delivered]
-        outputs = {
-            role.index: place
-            for place, role in enumerate(program.results)
-            if role.kind is RoleKind.OUTPUT
-        }
-        self.outputs = [outputs[index] for index in range(len(outputs))]
-        self.updates = [
-            place for place, role in enumerate(program.results) if role.kind is not RoleKind.OUTPUT
-        ]
-        self.changed_inputs = [
+        results = list(enumerate(program.results))
+        outputs = {role.index: place for place, role in results if role.kind is RoleKind.OUTPUT}
+        self.output_places = [outputs[index] for index in range(len(outputs))]
+        self.update_places = [place for place, role in results if role.kind is not RoleKind.OUTPUT]
+        self.updated_inputs = [
             role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE
         ]
-        self.non_differentiable = [
-            index for index in range(len(outputs)) if index not in program.differentiable
-        ]
-        self.read_in_forward = _Statics(program, self.binding, program.forward_arguments)
-        self.read_in_backward = _Statics(program, self.binding, program.backward_arguments)
-        self.backward_order = _order(program, len(outputs))
-        places = {role: place for place, role in enumerate(program.gradients)}
+        self.non_differentiable = sorted(outputs.keys() - program.differentiable)
+        self.forward_statics = _Statics(program, self.binding, program.forward_arguments)
+        self.backward_statics = _Statics(program, self.binding, program.backward_arguments)
+        self.argument_order = _argument_order(program)
+        gradients = {role: place for place, role in enumerate(program.gradients)}
         self.input_gradients = {
             role.index: place
-            for role, place in places.items()
+            for role, place in gradients.items()
             if role.kind is RoleKind.INPUT_GRADIENT
         }
         self.parameter_gradients = [
-            places[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.parameter_names
+            gradients[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.returned_names
         ]
-        layouts = {role: _Layout(fake) for role, fake in program.layouts.items()}
-        self.input_layouts = {
-            role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.INPUT
-        }
-        self.tangent_layouts = {
-            role.index: layout for role, layout in layouts.items() if role.kind is RoleKind.TANGENT
-        }
+        self.input_layouts = _layouts(program, RoleKind.INPUT)
+        self.tangent_layouts = _layouts(program, RoleKind.TANGENT)
+        self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
+        # One for each device of inputs, kept for the next call.
         self._anchors: dict[torch.device, _Anchor] = {}
+        # The owners of the last call and their accumulation nodes. Autograd makes a node anew for
+        # each gradient if nobody holds it, at the cost of a small addition.
         self._owners: dict[str, torch.Tensor] = {}
-        self._accumulators: list[Any] = []
+        self._accumulation_nodes: list[Any] = []
 
     def run(
         self, inputs: Sequence[torch.Tensor], *, hooks_last: bool = False
@@ -109,45 +126,31 @@ class Runner:
 
         Args:
             inputs: the tensors of the call.
-            hooks_last: hooks of parameters must fire when the step is done; see `data_parallel`.
+            hooks_last: hooks of parameters must fire when the step is done; see
+                `rockmate.runtime.ddp`.
         """
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
-        given = inputs
-        inputs = [
-            self.input_layouts[index].of(unwrap_if_dead(tensor))
-            for index, tensor in enumerate(given)
-        ]
-        self._refuse_shared(given)
+        laid_out = [self.input_layouts[index].apply(given) for index, given in enumerate(inputs)]
+        self._refuse_shared(inputs)
         owners = self.gradient_owners()
-        if self.parameter_names:
-            parameters = [self.binding[name] for name in self.parameter_names]
-        elif hooks_last or not _is_awaited(owners.values()):
+        if self.returned_names:
+            parameters = [self.binding[name] for name in self.returned_names]
+        elif hooks_last or not _may_be_needed_early(owners.values()):
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
-        is_plain = not self.parameter_names and not has_functorch_transforms()
-        apply = _apply if is_plain else PlannedStep.apply  # which refuses such transforms
-        outputs = apply(self, owners, anchor, anchor.leaf, len(inputs), *inputs, *parameters)
-        for (
-            index
-        ) in self.changed_inputs:  # a copy in the planned layout has been changed in its place
-            if inputs[index] is not given[index]:
-                given[index].detach().copy_(inputs[index])
+        outputs = PlannedStep.apply(
+            self, owners, anchor, anchor.leaf, len(laid_out), *laid_out, *parameters
+        )
+        for index in self.updated_inputs:
+            # The forward has updated a copy in the planned layout.
+            if laid_out[index] is not inputs[index]:
+                inputs[index].detach().copy_(laid_out[index])
         return outputs
 
-    def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises if an input that the forward changes in place shares memory with another, which the capture did not know."""
-        if not self.changed_inputs:
-            return
-        memory = [storage_id(tensor) for tensor in inputs]
-        shared = [index for index in self.changed_inputs if memory.count(memory[index]) > 1]
-        if shared:
-            msg = f"input {shared[0]} is changed in place by the model and shares memory with another input. Pass a copy of one of them."
-            raise SignatureMismatchError(msg)
-
     def gradient_owners(self) -> dict[str, torch.Tensor]:
-        """The parameters whose gradients the backward will hand over: those that stand in the module now.
+        """Name -> parameter in the module now, for each gradient that the backward accumulates.
 
         Raises:
             SignatureMismatchError: one of them is no leaf, so it has no `.grad` to add to.
@@ -155,32 +158,45 @@ class Runner:
         owners = [holder[key] for holder, key in self._owner_places]
         if self._owners and all(map(operator.is_, owners, self._owners.values())):
             return self._owners
-        derived = [
-            name
-            for name, owner in zip(self.delivered_names, owners, strict=True)
-            if not owner.is_leaf
-        ]
+        named = dict(zip(self.program.accumulated, owners, strict=True))
+        derived = [name for name, owner in named.items() if not owner.is_leaf]
         if derived:
             msg = (
-                f"{derived[0]} is computed from other tensors in this call (functional_call, a swapped parameter), so its gradient has no "
-                'place in .grad. Make the module with gradients="returned".'
+                f"{derived[0]} is computed from other tensors in this call (functional_call, a "
+                "swapped parameter), so its gradient has no place in .grad. Make the module with "
+                'gradients="returned".'
             )
             raise SignatureMismatchError(msg)
-        # Nodes at which autograd accumulates; one that nobody holds is made anew for each gradient, at the cost of adding it.
-        self._accumulators = [
+        self._accumulation_nodes = [
             torch.autograd.graph.get_gradient_edge(owner).node for owner in owners
         ]
-        self._owners = dict(zip(self.delivered_names, owners, strict=True))
+        self._owners = named
         return self._owners
 
     def release_accumulators(self) -> None:
-        """Lets go of the nodes at which autograd accumulates: they remember the shapes that parameters had (`.data` may be another)."""
+        """Drops cached accumulation nodes, whose metadata `parameter.data = ...` makes stale."""
         self._owners = {}
-        self._accumulators.clear()
+        self._accumulation_nodes.clear()
+
+    def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raises if an input that the forward updates shares memory with another input.
+
+        The capture took all inputs for separate.
+        """
+        if not self.updated_inputs:
+            return
+        storages = [storage_id(tensor) for tensor in inputs]
+        shared = [index for index in self.updated_inputs if storages.count(storages[index]) > 1]
+        if shared:
+            msg = (
+                f"input {shared[0]} is changed in place by the model and shares memory with "
+                "another input. Pass a copy of one of them."
+            )
+            raise SignatureMismatchError(msg)
 
 
 class PlannedStep(torch.autograd.Function):
-    """The step as one autograd function; see the module docstring."""
+    """The step as one autograd function; the module docstring has the roles of its tensors."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -193,96 +209,73 @@ class PlannedStep(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
-        with record_function("rockmate::forward"), autocast_off(), runner.dispatch():
-            values = program.forward(runner.read_in_forward.present(inputs))
-        for place in runner.updates:
-            role = program.results[place]
-            target = (
-                inputs[role.index]
-                if role.kind is RoleKind.INPUT_UPDATE
-                else runner.binding[role.name]
-            )
-            target.detach().copy_(values[place])
-        outputs = tuple([values[place] for place in runner.outputs])
-        kept: list[torch.Tensor | None] = list(values[len(program.results) :])
-        # A kept tensor that the user holds too goes through autograd, which notices when it is changed in place; an alias of it,
-        # since the output itself would refer to this node and never be freed.
-        held = [values[len(program.results) + place].detach() for place in program.held]
-        for place in program.held:
-            kept[place] = None
-        ctx.save_for_backward(*runner.read_in_backward.present(inputs), *held)
-        ctx.kept = kept  # pyright: ignore
-        ctx.owners = owners  # pyright: ignore
-        ctx.visited = () if runner.parameter_names else tensors[num_inputs:]  # pyright: ignore
-        ctx.runner, ctx.num_inputs, ctx.anchor = runner, num_inputs, anchor  # pyright: ignore
-        ctx.set_materialize_grads(
-            False
-        )  # outputs without a gradient would each get zeros of their size
-        ctx.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]  # pyright: ignore
-        ctx.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
+        with profiler_label("rockmate::forward"), autocast_off(), runner.dispatch():
+            values = program.forward(runner.forward_statics.tensors(inputs))
+        _write_updates(runner, inputs, values)
+        outputs = tuple([values[place] for place in runner.output_places])
+        saved: list[torch.Tensor | None] = list(values[len(program.results) :])
+        aliases = [values[len(program.results) + place].detach() for place in program.saved_outputs]
+        for place in program.saved_outputs:
+            saved[place] = None
+        fields: Any = ctx
+        # Released by autograd after a backward without `retain_graph`.
+        fields.save_for_backward(*runner.backward_statics.tensors(inputs), *aliases)
+        # Saved values and states, without saved outputs: None after such a backward.
+        fields.saved = saved
+        # These refer to tensors of the caller's, and live as long as the function's node.
+        fields.owners = owners
+        fields.visited = () if runner.returned_names else tensors[num_inputs:]
+        fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
+        # Shapes, not tensors: an output must not live as long as the node.
+        fields.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]
+        # Otherwise each output without a gradient would get zeros of its size.
+        fields.set_materialize_grads(False)
+        fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner, program = ctx.runner, ctx.runner.program
-        _refuse_what_no_schedule_serves(ctx, hands_over=not runner.parameter_names)
-        saved = ctx.saved_tensors
-        kept = list(ctx.kept)
-        for place, alias in zip(program.held, saved[len(runner.read_in_backward) :], strict=True):
-            kept[place] = alias
-        if keeps_graph():
-            kept = [
-                tensor.clone() for tensor in kept
-            ]  # the planned backward works in place on what it is given
-        else:
-            ctx.kept = None
+        _refuse_unsupported_backward(ctx, accumulates=not runner.returned_names)
         sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
-        sources = [*saved[: len(runner.read_in_backward)], *kept, sink, *_tangents(ctx, tangents)]
-        arguments = [sources[place] for place in runner.backward_order]
-        del saved, kept, sources  # the list of arguments is the only holder of what was kept
-        with record_function("rockmate::backward"), autocast_off(), runner.dispatch():
+        # The only holder of the saved values from here on.
+        arguments = _take_arguments(ctx, sink, tangents)
+        with profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
             values = program.backward(arguments)
             sink.close()
-        inputs = [None] * ctx.num_inputs
+        inputs: list[torch.Tensor | None] = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
-            inputs[index] = None if is_undefined(values[place]) else values[place]
-        parameters = [
-            None if is_undefined(values[place]) else values[place]
-            for place in runner.parameter_gradients
-        ]
+            inputs[index] = _defined(values[place])
         if isinstance(sink, LastHooksSink):
-            parameters = sink.rests_of(ctx.visited)
+            parameters = sink.remaining_gradients(ctx.visited)
+        else:
+            parameters = [_defined(values[place]) for place in runner.parameter_gradients]
         return None, None, None, None, None, *inputs, *parameters
 
 
-_apply = fast_apply(PlannedStep)
-
-
 class _Statics:
-    """The static arguments of an emitted graph, and where each stands."""
+    """The static arguments of an emitted function, and where each is found."""
 
     def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
-        self._places: list[
-            tuple[Mapping[str, Any] | None, Any]
-        ] = []  # None stands for the inputs of the call
-        for role in (
-            argument.what for argument in arguments if argument.kind is ArgumentKind.STATIC
-        ):
+        # (holder, key) of each; holder None stands for the inputs of the call.
+        self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
+        for argument in arguments:
+            if argument.kind is not ArgumentKind.STATIC:
+                continue
+            role = argument.source
             assert isinstance(role, Role)
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
+            elif role.kind is RoleKind.CONSTANT:
+                self._places.append((program.constants, role.name))
             else:
-                self._places.append(
-                    (program.constants, role.name)
-                    if role.kind is RoleKind.CONSTANT
-                    else binding.places[role.name]
-                )
+                self._places.append(binding.places[role.name])
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def present(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that stand there now, in the order of the arguments."""
+    def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are there now, in the order of the arguments."""
         return [inputs[key] if holder is None else holder[key] for holder, key in self._places]
 
 
@@ -291,13 +284,14 @@ class _Layout:
 
     def __init__(self, planned: torch.Tensor) -> None:
         self._shape, self._strides = tuple(planned.shape), tuple(planned.stride())
-        self._counting = [dim for dim, size in enumerate(self._shape) if size > 1]
+        # The stride of a dimension of size 1 does not matter.
+        self._dims = [dim for dim, size in enumerate(self._shape) if size > 1]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in this layout; itself if it has it."""
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor if it has this layout, else a copy that has."""
         strides = tensor.stride()
         if strides == self._strides or all(
-            strides[dim] == self._strides[dim] for dim in self._counting
+            strides[dim] == self._strides[dim] for dim in self._dims
         ):
             return tensor
         return torch.empty_strided(
@@ -306,37 +300,50 @@ class _Layout:
 
 
 class _Anchor:
-    """The leaf that makes a step require grad, and the node at which autograd would accumulate its gradient."""
+    """The leaf that makes a step's outputs require grad, and its accumulation node."""
 
     def __init__(self, device: torch.device) -> None:
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
 
-    def runs_to_leaves(self) -> bool:
+    def is_visited(self) -> bool:
         """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
         return will_execute(self.node)
 
 
-def _is_awaited(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether somebody may want a gradient before the step is done.
+def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a gradient may be needed before the step is done.
 
-    A hook may step and free it; in a group of processes its reduction may run beside the backward, and who does that is not seen from
-    Python. Otherwise the running engine visits the parameters in passing when the step is done, at a tenth of the cost of a visit from
-    within the backward.
+    A hook may step an optimizer and free the gradient. In a process group its reduction may run
+    beside the backward, which Python cannot see.
     """
     return is_distributed() or any(chain.from_iterable(map(all_hooks_of, parameters)))
 
 
-def _order(program: Program, num_outputs: int) -> list[int]:
-    """For each argument of the backward its place among static arguments, kept values, the sink and the outputs' gradients."""
+def _tensor_names(program: Program) -> list[str]:
+    """Names of the module's tensors that the program reads, updates or has gradients of."""
+    sources = [
+        argument.source for argument in (*program.forward_arguments, *program.backward_arguments)
+    ]
+    roles = [source for source in sources if isinstance(source, Role)]
+    roles += [*program.results, *program.gradients]
+    names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
+    return list(dict.fromkeys([*names, *program.accumulated]))
+
+
+def _layouts(program: Program, kind: RoleKind) -> dict[int, _Layout]:
+    return {
+        role.index: _Layout(fake) for role, fake in program.layouts.items() if role.kind is kind
+    }
+
+
+def _argument_order(program: Program) -> list[int]:
+    """For each argument of the backward, its position among the sources of `_take_arguments`."""
     num_statics = sum(
         argument.kind is ArgumentKind.STATIC for argument in program.backward_arguments
     )
-    statics, kept = (
-        iter(range(num_statics)),
-        iter(range(num_statics, num_statics + len(program.kept))),
-    )
-    sink = num_statics + len(program.kept)
+    sink = num_statics + len(program.saved)
+    statics, saved = iter(range(num_statics)), iter(range(num_statics, sink))
     order = []
     for argument in program.backward_arguments:
         match argument.kind:
@@ -345,38 +352,80 @@ def _order(program: Program, num_outputs: int) -> list[int]:
             case ArgumentKind.SINK:
                 order.append(sink)
             case ArgumentKind.TANGENT:
-                assert isinstance(argument.what, Role)
-                order.append(sink + 1 + argument.what.index)
-            case _:
-                order.append(next(kept))
+                assert isinstance(argument.source, Role)
+                order.append(sink + 1 + argument.source.index)
+            case ArgumentKind.SAVED | ArgumentKind.STATE:
+                order.append(next(saved))
     return order
 
 
-def _tangents(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of the outputs; zeros for a differentiable output that the user's loss does not use."""
-    given = list(tangents)
+def _take_arguments(
+    ctx: Any, sink: GradientSink, tangents: Sequence[torch.Tensor | None]
+) -> list[Any]:
+    """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
+    runner, program = ctx.runner, ctx.runner.program
+    num_statics = len(runner.backward_statics)
+    statics_and_aliases = ctx.saved_tensors
+    statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
+    saved = list(ctx.saved)
+    for place, alias in zip(program.saved_outputs, aliases, strict=True):
+        saved[place] = alias
+    if keeps_graph():
+        # The emitted backward writes in place to saved values.
+        saved = [tensor.clone() for tensor in saved]
+    else:
+        ctx.saved = None
+    sources = [*statics, *saved, sink, *_planned_tangents(ctx, tangents)]
+    return [sources[place] for place in runner.argument_order]
+
+
+def _planned_tangents(
+    ctx: Any, tangents: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Tangents in the planned layouts; zeros for a differentiable output that no loss uses."""
+    planned = list(tangents)
     for index, layout in ctx.runner.tangent_layouts.items():
         tangent = tangents[index]
         if tangent is None:
             shape, dtype, device = ctx.output_metadata[index]
             tangent = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        given[index] = layout.of(tangent)
-    return given
+        planned[index] = layout.apply(tangent)
+    return planned
 
 
-def _refuse_what_no_schedule_serves(ctx: Any, *, hands_over: bool) -> None:
-    if ctx.kept is None:
+def _write_updates(
+    runner: Runner, inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> None:
+    """Copies the new values of buffers and inputs to their places."""
+    for place in runner.update_places:
+        role = runner.program.results[place]
+        is_input = role.kind is RoleKind.INPUT_UPDATE
+        target = inputs[role.index] if is_input else runner.binding[role.name]
+        target.detach().copy_(values[place])
+
+
+def _defined(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The gradient, None if it is undefined."""
+    return None if is_undefined(gradient) else gradient
+
+
+def _refuse_unsupported_backward(ctx: Any, *, accumulates: bool) -> None:
+    if ctx.saved is None:
         msg = (
-            "backward ran a second time through the same forward, whose values have been freed. Call the module again, or pass "
-            "retain_graph=True to the first backward (which then keeps them beyond the budget)."
+            "backward ran a second time through the same forward, whose values have been freed. "
+            "Call the module again, or pass retain_graph=True to the first backward, which then "
+            "keeps them beyond the budget."
         )
         raise BackwardError(msg)
     if torch.is_grad_enabled():
-        msg = "create_graph=True asks for a second derivative, which a planned backward does not have. Use the plain model for it."
-        raise BackwardError(msg)
-    if hands_over and not ctx.anchor.runs_to_leaves():
         msg = (
-            "torch.autograd.grad and backward(inputs=...) want gradients returned, but this module hands them to .grad as they "
-            'arise. Make it with gradients="returned".'
+            "create_graph=True asks for a second derivative, which a planned backward does not "
+            "have. Use the plain model for it."
+        )
+        raise BackwardError(msg)
+    if accumulates and not ctx.anchor.is_visited():
+        msg = (
+            "torch.autograd.grad and backward(inputs=...) want gradients returned, but this module "
+            'adds them to .grad as they are computed. Make it with gradients="returned".'
         )
         raise BackwardError(msg)

@@ -1,15 +1,39 @@
-"""How parameter gradients leave the backward: each is added to `.grad` as soon as it is final, and its hooks fire once.
+"""Accumulates the gradients of parameters inside a planned backward.
 
-Gradients are added to `.grad` directly. Autograd's engine then visits the parameter's accumulation node with a gradient without any
-element, so that all that is hooked to it fires. A weight that is tied arrives as several gradients; its node is visited once, after the
-last, and the first need not wait in memory for it. A visit from within a backward takes as long as ten small additions, and who waits
-for it cannot always be seen from Python (DistributedDataParallel does): so none is left out, but where no hook is seen, parameters are
-visited a few at a time in a group of processes, and otherwise all by the engine that runs anyway, when the step is done.
+[Note: who owns a gradient]
 
-The gradient of a large weight is a matrix product that nobody else reads. It is made and added slice by slice: the whole of it, often
-the largest tensor of the backward, never exists. Each element is the same dot product, so on CPU the result is bitwise the same; a
-library that sums in another order for another shape may round it differently (within 1e-6 relative). The gradient of an embedding is
-zero but for the rows of the tokens at hand, so only those are made and added.
+A *partial gradient* is the result of one op: the gradient of one use of a parameter. A tied
+parameter has several of them. At any time it has one owner:
+
+1. The emitted backward, from the op that computes it to the call of the sink. The code then drops
+   its reference.
+2. `parameter.grad`, which belongs to the user. The sink adds each partial gradient to it at once
+   and keeps no reference, so that the first need not wait in memory for the last.
+3. The sink, instead of 2, if the parameter has a tensor hook (`register_hook`). Such a hook must
+   see the whole gradient once. The sink owns the sum of the partial gradients (`_hooked`) until the
+   last one has arrived, and then gives it to autograd's engine.
+
+A gradient is *complete* when its last partial gradient has been added. It is *final* when, further,
+no later op of the backward reads the parameter. Hooks may fire from then on. They may change the
+parameter and free `.grad`, as an optimizer inside the backward does.
+
+Hooks fire when autograd's engine visits the parameter's accumulation node. If `.grad` is complete,
+the engine gets an *empty gradient*, sparse and without elements, which changes nothing. A visit
+from within a backward takes as long as ten small additions. Who waits at a node cannot always be
+seen from Python: DistributedDataParallel waits in C++. So there are three cases:
+
+- No hook is seen, and there is no process group. The parameters are inputs of the planned step. The
+  running engine visits their nodes when the step is done, at a tenth of that cost
+  (`rockmate.runtime.ddp.LastHooksSink`).
+- There is a process group. The sink has a few nodes visited at a time, as gradients become final.
+- A hook is seen. The sink has the node visited at once.
+
+Two kinds of gradient never exist as a whole. The gradient of a large weight is a matrix product
+with no other reader. It is computed and added slice by slice; the whole would often be the largest
+tensor of the backward. Each element is the same dot product, so on CPU the result is bitwise equal.
+A library that sums in another order for another shape may round differently, within 1e-6 relative.
+The gradient of an embedding is zero but for the rows of the batch's tokens. Only these are computed
+and added.
 """
 
 from __future__ import annotations
@@ -19,20 +43,20 @@ from functools import lru_cache
 
 import torch
 
-from rockmate._torch.engine import accumulate, dispatch_keys
+from rockmate._torch import engine
 from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate.graph.ir import SlicedMatmul
-from rockmate.ops.unused_gradient import is_undefined
+from rockmate.ops.undefined_gradient import is_undefined
 
-_VISITED_AT_ONCE = 8  # parameters
-_VISITED_WITHIN_BYTES = (
-    1 << 20
-)  # of them: far less than a bucket that data-parallel training reduces at once
+# In a process group, nodes are visited as soon as this many parameters wait, ...
+_MAX_WAITING = 8
+# ... or parameters of more than this many bytes: far less than a bucket that a group reduces.
+_MAX_WAITING_BYTES = 1 << 20
 
 
 def emit_gradient(sink: GradientSink, gradient: torch.Tensor, name: str, is_final: bool) -> None:
-    """Hands one parameter gradient over; called from the emitted backward."""
-    sink.accept(name, gradient, is_final=is_final)
+    """Accumulates one partial gradient; called from the emitted backward."""
+    sink.accumulate(name, gradient, is_final=is_final)
 
 
 def emit_sliced_matmul(
@@ -46,11 +70,11 @@ def emit_sliced_matmul(
     slice_size: int,
     is_one_of_several: bool,
 ) -> None:
-    """Hands over the product of two matrices, slice by slice; called from the emitted backward."""
-    product = SlicedMatmul(
+    """Accumulates the product of two matrices by slices; called from the emitted backward."""
+    form = SlicedMatmul(
         is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several
     )
-    sink.accept_product(name, left, right, product, is_final=is_final)
+    sink.accumulate_matmul(name, left, right, form, is_final=is_final)
 
 
 def emit_embedding_gradient(
@@ -62,128 +86,99 @@ def emit_embedding_gradient(
     name: str,
     is_final: bool,
 ) -> None:
-    """Hands over the gradient of an embedding, only the rows that a token touches; called from the emitted backward."""
-    sink.accept_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
+    """Accumulates the rows of an embedding's gradient; called from the emitted backward."""
+    sink.accumulate_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
 
 
 def fire_hooks(sink: GradientSink, name: str) -> None:
-    """Fires the hooks of a parameter that was still to be read when its gradient was final; called from the emitted backward."""
-    sink.finish(name)
+    """Fires the hooks of a parameter after its last read; called from the emitted backward."""
+    sink.fire_hooks(name)
 
 
 class GradientSink:
-    """Takes parameter gradients as they become final."""
+    """Accumulates partial gradients and fires the parameters' hooks; lives for one backward.
 
-    fires_hooks = True  # otherwise someone else does, when the step is done
+    Attributes:
+        fires_hooks: False if the engine fires them when the step is done.
+    """
+
+    fires_hooks = True
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Takes the parameters that the forward ran with, by name; hooks fire in the dispatcher's state at this moment."""
+        """Takes the dispatcher's state as it is now for the hooks.
+
+        Args:
+            parameters: name -> leaf that the forward ran with.
+        """
         self._leaves = parameters
-        self._dispatch_keys = dispatch_keys()
-        self._waiting: dict[int, torch.Tensor] = {}
-        self._unused: set[int] = set()  # parameters of which a use has come to nothing
-        self._begun: set[int] = set()  # parameters that have a gradient, with another one to come
-        self._complete: list[
-            torch.Tensor
-        ] = []  # their `.grad` is, and their nodes are yet to be visited
-        self._complete_bytes = 0
+        self._dispatch_keys = engine.dispatch_keys()
+        # id of a parameter with a tensor hook -> sum of its partial gradients so far.
+        self._hooked: dict[int, torch.Tensor] = {}
+        # Parameters with an undefined partial gradient: the step has not used them there.
+        self._undefined: set[int] = set()
+        # Parameters with a partial gradient that was not final.
+        self._begun: set[int] = set()
+        # Parameters with a final gradient in `.grad`, whose nodes are not yet visited; their bytes.
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_bytes = 0
 
-    def accept(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
-        """Adds `gradient` to the `.grad` of parameter `name`; hooks fire if it is the parameter's last of this backward.
+    def accumulate(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
+        """Adds a partial gradient to the `.grad` of a parameter; hooks fire if it is final.
 
-        One that is marked as unused leaves all as it is, as autograd does.
+        An undefined gradient leaves `.grad` as it is, as in autograd.
         """
         parameter = self._leaves[name]
-        if not parameter.requires_grad:  # frozen since the forward: autograd would drop it, too
+        # Frozen since the forward: autograd drops the gradient, too.
+        if not parameter.requires_grad:
             return
         if is_undefined(gradient):
-            self._unused.add(id(parameter))
+            self._undefined.add(id(parameter))
             if is_final:
-                self.finish(name)
+                self.fire_hooks(name)
             return
         self._begin(parameter, is_final=is_final)
-        if self._must_see_whole(parameter):
-            waiting = self._waiting.pop(id(parameter), None)
-            whole = gradient if waiting is None else waiting + gradient
-            if is_final and self.fires_hooks:
-                self._accumulate((parameter,), (whole,))
-            else:
-                self._waiting[id(parameter)] = whole.clone() if waiting is None else whole
+        if self._needs_whole(parameter):
+            self._accumulate_hooked(parameter, gradient, is_final=is_final)
             return
-        at_rest = parameter.grad
-        if at_rest is None:
+        total = parameter.grad
+        if total is None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        elif at_rest.layout is torch.strided:
-            at_rest.add_(gradient)
+        elif total.layout is torch.strided:
+            total.add_(gradient)
         else:
-            parameter.grad = gradient + at_rest  # in the order that the engine takes
+            # Operands in the order of autograd's engine.
+            parameter.grad = gradient + total
         if is_final:
-            self._visit(parameter)
+            self._fire_hooks(parameter)
 
-    def finish(self, name: str) -> None:
-        """Fires the hooks of parameter `name`, whose gradient has been accepted as not final; none if the step has not used it."""
-        parameter = self._leaves[name]
-        if not parameter.requires_grad or id(parameter) in self._unused - self._begun:
-            return
-        if self.fires_hooks and id(parameter) in self._waiting:
-            self._accumulate((parameter,), (self._waiting.pop(id(parameter)),))
-        else:
-            self._visit(parameter)
-
-    def _visit(self, parameter: torch.Tensor) -> None:
-        """Has the node of a parameter whose `.grad` is complete visited: at once if a hook is seen, else with others."""
-        if not self.fires_hooks:
-            return
-        self._complete.append(parameter)
-        self._complete_bytes += parameter.nbytes
-        is_enough = (
-            len(self._complete) == _VISITED_AT_ONCE or self._complete_bytes > _VISITED_WITHIN_BYTES
-        )
-        if is_enough or has_accumulation_hooks(parameter):
-            self.close()
-
-    def close(self) -> None:
-        """Visits the nodes that are left; to be called when nothing more is to come."""
-        if self._complete:
-            complete, self._complete, self._complete_bytes = tuple(self._complete), [], 0
-            self._accumulate(
-                complete, tuple([nothing(p.shape, p.dtype, p.device) for p in complete])
-            )
-
-    def _accumulate(
-        self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Lets the engine add gradients to `.grad` and fire the hooks of the parameters."""
-        accumulate(parameters, gradients, self._dispatch_keys)
-
-    def accept_product(
+    def accumulate_matmul(
         self,
         name: str,
         left: torch.Tensor,
         right: torch.Tensor,
-        product: SlicedMatmul,
+        form: SlicedMatmul,
         *,
         is_final: bool,
     ) -> None:
-        """Adds `left @ right` (or its transpose) to the `.grad` of parameter `name` without ever holding all of it."""
+        """Adds `left @ right`, or its transpose, to `.grad` slice by slice."""
         parameter = self._leaves[name]
         if not parameter.requires_grad:
             return
-        if self._must_see_whole(parameter):
+        if self._needs_whole(parameter):
             whole = torch.mm(left, right)
-            self.accept(name, whole.t() if product.is_flipped else whole, is_final=is_final)
+            self.accumulate(name, whole.t() if form.is_flipped else whole, is_final=is_final)
             return
         self._begin(parameter, is_final=is_final)
-        gradient = _gradient_at_rest(parameter)
-        total = gradient.t() if product.is_flipped else gradient
-        if product.is_one_of_several:
+        gradient = _grad_or_zeros(parameter)
+        total = gradient.t() if form.is_flipped else gradient
+        if form.is_one_of_several:
             total.addmm_(left, right)
         else:
-            _add_by_slices(total, left, right, product)
+            _add_slices(total, left, right, form)
         if is_final:
-            self._visit(parameter)
+            self._fire_hooks(parameter)
 
-    def accept_embedding(
+    def accumulate_embedding(
         self,
         name: str,
         gradient: torch.Tensor,
@@ -193,59 +188,101 @@ class GradientSink:
         *,
         is_final: bool,
     ) -> None:
-        """Adds the gradient of an embedding's weight to the `.grad` of parameter `name`, touched rows only.
+        """Adds the gradient of an embedding's weight to `.grad`, only the rows of its tokens.
 
-        Rows are numbered anew without the untouched ones, and ATen's own kernel adds up the tokens of each, in its order.
+        The rows are numbered without gaps. ATen's own kernel adds up the tokens of each row, in its
+        own order.
         """
         parameter = self._leaves[name]
         if not parameter.requires_grad:
             return
         backward = torch.ops.aten.embedding_dense_backward
-        if self._must_see_whole(parameter):
-            self.accept(
-                name,
-                backward(gradient, indices, num_weights, padding_idx, False),
-                is_final=is_final,
-            )
+        if self._needs_whole(parameter):
+            whole = backward(gradient, indices, num_weights, padding_idx, False)
+            self.accumulate(name, whole, is_final=is_final)
             return
         self._begin(parameter, is_final=is_final)
-        touched, row_of_token = torch.unique(indices, return_inverse=True)
-        rows = backward(gradient, row_of_token, touched.numel(), -1, False)
+        tokens, row_of_position = torch.unique(indices, return_inverse=True)
+        rows = backward(gradient, row_of_position, tokens.numel(), -1, False)
         if padding_idx >= 0:
-            rows[touched == padding_idx] = 0.0
-        _gradient_at_rest(parameter).index_add_(0, touched, rows)
+            rows[tokens == padding_idx] = 0.0
+        _grad_or_zeros(parameter).index_add_(0, tokens, rows)
         if is_final:
-            self._visit(parameter)
+            self._fire_hooks(parameter)
+
+    def fire_hooks(self, name: str) -> None:
+        """Fires the hooks of a parameter whose gradient is complete; none if it is undefined."""
+        parameter = self._leaves[name]
+        if not parameter.requires_grad or id(parameter) in self._undefined - self._begun:
+            return
+        if self.fires_hooks and id(parameter) in self._hooked:
+            self._visit((parameter,), (self._hooked.pop(id(parameter)),))
+        else:
+            self._fire_hooks(parameter)
+
+    def close(self) -> None:
+        """Has the nodes visited that still wait; to be called after the last gradient."""
+        if self._waiting:
+            waiting, self._waiting, self._waiting_bytes = tuple(self._waiting), [], 0
+            self._visit(
+                waiting, tuple([empty_gradient(p.shape, p.dtype, p.device) for p in waiting])
+            )
 
     def _begin(self, parameter: torch.Tensor, *, is_final: bool) -> None:
         if not is_final:
             self._begun.add(id(parameter))
 
-    def _must_see_whole(self, parameter: torch.Tensor) -> bool:
+    def _needs_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
-        return bool(
-            has_tensor_hooks(parameter) or (self._waiting and id(parameter) in self._waiting)
-        )
+        is_begun = bool(self._hooked) and id(parameter) in self._hooked
+        return has_tensor_hooks(parameter) or is_begun
+
+    def _accumulate_hooked(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_final: bool
+    ) -> None:
+        partial = self._hooked.pop(id(parameter), None)
+        whole = gradient if partial is None else partial + gradient
+        if is_final and self.fires_hooks:
+            self._visit((parameter,), (whole,))
+        else:
+            # The emitted backward may reuse the memory of `gradient`.
+            self._hooked[id(parameter)] = whole.clone() if partial is None else whole
+
+    def _fire_hooks(self, parameter: torch.Tensor) -> None:
+        """Has the node of a parameter visited: at once if a hook is seen, else with others."""
+        if not self.fires_hooks:
+            return
+        self._waiting.append(parameter)
+        self._waiting_bytes += parameter.nbytes
+        is_full = len(self._waiting) == _MAX_WAITING or self._waiting_bytes > _MAX_WAITING_BYTES
+        if is_full or has_accumulation_hooks(parameter):
+            self.close()
+
+    def _visit(
+        self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Lets the engine accumulate gradients and fire the hooks of their parameters."""
+        engine.accumulate(parameters, gradients, self._dispatch_keys)
 
 
-def _add_by_slices(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: SlicedMatmul
+def _add_slices(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, form: SlicedMatmul
 ) -> None:
-    for start in range(0, total.shape[product.dim], product.slice_size):
-        length = min(product.slice_size, total.shape[product.dim] - start)
-        rows = left.narrow(0, start, length) if product.dim == 0 else left
-        columns = right.narrow(1, start, length) if product.dim == 1 else right
-        total.narrow(product.dim, start, length).add_(torch.mm(rows, columns))
+    for start in range(0, total.shape[form.dim], form.slice_size):
+        length = min(form.slice_size, total.shape[form.dim] - start)
+        rows = left.narrow(0, start, length) if form.dim == 0 else left
+        columns = right.narrow(1, start, length) if form.dim == 1 else right
+        total.narrow(form.dim, start, length).add_(torch.mm(rows, columns))
 
 
-def _gradient_at_rest(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's `.grad`, made of zeros if there is none."""
+def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's `.grad`, set to zeros if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 @lru_cache(maxsize=256)
-def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A gradient that adds nothing: sparse and without elements, so that adding it takes no pass over `.grad`."""
+def empty_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty sparse gradient: fires accumulation hooks and leaves `.grad` untouched."""
     return torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)

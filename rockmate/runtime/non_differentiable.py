@@ -1,7 +1,8 @@
-"""Outputs that the plan cuts from the backward: a loss that uses one is told, and does not train without that part.
+"""Raises if a loss depends on an output that the plan treats as non-differentiable.
 
-With `differentiable="loss"` the loss alone has a gradient, where the model's output has one. In eager every other output has one, too, so
-a term of them that is added outside the model (distillation, an auxiliary loss) would train there, and be left out here without a word.
+With `differentiable="loss"` the plan has a gradient for the model's own loss alone. In eager the
+other outputs have gradients, too. A loss term that is computed of them outside the model, such as
+distillation or an auxiliary loss, trains in eager. A planned step would silently leave it out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import torch
 
 from rockmate.errors import BackwardError
 
-_LEAF = torch.empty(
-    0, requires_grad=True
-)  # makes the result require grad; nothing is ever added to its own
+# Makes outputs require grad. Its own gradient stays None.
+_LEAF = torch.empty(0, requires_grad=True)
 
 
 class NonDifferentiableOutput(torch.autograd.Function):
@@ -29,13 +29,14 @@ class NonDifferentiableOutput(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[None, None]:  # noqa: D102
         if tangents[0] is not None and bool(tangents[0].any()):
             msg = (
-                f"the loss uses an output of shape {tuple(tangents[0].shape)} beside the model's own loss, and the plan has no gradient "
-                'for it. Make the module with differentiable="all", or detach that output.'
+                f"the loss uses an output of shape {tuple(tangents[0].shape)} beside the model's "
+                "own loss, and the plan has no gradient for it. Make the module with "
+                'differentiable="all", or detach that output.'
             )
             raise BackwardError(msg)
         return None, None
 
 
 def forbid_gradient(output: torch.Tensor) -> torch.Tensor:
-    """The output's values in the same memory, as a tensor through which no gradient passes unnoticed."""
+    """The output in the same memory, as a tensor whose backward raises for a nonzero gradient."""
     return NonDifferentiableOutput.apply(_LEAF, output)

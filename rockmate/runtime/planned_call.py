@@ -9,7 +9,7 @@ from functools import cached_property
 from rockmate.capture.signature import CallSignature, ModelSignature
 from rockmate.capture.structure import Structure
 from rockmate.plan.plan import Plan
-from rockmate.runtime.emit import Program
+from rockmate.runtime.program import Program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,8 @@
-"""A program for every size of a step: its code looks numbers up by name, so other sizes take other numbers and no new code."""
+"""One program for all sizes of a step.
+
+The code of a program that was emitted from a generic capture looks its numbers up by name. Other
+sizes need other numbers and no other code.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,16 @@ from typing import Any
 
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.graph.ir import Op, Storage
-from rockmate.runtime.emit import Argument, Program
+from rockmate.runtime.program import Argument, Program
 
 
 def specialize(program: Program, numbers: SizedNumbers) -> Program:
-    """A program that was emitted from a generic capture, at the sizes of one call; its code is shared, names of sizes included."""
+    """The program at the sizes of one call, with the same code.
+
+    Args:
+        program: emitted from a generic capture.
+        numbers: values of the names of sizes.
+    """
     return replace(
         program,
         forward=_bound(program.forward, numbers.by_name),
@@ -24,7 +33,7 @@ def specialize(program: Program, numbers: SizedNumbers) -> Program:
 
 
 def _bound(function: Any, numbers: Mapping[str, int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A method of a generated module with numbers for names that its code takes for globals."""
+    """A method of a generated module, with numbers for the names that its code looks up."""
     code: FunctionType = function.__func__
     rebound = FunctionType(
         code.__code__,
@@ -37,25 +46,25 @@ def _bound(function: Any, numbers: Mapping[str, int]) -> Callable[[list[Any]], t
 
 
 def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> str:
-    """How a program differs, at one call's sizes, from one that was emitted for those sizes, in words; empty if in nothing."""
+    """The first difference between a program at one call's sizes and one emitted for those sizes.
+
+    Returns:
+        A description, empty if the programs are equal.
+    """
     for half in ("forward_code", "backward_code"):
-        mine, theirs = (
-            _with_numbers(getattr(program, half), numbers.by_name).splitlines(),
-            getattr(concrete, half).splitlines(),
-        )
+        mine = _with_numbers(getattr(program, half), numbers.by_name).splitlines()
+        theirs = getattr(concrete, half).splitlines()
         if mine != theirs:
-            pairs = zip(mine, theirs, strict=False)
-            line, other = next(
-                (pair for pair in pairs if pair[0] != pair[1]),
-                (f"{len(mine)} lines", f"{len(theirs)} lines"),
-            )
+            different = (pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1])
+            lengths = f"{len(mine)} lines", f"{len(theirs)} lines"
+            line, other = next(different, lengths)
             return f"{line.strip()!r} instead of {other.strip()!r} in the {half.partition('_')[0]}"
-    for part in ("forward_arguments", "backward_arguments", "kept"):
+    for part in ("forward_arguments", "backward_arguments", "saved"):
         if list(map(_place, getattr(program, part))) != list(map(_place, getattr(concrete, part))):
             return f"other {part}"
     same = all(
         getattr(program, part) == getattr(concrete, part)
-        for part in ("results", "gradients", "delivered", "differentiable")
+        for part in ("results", "gradients", "accumulated", "differentiable")
     )
     return "" if same else "other results"
 
@@ -66,6 +75,5 @@ def _with_numbers(code: str, numbers: Mapping[str, int]) -> str:
 
 def _place(argument: Argument) -> Any:
     """An argument in terms that two graphs of the same step share."""
-    return argument.kind, argument.what.index if isinstance(
-        argument.what, Storage | Op
-    ) else argument.what
+    source = argument.source
+    return argument.kind, source.index if isinstance(source, Storage | Op) else source

@@ -26,18 +26,18 @@ from rockmate.errors import InvalidBudgetError, UnsupportedModelError
 from rockmate.graph.in_place import _FORMS
 from rockmate.ops.kernels import (
     CHUNK_BYTES,
-    DRAWN_AT_ONCE,
-    _draw,
-    _draws_whole_numbers,
-    batch_norm_again,
-    can_normalize_again,
-    can_pool_again,
+    DRAW_CHUNK_NUMEL,
+    _draw_integers,
+    _integer_draw_matches,
+    can_recompute_max_pool,
+    can_recompute_normalization,
     cross_entropy_backward,
     dropout_apply,
     dropout_mask,
-    normalize_again,
-    offsets_to_keep,
-    pool_again,
+    recompute_batch_norm,
+    recompute_max_pool,
+    recompute_normalization,
+    saved_offsets,
 )
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def test_large_dropout_and_its_gradient_are_eager_s(
     torch.manual_seed(2)
     values, gradient = (layout(torch.randn(rows, columns).to(dtype)) for _ in range(2))
     values[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
-    assert values.numel() > 2 * CHUNK_BYTES // dtype.itemsize > 4 * DRAWN_AT_ONCE
+    assert values.numel() > 2 * CHUNK_BYTES // dtype.itemsize > 4 * DRAW_CHUNK_NUMEL
     values.requires_grad_()
     torch.manual_seed(3)
     output = torch.nn.functional.dropout(values, probability)
@@ -137,12 +137,12 @@ def test_masks_are_drawn_as_pytorch_draws_them(kept: float) -> None:
     """
     ours, theirs = (torch.zeros(100_003, dtype=torch.bool) for _ in range(2))
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
-    _draw(ours, kept, generators[0])
+    _draw_integers(ours, kept, generators[0])
     theirs.bernoulli_(kept, generator=generators[1])
     is_same = torch.equal(ours, theirs) and torch.equal(
         generators[0].get_state(), generators[1].get_state()
     )
-    assert is_same == _draws_whole_numbers()
+    assert is_same == _integer_draw_matches()
 
 
 def test_a_mask_without_data_is_drawn_without_data() -> None:
@@ -271,7 +271,7 @@ def test_batch_norm_again(shape: tuple[int, ...], affine: bool) -> None:
         values, weight, bias, mean, var, True, 0.1, 1e-5
     )
     other_mean = torch.randn(5)
-    ours = batch_norm_again(values, weight, bias, other_mean, var, True, 0.1, 1e-5)
+    ours = recompute_batch_norm(values, weight, bias, other_mean, var, True, 0.1, 1e-5)
     assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
 
 
@@ -301,8 +301,8 @@ def test_normalizing_again_gives_the_bits_of_batch_norm(
         expected = aten._native_batch_norm_legit_functional(
             values, weight, bias, *running, True, 0.1, 1e-5
         )
-        assert can_normalize_again(values, weight, bias, *expected[1:3])
-        ours = normalize_again(values, weight, bias, *expected[1:3])
+        assert can_recompute_normalization(values, weight, bias, *expected[1:3])
+        ours = recompute_normalization(values, weight, bias, *expected[1:3])
         assert all(same_bits(a, b) for a, b in zip(ours[:3], expected[:3], strict=True))
         assert [a.stride() for a in ours[:3]] == [b.stride() for b in expected[:3]]
         assert all(
@@ -312,15 +312,15 @@ def test_normalizing_again_gives_the_bits_of_batch_norm(
 
 def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
     values, vector = torch.randn(4, 5, 6, 7), torch.randn(5)
-    assert can_normalize_again(values, None, None, vector, vector)
-    assert not can_normalize_again(
+    assert can_recompute_normalization(values, None, None, vector, vector)
+    assert not can_recompute_normalization(
         values.permute(0, 1, 3, 2), None, None, vector, vector
     )  # another kernel, which rounds otherwise
-    assert not can_normalize_again(values.bfloat16(), vector, vector, vector, vector)
-    assert not can_normalize_again(
+    assert not can_recompute_normalization(values.bfloat16(), vector, vector, vector, vector)
+    assert not can_recompute_normalization(
         values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16()
     )
-    assert not can_normalize_again(values, vector.double(), vector, vector, vector)
+    assert not can_recompute_normalization(values, vector.double(), vector, vector, vector)
 
 
 # --- max-pooling ----------------------------------------------------------------------------------
@@ -346,10 +346,10 @@ def test_pooling_again_gives_the_bits_of_max_pooling(
     values.view(-1)[3] = torch.nan
     for given in (values, values.double(), values.bfloat16()):
         expected = aten.max_pool2d_with_indices(given, *arguments)
-        assert can_pool_again(given, *arguments)
-        offsets = offsets_to_keep(expected[1:], given, *arguments)
+        assert can_recompute_max_pool(given, *arguments)
+        offsets = saved_offsets(expected[1:], given, *arguments)
         assert offsets.nbytes == expected[1].nbytes / 4
-        ours = pool_again(given, offsets[0], *arguments)
+        ours = recompute_max_pool(given, offsets[0], *arguments)
         assert ours[0].isnan().any()
         assert same_bits(ours[0].isnan(), expected[0].isnan())
         assert same_bits(ours[0].nan_to_num(nan=3.0), expected[0].nan_to_num(nan=3.0))
@@ -358,9 +358,11 @@ def test_pooling_again_gives_the_bits_of_max_pooling(
 
 
 def test_what_cannot_be_pooled_again() -> None:
-    assert not can_pool_again(torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2])
-    assert can_pool_again(torch.empty(1, 3, 32766), [2, 2])
-    assert not can_pool_again(
+    assert not can_recompute_max_pool(
+        torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2]
+    )
+    assert can_recompute_max_pool(torch.empty(1, 3, 32766), [2, 2])
+    assert not can_recompute_max_pool(
         torch.empty(1, 3, 32768), [2, 2]
     )  # the offset of the second row does not fit into two bytes
 
@@ -610,12 +612,12 @@ def test_random_state_of_a_recomputation() -> None:
 
     device = torch.device("cpu")
     torch.manual_seed(7)
-    state = random_state.keep_state(device)
+    state = random_state.get_random_state(device)
     first = torch.rand(5)
     present = torch.get_rng_state()
-    before = random_state.exchange_state(device, state)
+    before = random_state.exchange_random_state(device, state)
     recompute = torch.rand(5)
-    random_state.exchange_state(device, before)
+    random_state.exchange_random_state(device, before)
     assert torch.equal(first, recompute)
     assert torch.equal(torch.get_rng_state(), present)
     assert random_state.is_random(aten.bernoulli.p)

@@ -1,0 +1,258 @@
+"""Writes the ops of a schedule into an fx graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.capture.nodes import layout_of
+from rockmate.capture.roles import Role, RoleKind
+from rockmate.graph.in_place import in_place_call, reusable_operand
+from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
+from rockmate.ops.rng import exchange_random_state, get_random_state
+from rockmate.runtime.gradient_sink import (
+    emit_embedding_gradient,
+    emit_gradient,
+    emit_sliced_matmul,
+    fire_hooks,
+)
+from rockmate.runtime.hook_schedule import HookSchedule
+from rockmate.runtime.program import Argument, ArgumentKind
+from rockmate.schedule.schedule import Schedule
+
+
+class GraphWriter:
+    """One fx graph in the making. It knows which of its nodes holds each value at present.
+
+    Attributes:
+        source: the joint graph. Its nodes name the values.
+        schedule: the order of ops.
+        recomputed: indices of the ops that run more than once.
+        has_run: indices of the ops that have run, in the forward too.
+        graph: what is written.
+        arguments: of `graph`, in order.
+        states: op -> node that holds what its first run saves for its recomputation.
+    """
+
+    def __init__(
+        self,
+        source: Graph,
+        schedule: Schedule,
+        ends: Sequence[Sequence[Storage]],
+        recomputed: AbstractSet[int],
+        *,
+        has_run: AbstractSet[int] = frozenset(),
+        hook_schedule: HookSchedule | None = None,
+    ) -> None:
+        """Begins an empty graph.
+
+        Args:
+            source: ops and storages.
+            schedule: the order of ops.
+            ends: for each position of the schedule, the storages that are read last there.
+            recomputed: indices of the ops that run more than once.
+            has_run: indices of the ops that run before this graph.
+            hook_schedule: when hooks fire; None in the forward.
+        """
+        self.source = source
+        self.schedule = schedule
+        self.recomputed = recomputed
+        self.has_run = set(has_run)
+        self.graph = fx.Graph()
+        self.arguments: list[Argument] = []
+        self.states: dict[Op, fx.Node] = {}
+        self._ends = ends
+        self._hook_schedule = hook_schedule
+        self._roles = dict(source.inputs)
+        self._updates = frozenset(source.updates)
+        # Node of the source -> node of `graph` that holds its value at present.
+        self._holders: dict[fx.Node, fx.Node] = {}
+        # Storage -> nodes of the source in it that have a holder.
+        self._held_in: dict[Storage, list[fx.Node]] = {}
+        self._last_placeholder: fx.Node | None = None
+        self._sink_node: fx.Node | None = None
+
+    def add_argument(self, argument: Argument) -> fx.Node:
+        """The placeholder of a further argument, behind the others."""
+        name = f"{argument.kind.value}_{len(self.arguments)}"
+        if self._last_placeholder is None:
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        else:
+            place = self.graph.inserting_after(self._last_placeholder)
+        with place:
+            node = self.graph.placeholder(name)
+        self._last_placeholder = node
+        self.arguments.append(argument)
+        if argument.kind is ArgumentKind.SAVED:
+            assert isinstance(argument.source, Storage)
+            self._hold(argument.source.root, node)
+        elif argument.kind is ArgumentKind.STATE:
+            assert isinstance(argument.source, Op)
+            self.states[argument.source] = node
+        return node
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The node that holds the value of a node of the source. Views are taken on demand."""
+        holder = self._holders.get(node)
+        if holder is not None:
+            return holder
+        role = self._roles.get(node)
+        if role is not None:
+            kind = ArgumentKind.TANGENT if role.kind is RoleKind.TANGENT else ArgumentKind.STATIC
+            holder = self.add_argument(Argument(kind, role))
+        else:
+            holder = self._view(node)
+        if node in self.source.storage_of:
+            self._hold(node, holder)
+        return holder
+
+    def run(self, op: Op, position: int) -> None:
+        """Writes a run of `op`: its call, its results, and the gradients that are complete now."""
+        is_recompute = op.index in self.has_run
+        self.has_run.add(op.index)
+        target, args, kwargs = self._call_of(op, is_recompute=is_recompute)
+        if position in self.schedule.in_place:
+            operand = reusable_operand(self.source, op, self._ends[position])
+            assert operand is not None
+            target, args, kwargs = in_place_call(op, operand, args, kwargs, self.value(operand))
+        if op.gradient_sink_form is not None:
+            self._emit_without_whole(op, args)
+            return
+        present_state = None
+        if op.is_random and is_recompute:
+            present_state = self.graph.call_function(
+                exchange_random_state, (op.device, self.states[op])
+            )
+        elif op.is_random and op.index in self.recomputed:
+            self.states[op] = self.graph.call_function(get_random_state, (op.device,))
+        self._hold_results(op, self.graph.call_function(target, args, kwargs))
+        if present_state is not None:
+            self.graph.call_function(exchange_random_state, (op.device, present_state))
+        if op.saved_results and not is_recompute and op.index in self.recomputed:
+            results = [self.value(node) for node in op.saved_results]
+            self.states[op] = self.graph.call_function(op.save_state, (results, *args))
+        for node, role in op.final_gradients:
+            self.emit_gradient(node, role)
+
+    def emit_gradient(self, node: fx.Node, role: Role) -> None:
+        """Writes the call that accumulates a parameter's gradient."""
+        value = self._sum_without_kept_dims(node) or self.value(self._same_layout_base(node))
+        arguments = (self._sink(), value, role.name, self._is_final(role.name))
+        self.graph.call_function(emit_gradient, arguments)
+
+    def fire_hooks_after(self, position: int) -> None:
+        """Writes the calls that fire hooks after the op at a position of the backward."""
+        assert self._hook_schedule is not None
+        for name in self._hook_schedule.names_after(position):
+            self.graph.call_function(fire_hooks, (self._sink(), name))
+
+    def _hold(self, node: fx.Node, holder: fx.Node) -> None:
+        self._holders[node] = holder
+        holder.meta["val"] = node.meta["val"]
+        self._held_in.setdefault(self.source.storage_of[node], []).append(node)
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        """Copies a view. `value` walks the chain of its bases by recursion; chains are short."""
+        assert node in self.source.view_base, f"{node} is not available here"
+        root = self.source.storage_of[node].root if node in self.source.storage_of else None
+        if root is not None and node.target is operator.getitem and node.args == root.args:
+            # A second item node of one result.
+            return self.value(root)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        assert callable(node.target)
+        return self.graph.call_function(node.target, args, kwargs)
+
+    def _call_of(self, op: Op, *, is_recompute: bool) -> tuple[Any, Any, Any]:
+        """Target and arguments of a run. A recomputation may have its own, with saved results."""
+        if not is_recompute:
+            args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), self.value)
+            return op.node.target, args, kwargs
+        items = [
+            self.graph.call_function(operator.getitem, (self.states[op], index))
+            for index in range(len(op.saved_results))
+        ]
+        saved = dict(zip(op.saved_results, items, strict=True))
+        source = op.node.args if op.recompute_args is None else op.recompute_args
+        args, kwargs = fx.map_arg(
+            (source, op.node.kwargs),
+            lambda node: saved[node] if node in saved else self.value(node),
+        )
+        return op.recompute_target, args, kwargs
+
+    def _hold_results(self, op: Op, call: fx.Node) -> None:
+        # Results and updates of buffers are the first run's. A recomputation need not return them.
+        written = [
+            storage
+            for storage in op.writes
+            if storage.root not in self._holders
+            or not (storage.is_result or storage in self._updates)
+        ]
+        for storage in written:
+            for stale in self._held_in.pop(storage, ()):
+                self._holders.pop(stale, None)
+        for storage in written:
+            root: Any = storage.root
+            if root is op.node:
+                if isinstance(root.meta["val"], torch.Tensor):
+                    self._hold(root, call)
+            else:
+                item = self.graph.call_function(root.target, (call, root.args[1]))
+                self._hold(root, item)
+
+    def _sum_without_kept_dims(self, node: fx.Node) -> fx.Node | None:
+        """Lets a sum drop the dimensions that a view of it drops, and returns the sum.
+
+        The gradient of a bias is viewed so. None for any other gradient.
+        """
+        source = self.source.view_base.get(node)
+        call = None if source is None else self._holders.get(source)
+        if source is None or call is None or call.target is not torch.ops.aten.sum.dim_IntList:
+            return None
+        if len(source.users) > 1 or call.users:
+            return None
+        dims, keeps_dims = call.args[1], call.args[2:] == (True,)
+        if not keeps_dims or not isinstance(dims, list):
+            return None
+        if node.meta["val"].ndim != 1 or source.meta["val"].ndim - len(dims) != 1:
+            return None
+        call.args = call.args[:2]
+        del self._holders[source]
+        self._hold(node, call)
+        return call
+
+    def _same_layout_base(self, node: fx.Node) -> fx.Node:
+        """The value of which `node` is a view in the very same layout; else `node` itself.
+
+        The gradient of a linear layer's weight is such a view: transposed twice.
+        """
+        found, fake = node, node.meta["val"]
+        while not fake.is_complex() and (base := self.source.view_base.get(node)) is not None:
+            node, other = base, base.meta["val"]
+            if isinstance(other, torch.Tensor) and layout_of(other) == layout_of(fake):
+                found = node
+        return found
+
+    def _emit_without_whole(self, op: Op, args: tuple[Any, ...]) -> None:
+        """Writes the call that accumulates a gradient which never exists as a whole."""
+        name = op.final_gradients[0][1].name
+        owner = (name, self._is_final(name))
+        match op.gradient_sink_form:
+            case SlicedMatmul() as form:
+                slices = (form.is_flipped, form.dim, form.slice_size, form.is_one_of_several)
+                self.graph.call_function(emit_sliced_matmul, (self._sink(), *args, *owner, *slices))
+            case SparseEmbeddingGradient():
+                self.graph.call_function(emit_embedding_gradient, (self._sink(), *args[:4], *owner))
+
+    def _sink(self) -> fx.Node:
+        if self._sink_node is None:
+            self._sink_node = self.add_argument(Argument(ArgumentKind.SINK, None))
+        return self._sink_node
+
+    def _is_final(self, name: str) -> bool:
+        assert self._hook_schedule is not None
+        return self._hook_schedule.is_final(name)

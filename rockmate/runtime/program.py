@@ -1,0 +1,86 @@
+"""A planned step as two functions, and what each of their arguments and results stands for."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rockmate.capture.roles import Role
+from rockmate.graph.ir import Op, Storage
+
+
+class ArgumentKind(enum.Enum):
+    """What an argument of an emitted function is; the value begins its name in the code."""
+
+    # A parameter, buffer, input or constant.
+    STATIC = "static"
+    # The gradient of an output.
+    TANGENT = "tangent"
+    # A value that the forward saves for the backward.
+    SAVED = "saved"
+    # What an op's first run saves for its recomputation: a random state, or what `Op.save_state`
+    # returns.
+    STATE = "state"
+    # The gradient sink, which accumulates the gradients of parameters.
+    SINK = "sink"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an emitted function.
+
+    Attributes:
+        kind: what it is.
+        source: the role of a static or tangent, the storage of a saved value, the op of a state;
+            None for the sink.
+    """
+
+    kind: ArgumentKind
+    source: Role | Storage | Op | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A planned step as two functions. `[Note: tensors of a planned step]` has the terms.
+
+    Attributes:
+        forward: takes the arguments of `forward_arguments` in one list; returns a tuple: the values
+            of `results`, then those of `saved`.
+        backward: takes the arguments of `backward_arguments` in one list, which it empties; returns
+            the values of `gradients`.
+        forward_arguments: of the forward, in order.
+        backward_arguments: of the backward, in order.
+        results: roles of the forward's first results: outputs and updates.
+        saved: saved values and states, the forward's further results, in the order in which the
+            backward takes them.
+        saved_outputs: positions in `saved` of values in the memory of an output.
+        gradients: roles of the backward's results.
+        accumulated: names of the parameters whose gradients the sink accumulates.
+        constants: tensors that belong to the graphs themselves, by name.
+        differentiable: indices of the outputs that have a gradient.
+        layouts: for each input and tangent a fake tensor with the strides that the code relies on.
+        runs_below_autograd: whether autograd has nothing to do for any op. Ops of other libraries
+            may differentiate inside.
+        forward_code: the forward's source.
+        backward_code: the backward's source.
+    """
+
+    forward: Callable[[list[Any]], tuple[Any, ...]]
+    backward: Callable[[list[Any]], tuple[Any, ...]]
+    forward_arguments: tuple[Argument, ...]
+    backward_arguments: tuple[Argument, ...]
+    results: tuple[Role, ...]
+    saved: tuple[Argument, ...]
+    saved_outputs: tuple[int, ...]
+    gradients: tuple[Role, ...]
+    accumulated: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    differentiable: frozenset[int]
+    layouts: Mapping[Role, torch.Tensor]
+    runs_below_autograd: bool
+    forward_code: str
+    backward_code: str

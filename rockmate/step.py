@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,19 +15,13 @@ from torch import nn
 
 from rockmate._torch.members import is_compiled
 from rockmate.bound.protocol import StoredBound
-from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
-from rockmate.capture.joint import capture_joint
 from rockmate.capture.opaque_module import opaque_modules
-from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
+from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import (
     CallSignature,
     ModelSignature,
-    check_devices,
-    flatten_call,
     hook_keys,
-    optional_keywords,
-    sample_call,
 )
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
@@ -246,6 +239,25 @@ def capture_step(
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
+    _check_model(model, names, machine)
+    sample = read_sample(model, sample_input, machine.torch_device if machine else None)
+    state = ModelSignature.of(model)
+    if hooked is not None:
+        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
+    if state.hooked and gradients == "accumulated":
+        options["hooked"] = ",".join(sorted(state.hooked))
+    capture = trace_sample(
+        model, sample, differentiable=differentiable, outputs=outputs, untraced=names
+    )
+    rewrite(capture.joint)
+    allocation_bytes = machine.allocation_bytes if machine else None
+    step = step_of(capture, model, sample.call, state, options, allocation_bytes=allocation_bytes)
+    step = replace(step, planned_device=sample.device)
+    return _chunked(step, loss_chunks) if loss_chunks else step
+
+
+def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
+    """Raises for a model that cannot be captured as it is; warns of hooks that will not run."""
     if is_compiled(model):
         msg = (
             "the model has been through torch.compile, whose graphs cannot be captured again. Pass "
@@ -256,22 +268,13 @@ def capture_step(
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)
     refuse_sharded(model)
-    args, kwargs = sample_call(sample_input)
-    tensors, call = flatten_call(args, kwargs, optional_keywords(model))
-    device = _device_of_another(machine, model, tensors)
-    apart = list(opaque_modules(model, names))
-    if machine is not None and apart:
+    opaque = list(opaque_modules(model, untraced))
+    if machine is not None and opaque:
         msg = (
-            f"the submodule {apart[0]} is not traced, so that it has to run to be measured, and "
-            "nothing runs when planning for a machine "
-            "by its description. Plan on the machine itself."
+            f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and nothing "
+            "runs when planning for a machine by its description. Plan on the machine itself."
         )
         raise UnsupportedModelError(msg)
-    state = ModelSignature.of(model)
-    if hooked is not None:
-        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
-    if state.hooked and gradients == "accumulated":
-        options["hooked"] = ",".join(sorted(state.hooked))
     with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
     if with_hooks:
         logger.warning(
@@ -279,29 +282,14 @@ def capture_step(
             "%s",
             ", ".join(with_hooks),
         )
-    with (
-        source_lines(),
-        nullcontext(tensors)
-        if device is None
-        else fake_device_tensors(model, tensors, device) as traced,
-    ):
-        capture = capture_joint(
-            model,
-            traced,
-            call.structure,
-            differentiable=differentiable,
-            outputs=outputs,
-            untraced=names,
-        )
-    if device is not None:
-        move_to(capture.joint, device)
-        call = call.on(device)
-    rewrite(capture.joint)
-    allocation_bytes = machine.allocation_bytes if machine else None
-    step = step_of(capture, model, call, state, options, allocation_bytes=allocation_bytes)
-    step = replace(step, planned_device=device)
-    if not loss_chunks:
-        return step
+
+
+def _chunked(step: CapturedStep, loss_chunks: str) -> CapturedStep:
+    """The step with its loss block in chunks, which a plan asks for.
+
+    Raises:
+        PlanMismatchError: the loss block cannot be chunked.
+    """
     chunked = step.in_chunks(Chunks.parse(loss_chunks))
     if isinstance(chunked, Refusal):
         msg = (
@@ -345,25 +333,6 @@ def step_of(
         options=options,
         allocation_bytes=allocation_bytes,
     )
-
-
-def _device_of_another(
-    machine: Machine | None, model: nn.Module, tensors: list[torch.Tensor]
-) -> torch.device | None:
-    """The machine's device if the model or the sample is not there; None otherwise."""
-    if machine is not None and needs_fake_device(model, tensors, machine.torch_device):
-        return machine.torch_device
-    if machine is None and any(
-        tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())
-    ):
-        msg = (
-            "the model is on the meta device, where nothing can be measured. Say what to plan for "
-            '(machine="h100", or the '
-            "path of a description), or move it and its sample to a device that is here."
-        )
-        raise InvalidSampleError(msg)
-    check_devices(model, tensors)
-    return None
 
 
 _CHOICES = {

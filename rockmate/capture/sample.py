@@ -1,0 +1,100 @@
+"""A sample as a capture needs it: its tensors, the signature of its call, and where it is traced.
+
+A model that is planned for a device that is not here is traced with fake tensors of that device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
+from rockmate.capture.joint import capture_joint
+from rockmate.capture.provenance import source_lines
+from rockmate.capture.roles import Capture
+from rockmate.capture.signature import (
+    CallSignature,
+    check_devices,
+    flatten_call,
+    optional_keywords,
+    sample_call,
+)
+from rockmate.errors import InvalidSampleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One call of a model, taken apart.
+
+    Attributes:
+        tensors: the tensors of the call.
+        call: its signature, on `device` if there is one.
+        device: the device that the step is planned for, if model or sample are not there.
+    """
+
+    tensors: list[torch.Tensor]
+    call: CallSignature
+    device: torch.device | None = None
+
+
+def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None) -> Sample:
+    """Takes a sample apart and checks where it is.
+
+    Args:
+        model: the module that it is a sample for.
+        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keywords.
+        device: the device to plan for; None for the one that the model is on.
+
+    Raises:
+        InvalidSampleError: it is none of these; or it and the model are on different devices, or on
+            the meta device without a device to plan for.
+    """
+    tensors, call = flatten_call(*sample_call(sample_input), optional_keywords(model))
+    if device is not None and needs_fake_device(model, tensors, device):
+        return Sample(tensors=tensors, call=call.on(device), device=device)
+    is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))
+    if device is None and is_meta:
+        msg = (
+            "the model is on the meta device, where nothing can be measured. Say what to plan for "
+            '(machine="h100", or the path of a description), or move it and its sample to a device '
+            "that is here."
+        )
+        raise InvalidSampleError(msg)
+    check_devices(model, tensors)
+    return Sample(tensors=tensors, call=call)
+
+
+def trace_sample(
+    model: nn.Module,
+    sample: Sample,
+    *,
+    differentiable: Literal["loss", "all"],
+    outputs: Literal["all", "loss"],
+    untraced: tuple[str, ...],
+) -> Capture:
+    """The joint graph of a model for a sample, each node with the user's line that made it.
+
+    Arguments and errors are those of `capture_joint`.
+    """
+    is_here = sample.device is None
+    traced = (
+        nullcontext(sample.tensors)
+        if is_here
+        else fake_device_tensors(model, sample.tensors, sample.device)
+    )
+    with source_lines(), traced as tensors:
+        capture = capture_joint(
+            model,
+            tensors,
+            sample.call.structure,
+            differentiable=differentiable,
+            outputs=outputs,
+            untraced=untraced,
+        )
+    if sample.device is not None:
+        move_to(capture.joint, sample.device)
+    return capture

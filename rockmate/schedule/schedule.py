@@ -203,14 +203,13 @@ def _is_needed(def_use: DefUse, num_forward: int) -> Bools:
     num_readers = np.bincount(maker, minlength=len(steps))
     np.add.at(num_readers, _makers_of_returned(def_use, definitions), 1)
     has_effect = ops.has_final_gradient[steps] | (ops.is_random[steps] & def_use.is_first)
-    is_wanted = (num_readers > 0) | has_effect
-    must_run = is_wanted & (num_readers == 0)
+    must_run = has_effect.copy()
     if ops.is_copied.any():
         # The copies at the end of the forward are reads that no pruned run takes away.
         is_copied = (reader == num_forward - 1) & ops.is_copied[def_use.storage[reads]]
         must_run[maker[is_copied]] = True
     is_pruned = np.zeros(len(steps), dtype=np.bool_)
-    unread = np.flatnonzero(~is_wanted)
+    unread = np.flatnonzero((num_readers == 0) & ~has_effect)
     while len(unread):
         is_pruned[unread] = True
         is_gone = is_pruned[reader]

@@ -12,5 +12,6 @@
 | `results` | pages and data |
 
 `run`, `loss_block`, `chunk_curves`, `lengths`, `call_cost`, `sweep_time`, `rotor_time`, `estimate`
-and `walkthrough` are commands of their own. The packages that are measured import nothing from here.
+and `walkthrough` are commands of their own. The packages that are measured import nothing from
+here.
 """

@@ -1,14 +1,13 @@
-"""The cost of a planned call beside eager, where a tiny model leaves the time to the wrapper.
+"""What a planned call costs beside eager, on tiny models whose ops take little time.
 
-    python -m bench.call_cost [--model mlp] [--rounds 500] [--budget 1.0 --budget 0.5] >
-    bench/results/call_cost_cpu_<yyyymm>.md
+    python -m bench.call_cost > bench/results/call_cost_cpu_<yyyymm>.md
 
 A step is forward and backward with `.grad` in place. Eager, eager once more and each budget take
-turns on one thread, one step each a round. Time is the process's processor time: a step of a
-millisecond is otherwise mostly that of whoever shares the core. Given are medians over rounds: of a
-step's time, of its ratio to eager's step of the same round, and of its difference from that. What
-eager once more shows is what the meter cannot tell apart. At budget 1.0 nothing is recomputed;
-below, the predicted ratio says what the recomputation is expected to take.
+turns on one thread, one step each in a round. Times are processor times, since a step of a
+millisecond otherwise mostly measures the other processes on the core. The page gives medians over
+rounds: of a step's time, of its ratio to eager's step of the same round, and of its difference from
+that. "Eager once more" shows the resolution of the meter. Nothing is recomputed at budget 1.0.
+Below it, the predicted ratio gives the time of the recomputations.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor
 
 from bench import measure, models
-from bench.machine import hardware_text, machine_record, versions_text
+from bench.machine import machine_record, machine_text
+from bench.pages import table
 from rockmate import InfeasibleBudgetError, Planner
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
@@ -33,7 +33,8 @@ BUDGETS = (1.0, 0.5)
 NUM_ROUNDS = 500
 NUM_WARM_UPS = 20
 
-REACHED_RATIO, REACHED_MS = 1.3, 0.3  # a planned call is to cost no more than either
+REACHED_RATIO, REACHED_MS = 1.3, 0.3
+"""Targets of a planned call: one of the two is to be reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,9 @@ class CallCost:
     """A step beside eager's, in processor time.
 
     Attributes:
-        median_ms: of its time.
-        ratio: median over rounds of its time over eager's.
-        difference_ms: median over rounds of its time less eager's.
+        median_ms: Its time.
+        ratio: Median over rounds of its time over eager's.
+        difference_ms: Median over rounds of its time less eager's.
     """
 
     median_ms: float
@@ -52,14 +53,14 @@ class CallCost:
 
     @property
     def is_small(self) -> bool:
-        """Whether it reaches the ratio or the difference asked for."""
+        """Whether it reaches the target of the ratio or of the difference."""
         return self.ratio <= REACHED_RATIO or self.difference_ms <= REACHED_MS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page to stdout."""
     parser = argparse.ArgumentParser(
-        prog="bench.call_cost", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m bench.call_cost", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--model",
@@ -85,11 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def call_costs(
     steps: Mapping[str, Callable[[], object]], num_rounds: int, before: Callable[[], object]
 ) -> dict[str, CallCost]:
-    """Times steps in turn, the first being the reference.
+    """Times steps in turn; the first is the reference.
 
-    `before` runs ahead of each, outside its time.
-
-    The order alternates (A B C, C B A), so that none always follows the same one.
+    `before` runs before each, outside its time. The order alternates (A B C, C B A), so that no
+    step always follows the same one.
     """
     names = list(steps)
     times_ms: dict[str, list[float]] = {name: [] for name in names}
@@ -115,38 +115,39 @@ def _summary(own: list[float], reference: list[float]) -> CallCost:
     )
 
 
-def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[str]:
-    """The table's rows for one model; a budget that cannot be met has one without times."""
+def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[list[str]]:
+    """The table's rows for one model; an infeasible budget has a row without times."""
     workload = models.build(name, tiny=True)
     planner = Planner(workload.model, workload.sample)
     steps = {
         "eager": _step(workload, workload.model),
         "eager once more": _step(workload, workload.model),
     }
-    predicted_ratios, rows = {}, []
+    predicted_ratios: dict[str, float] = {}
+    rows = []
     for budget in budgets:
         key = f"budget {budget}"
         try:
             steps[key] = _step(workload, planner.module(budget))
         except InfeasibleBudgetError as error:
-            rows.append(
-                f"| {name} | {key} | infeasible: smallest is "
-                f"{error.minimum_bytes / planner.baseline_peak_bytes:.2f} | | | | |"
-            )
+            least = error.minimum_bytes / planner.baseline_peak_bytes
+            rows.append([name, key, f"infeasible: smallest is {least:.2f}", *[""] * 4])
             continue
         predicted_ratios[key] = planner.plan(budget).predicted_ratio
     num_parameters = sum(parameter.requires_grad for parameter in workload.model.parameters())
     sys.stderr.write(f"bench: {name}, {num_rounds} rounds\n")
     costs = call_costs(steps, num_rounds, lambda: workload.model.zero_grad(set_to_none=False))
     for key, cost in costs.items():
-        predicted = f"{predicted_ratios[key]:.3f}" if key in predicted_ratios else ""
-        reached = ("yes" if cost.is_small else "no") if key in predicted_ratios else ""
-        figures = (
-            f"{cost.median_ms:.3f} | {cost.ratio:.2f} | {cost.difference_ms:+.3f} | {predicted} | "
-            f"{reached}"
-        )
-        rows.append(f"| {name}, {num_parameters} parameters | {key} | {figures} |")
+        title = f"{name}, {num_parameters} parameters"
+        rows.append([title, key, *_cost_cells(cost, predicted_ratios.get(key))])
     return rows
+
+
+def _cost_cells(cost: CallCost, predicted_ratio: float | None) -> list[str]:
+    figures = [f"{cost.median_ms:.3f}", f"{cost.ratio:.2f}", f"{cost.difference_ms:+.3f}"]
+    if predicted_ratio is None:
+        return [*figures, "", ""]
+    return [*figures, f"{predicted_ratio:.3f}", "hit" if cost.is_small else "**miss**"]
 
 
 def _step(workload: models.Workload, model: Callable[..., Any]) -> Callable[[], Tensor]:
@@ -161,25 +162,28 @@ def _step(workload: models.Workload, model: Callable[..., Any]) -> Callable[[], 
     return step
 
 
-def _page(record: Mapping[str, Any], rows: Sequence[str]) -> str:
+def _page(record: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
+    judged = [row for row in rows if row[-1]]
+    num_hit = sum(row[-1] == "hit" for row in judged)
+    columns = (
+        *("model (tiny variant)", "step", "processor ms", "ratio to eager"),
+        *("difference, ms", "predicted ratio", "target"),
+    )
     lines = [
         "# Fixed cost of a planned call",
         "",
-        f"Machine: {hardware_text(record)}; load average {record['load_average']:.1f} at the "
-        "start, so",
-        "other processes shared the core or its caches if that is above 1. "
-        f"{versions_text(record)}. Commit {record['commit']}.",
+        f"**{num_hit} of {len(judged)} planned steps of tiny models take at most {REACHED_RATIO} "
+        f"times eager's processor time or {REACHED_MS} ms more.**",
         "",
-        f"Command: `{record['command']}`",
+        *table(columns, rows),
+        "",
+        "## Command, commit, machine",
+        "",
+        machine_text(record),
+        "",
+        "## How it was measured",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
-        f"Reached is a ratio of at most {REACHED_RATIO} or a difference of at most {REACHED_MS} "
-        "ms.",
-        "",
-        "| model (tiny variant) | step | processor ms | ratio to eager | difference, ms | "
-        "predicted ratio | reached |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,11 +1,10 @@
-"""Predicted time against memory with and without chunks, for kinds of language models.
+"""Predicted time over memory with and without chunks, for kinds of language models.
 
-    taskset -c 1 python -m bench.chunk_curves --output bench/results/chunk_curves_cpu_202611
+    python -m bench.chunk_curves --output bench/results/chunk_curves_cpu_202611
 
-Models are small, with a vocabulary that sets their peak as the full one does at full size, and
-return their loss alone. Writes STEM.md and STEM.png. Op times are estimated from the description of
-a CPU, so that both curves rest on the same ones; `bench.loss_block` measures peaks and times of
-whole steps.
+The models are Hugging Face architectures with two layers and a large vocabulary, which sets their
+peak as it does at full size. They return only their loss. Writes STEM.md and STEM.png. Op times are
+estimated for one CPU, so both curves have the same ones. `bench.loss_block` measures whole steps.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from bench.machine import machine_record
+from bench.machine import machine_record, machine_text
+from bench.pages import table
 from bench.panels import figure_of
 from rockmate import InfeasibleBudgetError, Planner
 
@@ -49,12 +49,12 @@ class Curve:
     """One model's curves.
 
     Attributes:
-        name: of the model.
-        peak_bytes: with nothing recomputed and nothing in chunks.
-        time_ms: likewise.
-        points: without and with chunks: (peak in bytes, time in ms), growing peaks.
-        ratios: without and with chunks: predicted time over `time_ms` at `_SHARES` of `peak_bytes`;
-            None where nothing fits.
+        name: Of the model.
+        peak_bytes: Peak without recomputation and without chunks.
+        time_ms: Time of the same schedule.
+        points: Without and with chunks: peaks in bytes and times in ms, by growing peak.
+        ratios: Without and with chunks: predicted time over `time_ms` at `_SHARES` of
+            `peak_bytes`; None for an infeasible budget.
     """
 
     name: str
@@ -73,62 +73,50 @@ def _model(kind: str, head: str, **configuration: Any) -> nn.Module:
     return getattr(transformers, f"{kind}{head}")(config)
 
 
+_GPT2 = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": _VOCABULARY}
+_OPT = {
+    "hidden_size": 128,
+    "ffn_dim": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 128,
+    "vocab_size": _VOCABULARY,
+}
+_BERT = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": _VOCABULARY,
+}
+_T5 = {
+    "d_model": 128,
+    "d_kv": 32,
+    "d_ff": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": _VOCABULARY,
+    "decoder_start_token_id": 0,
+}
+_WHISPER = {
+    "d_model": 128,
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 512 for side in ("encoder", "decoder")},
+    "max_source_positions": _WHISPER_POSITIONS,
+    "vocab_size": _VOCABULARY,
+    **_SPECIAL,
+}
 _MODELS = {
-    "GPT-2": partial(
-        _model, "GPT2", "LMHeadModel", n_layer=2, n_embd=128, n_head=4, vocab_size=_VOCABULARY
-    ),
+    "GPT-2": partial(_model, "GPT2", "LMHeadModel", **_GPT2),
     "Llama": partial(_model, "Llama", "ForCausalLM", **_DECODER),
     "Qwen3": partial(_model, "Qwen3", "ForCausalLM", **_DECODER),
     "Gemma 2": partial(_model, "Gemma2", "ForCausalLM", **_DECODER, final_logit_softcapping=30.0),
     "Mistral": partial(_model, "Mistral", "ForCausalLM", **_DECODER),
-    "OPT": partial(
-        _model,
-        "OPT",
-        "ForCausalLM",
-        hidden_size=128,
-        ffn_dim=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=128,
-        vocab_size=_VOCABULARY,
-    ),
-    "BERT": partial(
-        _model,
-        "Bert",
-        "ForMaskedLM",
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=_VOCABULARY,
-    ),
-    "T5": partial(
-        _model,
-        "T5",
-        "ForConditionalGeneration",
-        d_model=128,
-        d_kv=32,
-        d_ff=512,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=_VOCABULARY,
-        decoder_start_token_id=0,
-    ),
-    "Whisper": partial(
-        _model,
-        "Whisper",
-        "ForConditionalGeneration",
-        d_model=128,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=512,
-        decoder_ffn_dim=512,
-        max_source_positions=_WHISPER_POSITIONS,
-        vocab_size=_VOCABULARY,
-        **_SPECIAL,
-    ),
+    "OPT": partial(_model, "OPT", "ForCausalLM", **_OPT),
+    "BERT": partial(_model, "Bert", "ForMaskedLM", **_BERT),
+    "T5": partial(_model, "T5", "ForConditionalGeneration", **_T5),
+    "Whisper": partial(_model, "Whisper", "ForConditionalGeneration", **_WHISPER),
 }
 
 
@@ -138,10 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.chunk_curves", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--model", action="append", choices=list(_MODELS), help="repeatable; all if left out"
+        "--model", action="append", choices=list(_MODELS), help="repeatable; default: all"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="STEM", help="where STEM.md and STEM.png go"
+        "--output", type=Path, required=True, metavar="STEM", help="write STEM.md and STEM.png"
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -197,43 +185,43 @@ def _ratios(planner: Planner, whole: Planner) -> list[float | None]:
 
 
 def _page(curves: Sequence[Curve]) -> str:
-    machine = machine_record("bench.chunk_curves")
-    heads = [f"time at {share:g} of it" for share in _SHARES]
+    shares = [f"{share:g}" for share in _SHARES]
+    columns = ("model", "peak MB", "chunks", "least peak", *(f"time at {s} of it" for s in shares))
+    rows = [_row(curve, may_chunk) for curve in curves for may_chunk in (False, True)]
+    least = [curve.points[True][0][0] / curve.peak_bytes for curve in curves]
     lines = [
         "# Curves with and without chunks",
         "",
-        f"Op times are those of `{_MACHINE}`, estimated. PyTorch {machine['torch']}, transformers "
-        f"{machine['transformers']}. "
-        f"Commit {machine['commit']}. Command: `python -m bench.chunk_curves --output STEM`; "
-        "models of two layers, see there.",
+        f"**With chunks, the least peak of {len(curves)} language models is {min(least):.2f} to "
+        f"{max(least):.2f} of the peak without recomputation and without chunks.**",
         "",
-        'Peaks and times are predicted; the models return their loss alone (`outputs="loss"`). '
-        '"Peak" is that with nothing recomputed and '
-        "nothing in chunks, and what shares and time ratios are of.",
+        *table(columns, rows),
         "",
-        "| model | peak MB | chunks | least peak | " + " | ".join(heads) + " |",
-        "|---|---|---|---|---|---|",
+        "## Command, commit, machine",
+        "",
+        machine_text(machine_record("bench.chunk_curves")),
+        "",
+        "## How it was planned",
+        "",
+        f"Peaks and times are predicted, with op times estimated for `{_MACHINE}`. The models have "
+        'two layers and return only their loss (`outputs="loss"`). Peak is that of the schedule '
+        "without recomputation and without chunks; shares and time ratios are relative to that "
+        "schedule.",
     ]
-    for curve in curves:
-        for may_chunk in (False, True):
-            least = curve.points[may_chunk][0][0] / curve.peak_bytes
-            cells = [
-                f"{ratio:.3f}" if ratio is not None else "infeasible"
-                for ratio in curve.ratios[may_chunk]
-            ]
-            words = [
-                curve.name,
-                f"{curve.peak_bytes / 1e6:.1f}",
-                "yes" if may_chunk else "no",
-                f"{least:.3f}",
-                *cells,
-            ]
-            lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines) + "\n"
 
 
+def _row(curve: Curve, may_chunk: bool) -> list[str]:
+    ratios = curve.ratios[may_chunk]
+    return [
+        *(curve.name, f"{curve.peak_bytes / 1e6:.1f}", "yes" if may_chunk else "no"),
+        f"{curve.points[may_chunk][0][0] / curve.peak_bytes:.3f}",
+        *(f"{ratio:.3f}" if ratio is not None else "infeasible" for ratio in ratios),
+    ]
+
+
 def _save(curves: Sequence[Curve], path: Path) -> None:
-    """One panel a model; needs matplotlib."""
+    """Draws one panel for each model; needs matplotlib."""
     figure, panels = figure_of(len(curves), columns=3, width=4, height=3)
     for curve, panel in zip(curves, panels, strict=True):
         for points, color, label in zip(
@@ -258,8 +246,8 @@ def _save(curves: Sequence[Curve], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="#e4e6ea", linewidth=0.8)
     panels[0].legend(frameon=False)
-    figure.supxlabel("peak, as a share of that with nothing recomputed")
-    figure.supylabel("predicted time, likewise")
+    figure.supxlabel("peak, as a share of the baseline's")
+    figure.supylabel("predicted time over the baseline's")
     figure.savefig(path, dpi=110)
 
 

@@ -1,12 +1,16 @@
-"""How far estimated costs are from measured ones, in what a plan depends on: ratios.
+"""The error of estimated costs, in the ratios that a plan depends on.
 
     taskset -c 1 python -m bench.estimate
 
-For each model: the share of the step that each kind of op takes, the backward's time over the
-forward's, and plans. A plan that was chosen with estimated costs is priced with measured ones:
-`own` is the time ratio that it promises, `real` what it takes, `best` that of the plan chosen with
-measured costs, all to no recomputation with the same costs; `peak` is its peak with measured
-overheads, over the budget.
+For each model the report gives the share of the step of each kind of op, the backward's time over
+the forward's, and plans. A plan that was chosen with estimated costs is priced with measured ones:
+
+* `own` is its predicted time ratio;
+* `real` is its time ratio with measured costs;
+* `best` is that of the plan chosen with measured costs;
+* `peak` is its peak with measured workspaces, over the budget.
+
+Time ratios are to the baseline with the same costs.
 """
 
 from __future__ import annotations
@@ -33,14 +37,12 @@ BUDGETS = (0.5, 0.25)
 class PlanError:
     """A plan chosen with estimated costs, priced with measured ones.
 
-    Ratios are to no recomputation.
-
     Attributes:
-        budget: as a fraction of the peak with nothing recomputed.
-        own_ratio: what it promises.
-        real_ratio: what it takes with measured costs.
-        best_ratio: of the plan for the same bytes that was chosen with measured costs.
-        peak_ratio: its peak with measured overheads, over the budget.
+        budget: As a fraction of the baseline's peak.
+        own_ratio: Its predicted time, over the baseline's.
+        real_ratio: The same with measured costs.
+        best_ratio: That of the plan for the same bytes that was chosen with measured costs.
+        peak_ratio: Its peak with measured workspaces, over the budget.
     """
 
     budget: float
@@ -52,16 +54,16 @@ class PlanError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelError:
-    """One model's estimate against its measurement.
+    """One model's estimate beside its measurement.
 
     Attributes:
-        name: of the model.
-        total_ratio: estimated over measured time of a step.
-        measured_shares: share of the measured step by kind of op.
-        estimated_shares: likewise of the estimated step.
-        measured_backward: backward time over forward time, measured.
-        estimated_backward: likewise, estimated.
-        plans: one for each feasible budget.
+        name: Of the model.
+        total_ratio: Estimated over measured time of a step.
+        measured_shares: Share of the measured step by kind of op.
+        estimated_shares: The same of the estimated step.
+        measured_backward: Backward time over forward time, measured.
+        estimated_backward: The same, estimated.
+        plans: One for each feasible budget.
     """
 
     name: str
@@ -90,10 +92,10 @@ def compare(
     """Plans one model with measured and with estimated costs.
 
     Args:
-        name: in `bench.models`.
-        machine: as for `Planner`.
-        tiny: the model's small variant.
-        budgets: fractions of the peak with nothing recomputed.
+        name: In `bench.models`.
+        machine: As for `Planner`.
+        tiny: Take the model for tests.
+        budgets: Fractions of the baseline's peak.
     """
     workload = models.build(name, tiny=tiny)
     measured, estimated = (
@@ -159,16 +161,13 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
     """One model as text."""
     lines = [
         f"{error.name}: step estimated at {error.total_ratio:.2f} of measured; backward / forward "
-        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; share "
-        "of time misplaced "
-        f"{error.misplaced_share:.1%}",
+        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; "
+        f"share of time misplaced {error.misplaced_share:.1%}",
         "  budget    own   real   best   peak",
     ]
-    lines += [
-        f"  {p.budget:6.2f} {p.own_ratio:6.3f} {p.real_ratio:6.3f} {p.best_ratio:6.3f} "
-        f"{p.peak_ratio:6.3f}"
-        for p in error.plans
-    ]
+    for p in error.plans:
+        ratios = (p.own_ratio, p.real_ratio, p.best_ratio, p.peak_ratio)
+        lines.append(f"  {p.budget:6.2f} " + " ".join(f"{ratio:6.3f}" for ratio in ratios))
     lines.append("  measured  estimated  kind of op")
     for kind, share in error.measured_shares.most_common(num_kinds):
         lines.append(f"  {share:8.1%}  {error.estimated_shares[kind]:9.1%}  {kind}")
@@ -178,7 +177,7 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a report for each model."""
     parser = argparse.ArgumentParser(
-        prog="bench.estimate", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m bench.estimate", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--model",
@@ -189,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--machine",
         default="cpu-avx2",
-        help="name, or path of a description, of the machine that this runs on",
+        help="name or description file of this machine",
     )
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="models for tests")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in options.model or MODELS:

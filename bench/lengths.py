@@ -1,15 +1,13 @@
-"""What batches of other lengths cost after the first.
+"""The cost of batches of other lengths after the first, without a further capture for each.
 
-Twenty of them, of one model each, without a further capture.
-
-    taskset -c 1 python -m bench.lengths
+    taskset -c 1 python -m bench.lengths > bench/results/lengths_cpu_<yyyymm>.md
     taskset -c 1 python -m bench.lengths --model gpt2 --lengths 5
 
-Each model is planned for a batch of 4 x 96 tokens at half its activation peak. Then come batches of
-other lengths, all different, every third of them of 3 sequences. Each is trained on planned and in
-eager, from the same weights and random state, and a third time under the allocator's meter. What a
-length costs is the processor time between its call and its program, so that others on the machine
-do not count; the first other length pays for the symbolic capture.
+Each model is planned for a batch of 4 x 96 tokens at half of its activation peak. Then come batches
+of other lengths, all different; every third batch has 3 sequences. Each is trained on planned and
+in eager, from the same weights and random state, and once more under the allocator's meter. The
+cost of a length is the processor time between its call and its program. The first other length pays
+for the symbolic capture.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 
 from bench import measure
 from bench.machine import machine_record, machine_text
+from bench.pages import table
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
@@ -49,11 +48,11 @@ class LengthCost:
     """One batch of another shape.
 
     Attributes:
-        shape: (sequences, tokens).
-        cost_ms: processor time until there was a program for it.
-        step_ms: processor time of the planned step after that.
-        peak_share: the allocator's peak over the budget.
-        is_equal: whether loss and gradients are eager's, bit for bit.
+        shape: Sequences and tokens.
+        cost_ms: Processor time until it had a program.
+        step_ms: Processor time of the planned step after that.
+        peak_share: The allocator's peak over the budget.
+        is_equal: Whether loss and gradients are bitwise eager's.
     """
 
     shape: tuple[int, int]
@@ -68,10 +67,10 @@ class ModelLengths:
     """One model over all lengths.
 
     Attributes:
-        name: of the model.
-        plan_s: processor time of capture, measurement, plan and first step of the sample.
-        num_captures: that the log tells of after the sample's.
-        lengths: in the order of training.
+        name: Of the model.
+        plan_s: Processor time of capture, measurement, plan and first step of the sample.
+        num_captures: Captures in the log after the sample's.
+        lengths: In the order of training.
     """
 
     name: str
@@ -120,7 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "ber
 def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
     """Random tokens and labels.
 
-    For BERT with a mask that pads each sequence by another number of tokens.
+    BERT also gets a mask that pads each sequence by another number of tokens.
     """
     draw = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(3, VOCABULARY, shape, generator=draw) for _ in range(2))
@@ -137,7 +136,7 @@ def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
 def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
     """So many different lengths below the sample's, in no order of size.
 
-    Every third batch is smaller.
+    Every third batch has one sequence less.
     """
     lengths = [LENGTH - 1 - 37 * index % 89 for index in range(num_lengths)]
     return [
@@ -186,7 +185,7 @@ def _measure_length(
 
 @contextmanager
 def _timed_preparation() -> Iterator[list[float]]:
-    """Collects the processor milliseconds that finding a program for other sizes takes."""
+    """Collects the processor time in ms that the module takes to prepare a call of other sizes."""
     prepare, spent_ms = PlanCache._plan_for_shapes, []
 
     def timed(*args: Any) -> Any:
@@ -211,7 +210,7 @@ def _gradients_after(
 
 
 class _CaptureLog(logging.Handler):
-    """Counts the captures that the log tells of."""
+    """Counts the captures in the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -231,43 +230,62 @@ class _CaptureLog(logging.Handler):
         self._logger.removeHandler(self)
 
 
-def as_row(result: ModelLengths) -> str:
-    """One row of the table, Markdown."""
+COLUMNS = (
+    *("model", "plan, s", "first other length, s", "each later, median ms", "largest, ms"),
+    *("step, ms", "captures", "peak / budget", "equal to eager"),
+)
+
+
+def as_row(result: ModelLengths) -> list[str]:
+    """One row of the table."""
     first, *later = result.lengths
     costs = [length.cost_ms for length in later] or [0.0]
-    return (
-        f"| {result.name} | {result.plan_s:.1f} | {first.cost_ms / 1e3:.1f} | "
-        f"{statistics.median(costs):.1f} | {max(costs):.1f} | "
-        f"{statistics.median(length.step_ms for length in result.lengths):.0f} | "
-        f"{result.num_captures} | "
-        f"{max(length.peak_share for length in result.lengths):.3f} | "
-        f"{sum(length.is_equal for length in result.lengths)} of {len(result.lengths)} |"
-    )
+    return [
+        *(result.name, f"{result.plan_s:.1f}", f"{first.cost_ms / 1e3:.1f}"),
+        *(f"{statistics.median(costs):.1f}", f"{max(costs):.1f}"),
+        f"{statistics.median(length.step_ms for length in result.lengths):.0f}",
+        str(result.num_captures),
+        f"{max(length.peak_share for length in result.lengths):.3f}",
+        f"{sum(length.is_equal for length in result.lengths)} of {len(result.lengths)}",
+    ]
 
 
-HEADER = """\
-| model | plan, s | first other length, s | each later, median ms | largest, ms | step, ms | captures | peak / budget | equal to eager |
-|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
+    """The page, with the slowest later length as its headline."""
+    slowest = max(rows, key=lambda row: float(row[3]))
+    lines = [
+        "# Batches of other lengths",
+        "",
+        f"**After the first other length, each further one costs at most {slowest[3]} ms of "
+        f"processor time as a median ({slowest[0]}), with steps of {slowest[5]} ms.**",
+        "",
+        *table(COLUMNS, rows),
+        "",
+        "## Command, commit, machine",
+        "",
+        machine_text(record),
+        "",
+        "## How it was measured",
+        "",
+        " ".join((__doc__ or "").split("\n\n")[2].split())
+        + " Captures counts the captures after the sample's.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the machine and one row a model."""
+    """Prints the page."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.lengths", description=__doc__.splitlines()[0] if __doc__ else ""
+        prog="python -m bench.lengths", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        default=20,
-        help="how many different lengths after the first (at most 89)",
-    )
+    number = "number of different lengths after the first, at most 89"
+    parser.add_argument("--lengths", type=int, default=20, help=number)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sys.stdout.write(f"{machine_text(machine_record('bench.lengths'))}\n\n{HEADER}\n")
-    for name in chosen.model or MODELS:
-        sys.stdout.write(as_row(measure_model(name, chosen.lengths)) + "\n")
-        sys.stdout.flush()
+    record = machine_record("bench.lengths")
+    rows = [as_row(measure_model(name, chosen.lengths)) for name in chosen.model or MODELS]
+    sys.stdout.write(page(rows, record))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""How far a step shrinks with its loss block in chunks.
-
-Peaks and times against eager, with and without chunks.
+"""Steps with the loss block in chunks: peaks and times beside eager's, and without chunks.
 
     taskset -c 1 python -m bench.loss_block
     taskset -c 1 python -m bench.loss_block --model gpt2 --budget minimum 0.2 0.5 --rounds 3
 
 Each model computes its loss itself and returns nothing else (`outputs="loss"`). Budgets are
-fractions of eager's peak, or "minimum". Peaks are the allocator's, with `.grad` in place; times are
-processor seconds of whole steps in turn, the median ratio to eager's in the same round, so that
-other work on the machine lengthens none. One JSON line for each point, then a table.
+fractions of eager's peak, or "minimum". Peaks are the allocator's, with `.grad` in place. Times are
+processor times of whole steps in turn, as median ratios to eager's in the same round. Prints one
+JSON line for each point, then a table.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.loss_block", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--model", nargs="+", default=MODELS)
+    parser.add_argument("--model", nargs="+", default=MODELS, help="names in `bench.models`")
     parser.add_argument(
         "--budget", nargs="+", default=["minimum", "0.1", "0.15", "0.2", "0.25", "0.5"]
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds")
+    parser.add_argument("--tiny", action="store_true", help="models for tests")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     _say(json.dumps(machine_record("bench.loss_block")))
@@ -72,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_model(
     workload: models.Workload, budgets: Sequence[str], *, rounds: int
 ) -> list[Record]:
-    """Eager, then each budget without chunks and with them wherever they are faster."""
+    """Eager, then each budget without chunks and with them where they are faster."""
     batch, model = workload.make_batch(1), workload.model
     steps: dict[str, Callable[[], Tensor]] = {"eager": _step(model, batch)}
     eager_bytes = _peak(model, steps["eager"])
-    reference = _gradients(model)
+    reference = measure.gradients_of(model)
     records: list[Record] = []
     for may_chunk in (False, True):
         planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
@@ -105,13 +103,9 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return (
-            f"{value:.1e}"
-            if 0 < abs(value) < 1e-3
-            else f"{value:.3f}"
-            if abs(value) < 100
-            else f"{value:.0f}"
-        )
+        if 0 < abs(value) < 1e-3:
+            return f"{value:.1e}"
+        return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
     return "" if value is None else str(value)
 
 
@@ -133,7 +127,9 @@ def _point(
     plan_s = time.process_time() - begin
     model, plan = module.original, module.plan
     measured = _peak(model, _step(module, batch))
-    gradient = max(_distance(tensor, reference[name]) for name, tensor in _gradients(model).items())
+    gradient = max(
+        _distance(tensor, reference[name]) for name, tensor in measure.gradients_of(model).items()
+    )
     return {
         "plan": plan.options.get("loss_chunks", "whole"),
         "plan_s": plan_s,
@@ -158,21 +154,13 @@ def _step(model: nn.Module, batch: Mapping[str, Tensor]) -> Callable[[], Tensor]
 
 
 def _peak(model: nn.Module, step: Callable[[], Tensor]) -> int:
-    """After a step that makes `.grad` and what libraries keep.
+    """Peak of a step after a warm-up step, which allocates `.grad` and library buffers.
 
     The gradients of the measured step stay in `.grad`.
     """
     step()
     model.zero_grad(set_to_none=False)
     return measure.allocator_peak(step)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 def _distance(ours: Tensor, reference: Tensor) -> float:

@@ -5,11 +5,11 @@ above the bytes that were allocated when the forward was called, with `.grad` al
 (`zero_grad(set_to_none=False)`). Two meters measure it. They share no code with each other, and on
 the CPU none with `rockmate`, whose predictions they check:
 
-- `allocator_peak` follows the allocator's own events. On the CPU it sums the sizes of the "[memory]"
-  events of `torch.profiler`. On CUDA it reads `max_memory_allocated`. It counts exactly the bytes
-  that tensors asked for, which the caching allocator of CUDA rounds to 512, and op workspaces that
-  are tensors. It does not see what a library takes for itself: oneDNN and MKL scratch, cuDNN
-  handles, Python objects.
+- `allocator_peak` follows the allocator's own events. On the CPU it sums the sizes of the
+  "[memory]" events of `torch.profiler`. On CUDA it reads `max_memory_allocated`. It counts exactly
+  the bytes that tensors asked for, which the caching allocator of CUDA rounds to 512, and op
+  workspaces that are tensors. It does not see what a library takes for itself: oneDNN and MKL
+  scratch, cuDNN handles, Python objects.
 - `resident_peak` reads the kernel's high-water mark of the process (`VmHWM`). It counts every
   touched page: library scratch, allocator slack, page rounding, Python objects. It does not count
   memory that was allocated and never written, nor reuse of pages that were already resident. So it
@@ -42,7 +42,7 @@ from rockmate.sweeps.measure import TensorDifference, activation_peak, tensor_di
 Step = Callable[[], object]
 
 
-# --- one training step -------------------------------------------------------------------------
+# --- one training step -----------------------------------------------------------------------
 
 
 def training_step(
@@ -59,7 +59,7 @@ def training_step(
     return loss.detach()
 
 
-# --- peak, by the allocator's events -----------------------------------------------------------
+# --- peak, by the allocator's events ---------------------------------------------------------
 
 
 def allocator_peak(step: Step, *, device: str | torch.device = "cpu") -> int:
@@ -127,7 +127,7 @@ def _largest_excess(events: Sequence[_AllocatorEvent]) -> int:
     return peak_bytes
 
 
-# --- peak, by the kernel's high-water mark -----------------------------------------------------------
+# --- peak, by the kernel's high-water mark ---------------------------------------------------
 
 
 RESIDENT_ENVIRONMENT = {
@@ -148,8 +148,8 @@ nothing may be timed in it before `ordinary_allocation` has been called.
 def ordinary_allocation() -> None:
     """Ends the effect of `RESIDENT_ENVIRONMENT`, for a process that goes on to timing.
 
-    `resident_peak` is of no use after it. The C library then allocates as in an ordinary process that
-    has run for a while: blocks of up to 32 MiB come from the heap, which keeps freed blocks.
+    `resident_peak` is of no use after it. The C library then allocates as in an ordinary process
+    that has run for a while: blocks of up to 32 MiB come from the heap, which keeps freed blocks.
     """
     library = ctypes.CDLL("libc.so.6")
     # The C library's own threshold grows up to here.
@@ -181,8 +181,8 @@ def resident_peak(step: Step) -> int:
 def resident_marks(steps: Sequence[Step]) -> list[int]:
     """The resident peak of each step, called one after the other, above the start of the first.
 
-    Memory that a step leaves resident is in the marks of all later ones: memory that it did not free,
-    or fragments that nothing fits in.
+    Memory that a step leaves resident is in the marks of all later ones: memory that it did not
+    free, or fragments that nothing fits in.
     """
     missing = {
         name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")
@@ -220,7 +220,7 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no field {field}: the resident peak needs Linux")
 
 
-# --- time --------------------------------------------------------------------------------------
+# --- time ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +277,8 @@ def time_in_turn(
 def time_once(step: Step, device: str | torch.device = "cpu") -> float:
     """Time of one call in ms: processor time on one thread of a CPU, otherwise wall time.
 
-    On one thread the two differ by the time that other processes have taken of the core. A CUDA device
-    is synchronized before and after.
+    On one thread the two differ by the time that other processes have taken of the core. A CUDA
+    device is synchronized before and after.
     """
     device = torch.device(device)
     clock_ns = (
@@ -318,7 +318,7 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
         torch.set_num_threads(threads_before)
 
 
-# --- equality ----------------------------------------------------------------------------------
+# --- equality --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +361,8 @@ def record_steps(
 ) -> list[StepRecord]:
     """Trains `num_steps` steps with plain SGD, each on its own batch, then restores the weights.
 
-    The weights change between the steps, so a plan that kept a copy of a weight would show in step 2.
+    The weights change between the steps, so a plan that kept a copy of a weight would show in
+    step 2.
     """
     owner = workload.model
     before = {name: value.detach().clone() for name, value in owner.state_dict().items()}

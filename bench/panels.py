@@ -8,13 +8,13 @@ from typing import Any
 def figure_of(
     num_panels: int, *, columns: int, width: float, height: float
 ) -> tuple[Any, list[Any]]:
-    """A figure with so many panels in rows of at most `columns`, and the panels in reading order.
+    """A figure with panels in rows, and the panels in reading order.
 
     Args:
-        num_panels: at least 1.
-        columns: panels in a row.
-        width: of a panel, in inches.
-        height: likewise.
+        num_panels: At least 1.
+        columns: Most panels in a row.
+        width: Of a panel, in inches.
+        height: Of a panel, in inches.
     """
     from matplotlib.figure import Figure
 

@@ -1,10 +1,10 @@
-"""How long rotor's table takes, and how much memory, on chains as long as those of real models.
+"""Time and memory of rotor's table, on chains as long as those of real models.
 
-    taskset -c 1 python -m bench.rotor_time
+    taskset -c 1 python -m bench.rotor_time > bench/results/rotor_time_cpu_<yyyymm>.md
 
-Each stage has options that trade bytes for time; the budget is half of what keeping everything
-takes. Seconds are of processor time on one thread, the median of a few runs: others on the machine
-slow what misses the cache.
+Each stage has options that trade bytes for time. The budget is half of the bytes that saving
+everything takes. Times are processor times on one thread, medians of some runs, since other
+processes slow down memory accesses.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bench.machine import machine_record, machine_text
+from bench.pages import table
 from rotor import Chain, Option, Stage, solve_table
 
 MIB = 2**20
@@ -33,11 +35,11 @@ class Size:
     """A chain and its table.
 
     Attributes:
-        num_stages: of the chain.
-        lengths: of the spans that have options, in stages.
-        num_options: of each span.
-        num_slots: of the table.
-        target_s: processor time that the table may take; none if None.
+        num_stages: Of the chain.
+        lengths: Lengths of the spans that have options, in stages.
+        num_options: Of each span.
+        num_slots: Of the table.
+        target_s: Target of the processor time; None if there is none.
     """
 
     num_stages: int
@@ -53,19 +55,14 @@ SIZES = (
     Size(num_stages=96, lengths=(1, 2, 4), num_options=12, num_slots=1000, target_s=None),
 )
 
-HEADER = """\
-# Time of rotor's table
-
-Command: `taskset -c 1 python -m bench.rotor_time`. Seconds of processor time on one thread, each run and the median; the most memory
-that arrays take while the table is filled, at most 1 GiB.
-"""  # noqa: E501
-COLUMNS = """\
-| stages | spans of | options each | slots | median, s | target, s | | runs, s | memory, GiB | |
-|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    *("stages", "spans of", "options each", "slots", "median, s", "target, s", ""),
+    *("runs, s", "memory, GiB", ""),
+)
 
 
 def model_like(num_stages: int, lengths: tuple[int, ...], num_options: int) -> tuple[Chain, int]:
-    """A chain that trades bytes for time in each span, and the bytes of saving everything."""
+    """A chain that trades bytes for time in each span, and the bytes that saving all takes."""
     rng = random.Random(0)
     x = [rng.randint(1, 20 * MIB) for _ in range(num_stages + 1)]
     forward = [rng.uniform(0.5, 2.0) for _ in range(num_stages)]
@@ -101,7 +98,7 @@ def model_like(num_stages: int, lengths: tuple[int, ...], num_options: int) -> t
 
 
 def seconds_of_runs(size: Size, num_runs: int) -> list[float]:
-    """Processor time of each of some solves."""
+    """Processor time of each run."""
     chain, all_bytes = model_like(size.num_stages, size.lengths, size.num_options)
     seconds = []
     for _ in range(num_runs):
@@ -112,7 +109,7 @@ def seconds_of_runs(size: Size, num_runs: int) -> list[float]:
 
 
 def peak_gib(size: Size) -> float:
-    """The most memory that a solve takes, the table included."""
+    """Peak memory of one run, with the table."""
     chain, all_bytes = model_like(size.num_stages, size.lengths, size.num_options)
     tracemalloc.start()
     solve_table(chain, all_bytes // 2, size.num_slots)
@@ -121,38 +118,58 @@ def peak_gib(size: Size) -> float:
     return peak_bytes / GIB
 
 
-def as_row(size: Size, seconds: Sequence[float], memory_gib: float) -> str:
-    """One row of the table, Markdown."""
+def as_row(size: Size, seconds: Sequence[float], memory_gib: float) -> list[str]:
+    """One row of the table."""
     median = statistics.median(seconds)
-    target, hit = (
-        ("", "")
-        if size.target_s is None
-        else (f"{size.target_s:g}", _verdict(median <= size.target_s))
-    )
-    return (
-        f"| {size.num_stages} | {', '.join(map(str, size.lengths))} | {size.num_options} | "
-        f"{size.num_slots} | {median:.2f} | {target} | "
-        f"{hit} | {', '.join(f'{second:.2f}' for second in seconds)} | {memory_gib:.2f} | "
-        f"{_verdict(memory_gib <= MAX_GIB)} |"
-    )
+    target = ["", ""]
+    if size.target_s is not None:
+        target = [f"{size.target_s:g}", _verdict(median <= size.target_s)]
+    return [
+        *(str(size.num_stages), ", ".join(map(str, size.lengths))),
+        *(str(size.num_options), str(size.num_slots), f"{median:.2f}", *target),
+        ", ".join(f"{second:.2f}" for second in seconds),
+        *(f"{memory_gib:.2f}", _verdict(memory_gib <= MAX_GIB)),
+    ]
 
 
 def _verdict(is_met: bool) -> str:
     return "hit" if is_met else "**miss**"
 
 
+def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
+    """The page, with the longest chain as its headline."""
+    longest = max(rows, key=lambda row: int(row[0]))
+    lines = [
+        "# Time of rotor's table",
+        "",
+        f"**The table of {longest[0]} stages with {longest[2]} options each and {longest[3]} slots "
+        f"takes {longest[4]} s of processor time and {longest[8]} GiB.**",
+        "",
+        *table(COLUMNS, rows),
+        "",
+        "## Command, commit, machine",
+        "",
+        machine_text(record),
+        "",
+        "## How it was measured",
+        "",
+        f"{' '.join((__doc__ or '').split(chr(10) * 2)[2].split())} Memory is the peak of arrays "
+        f"while the table is filled; its target is {MAX_GIB:g} GiB.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a page: the machine and one row a chain."""
+    """Prints the page."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.rotor_time", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--runs", type=int, default=5, help="how many of each chain, at least 1")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each chain, at least 1")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sys.stdout.write(f"{HEADER}\n{machine_text(machine_record('bench.rotor_time'))}\n\n{COLUMNS}\n")
-    for size in SIZES:
-        sys.stdout.write(as_row(size, seconds_of_runs(size, chosen.runs), peak_gib(size)) + "\n")
-        sys.stdout.flush()
+    record = machine_record("bench.rotor_time")
+    rows = [as_row(size, seconds_of_runs(size, chosen.runs), peak_gib(size)) for size in SIZES]
+    sys.stdout.write(page(rows, record))
 
 
 if __name__ == "__main__":

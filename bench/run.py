@@ -1,15 +1,12 @@
-"""One model at one or more budgets.
+"""One model at some budgets: peaks, times and equality with eager, as one JSON line a budget.
 
-Peaks, times and equality against eager, as one JSON line a budget.
+    python -m bench.run --model gpt2-deep --budget 0.5 --budget minimum --checkpoint
 
-    python -m bench.run --model gpt2-deep --budget 0.5 --budget minimum [--checkpoint] [--tiny]
-    [--rounds 5]
-
-The JSON goes to stdout, progress to stderr. One planner serves all budgets; eager, the peers and
-every budget are timed in turn in this process on one thread. The resident peaks come from a second
-process, since the allocator settings that they need would slow down everything timed here; it plans
-for itself, to the same budgets in bytes, from its own op timings, so its plan may be another one
-that keeps the same budget. A budget that cannot be met gives a line too, with `feasible` false.
+JSON goes to stdout, progress to stderr. One planner serves all budgets. Eager, the peers and every
+budget are timed in turn in this process on one thread. Resident peaks come from a second process,
+since the allocator settings that they need would slow down the timed steps. It plans for the same
+budgets in bytes, with op times of its own, so its plans may differ. An infeasible budget gives a
+line with `feasible` false.
 """
 
 from __future__ import annotations
@@ -55,26 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.run", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m bench.run", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--model", required=True, choices=sorted(models.REGISTRY))
     parser.add_argument(
         "--budget",
         action="append",
         default=[],
-        help="fraction of the peak, bytes, '1GiB', 'minimum' or 'checkpoint' (its measured peak); "
-        "repeatable",
+        help="fraction of the peak, bytes, '1GiB', 'minimum' or 'checkpoint'; repeatable",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="timed rounds, after one that is not counted"
+        "--rounds", type=int, default=5, help="timed rounds, after one warm-up round"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tiny", action="store_true", help="the variant that takes milliseconds")
+    parser.add_argument("--tiny", action="store_true", help="the model for tests")
     parser.add_argument(
-        "--checkpoint", action="store_true", help="measure one checkpoint a layer as well"
+        "--checkpoint", action="store_true", help="measure one checkpoint per layer as well"
     )
-    parser.add_argument("--no-resident", action="store_true", help="skip the second process")
+    parser.add_argument("--no-resident", action="store_true", help="measure no resident peaks")
     parser.add_argument("--resident", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.checkpoint = options.checkpoint or "checkpoint" in options.budget
@@ -130,7 +126,7 @@ def run(options: argparse.Namespace) -> Iterator[Record]:
         yield record
 
 
-# --- steps and peaks ------------------------------------------------------------------------------
+# --- steps and peaks -------------------------------------------------------------------------
 
 
 def _peer_step(workload: models.Workload, peer: peers.Peer) -> Callable[[], Tensor]:
@@ -154,18 +150,17 @@ def _peak(workload: models.Workload, step: Callable[[], Tensor], device: str) ->
 
 
 def _warm_up(workload: models.Workload, step: Callable[[], Tensor]) -> None:
-    # The first step makes library buffers and `.grad`; after it both are in place and count no
-    # more.
+    # The first step allocates library buffers and `.grad`.
     step()
     workload.model.zero_grad(set_to_none=False)
 
 
-# --- planning -------------------------------------------------------------------------------------
+# --- planning --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """One budget: as given, its plan, and the step that runs it; None where infeasible."""
+    """One budget as given, its record, and the step that runs it; None if infeasible."""
 
     given: str
     record: Record
@@ -203,7 +198,8 @@ def _plan_all(
 
 
 def _planner(workload: models.Workload) -> Planner:
-    from rockmate import Planner  # in here, so that the peers can be measured without it
+    # Imported here, so that the peers can be measured without it.
+    from rockmate import Planner
 
     return Planner(workload.model, workload.sample)
 
@@ -236,10 +232,7 @@ def _candidate(
 
 
 def _budget_value(given: str, minimum_bytes: int, checkpoint_bytes: int | None) -> float | str:
-    """What the planner is asked for.
-
-    Bytes as int, a fraction as float, any other text as it stands.
-    """
+    """The planner's budget: bytes as int, a fraction as float, other text as it is."""
     if given == "minimum":
         return minimum_bytes
     if given == "checkpoint":
@@ -253,9 +246,8 @@ def _budget_value(given: str, minimum_bytes: int, checkpoint_bytes: int | None) 
     return given
 
 
-def _timings(planner: Planner) -> Record | None:
-    timings = getattr(planner, "timings", None)
-    return dict(timings) if timings is not None else None
+def _timings(planner: Planner) -> Record:
+    return dict(planner.timings)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -264,16 +256,13 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-# --- the second process ---------------------------------------------------------------------------
+# --- the second process ----------------------------------------------------------------------
 
 
 def _resident_in_child(
     options: argparse.Namespace, candidates: Sequence[_Candidate]
 ) -> dict[str, Any]:
-    """Resident peaks by name, and the meter's calibration.
-
-    Empty where not wanted or not on the CPU.
-    """
+    """Resident peaks by name, and the meter's calibration; empty if not measured."""
     if options.no_resident or torch.device(options.device).type != "cpu":
         return {}
     _say("measuring resident peaks in a second process")
@@ -299,13 +288,13 @@ def _resident_in_child(
 
 
 def _resident_peaks(options: argparse.Namespace) -> Record:
-    """What the second process reports: peer names and budgets in bytes to resident peaks."""
+    """The report of the second process: resident peaks by peer and by budget in bytes."""
     workload = models.build(options.model, tiny=options.tiny, seed=options.seed)
     steps = {"eager": _peer_step(workload, peers.eager)}
     if options.checkpoint:
         steps["checkpoint"] = _peer_step(workload, peers.checkpoint_per_layer)
     result: Record = {"calibration": measure.resident_calibration()}
-    # The peers first: what planning leaves in the heap would otherwise hide small blocks of theirs.
+    # The peers first: heap memory that planning leaves would hide small blocks of theirs.
     result |= {name: _resident_peak(workload, step) for name, step in steps.items()}
     if options.budget:
         planner = _planner(workload)
@@ -321,7 +310,7 @@ def _resident_peak(workload: models.Workload, step: Callable[[], Tensor]) -> int
     return measure.resident_peak(step)
 
 
-# --- records --------------------------------------------------------------------------------------
+# --- records ---------------------------------------------------------------------------------
 
 
 def _peer_record(
@@ -345,7 +334,7 @@ def _budget_record(
 ) -> Record:
     plan = candidate.record
     budget_bytes, predicted_bytes = plan["budget_bytes"], plan["predicted_peak_bytes"]
-    # Library scratch is no part of the budget; what eager shows of it is the yardstick for ours.
+    # Library scratch is not part of the budget; eager's is taken as ours.
     eager_resident = common["eager_resident_peak_bytes"]
     scratch = (
         None if eager_resident is None else max(0, eager_resident - common["eager_peak_bytes"])

@@ -1,11 +1,10 @@
-"""How long a sweep of predicted budgets takes once the step is captured and its ops are measured.
+"""Time of a sweep of predicted budgets, once the step is captured and its ops are measured.
 
-    taskset -c 1 python -m bench.sweep_time
+    taskset -c 1 python -m bench.sweep_time > bench/results/sweep_time_cpu_<yyyymm>.md
     taskset -c 1 python -m bench.sweep_time --model llama --budgets 20
 
-Fifty budgets from a fifth of the peak with nothing recomputed to all of it, or from the smallest
-peak where that is more. All solving is counted, that which budgets share too. Seconds are of
-processor time on one thread, so that others on the machine do not count.
+Budgets range from a fifth of the baseline's peak, or from the smallest peak if that is larger, to
+all of it. Times are processor times on one thread, with the solving that budgets share.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bench import models
 from bench.machine import machine_record, machine_text
+from bench.pages import table
 from rockmate import Plan, Planner
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
@@ -32,19 +33,18 @@ NUM_SWEEPS = 3
 
 TARGET_S = 3.0
 
-HEADER = f"""\
-# Time of a sweep of predicted budgets
-
-Command: `taskset -c 0 python -m bench.sweep_time`. Budgets from a fifth of the peak with nothing recomputed, or the smallest peak, to all
-of it; seconds of processor time on one thread, after capture and measuring. All: solving that budgets share, before the first of them, and
-the budgets, planned together as `rockmate sweep` does; of {NUM_SWEEPS} sweeps, each with ops measured anew, that of median time. After that
-the same budgets one by one, as `Planner.plan` does, which profits from what is solved by then. Gap: from the predicted time to the bound of
-one moment, as a share of the step with nothing recomputed, the median. Slower together: a plan of the sweep against that of its budget
-alone, as a share of the same, mean and largest.
-"""  # noqa: E501
-COLUMNS = f"""\
-| model | ops | before the first, s | budgets | all, s | <= {TARGET_S:g} s | gap | one by one, s | gap | slower together, mean | largest |
-|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+COLUMNS = (
+    *("model", "ops", "before the first, s", "budgets", "all, s", f"<= {TARGET_S:g} s", "gap"),
+    *("one by one, s", "gap one by one", "slower together, mean", "largest"),
+)
+METHOD = (
+    f"Of {NUM_SWEEPS} sweeps, each with ops measured anew, the one of median time is given. All: "
+    "the solving that budgets share, before the first of them, and the budgets, planned together "
+    "as `rockmate sweep` does. After that the same budgets are planned one by one, as "
+    "`Planner.plan` does; that profits from what is solved by then. Gap: the distance of the "
+    "predicted time to the quick lower bound, over the baseline's time, as a median. Slower "
+    "together: a plan of the sweep less that of its budget alone, over the baseline's time."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +52,14 @@ class SweepTime:
     """One model's sweep.
 
     Attributes:
-        name: of the model.
-        num_ops: in its step.
-        prepare_s: wall time, at least the processor's, of what is solved before a budget is asked
-            for.
-        together_s: processor time of all budgets together, after that.
-        alone_s: processor time of the same budgets one by one, after that.
-        together: predicted times, the smallest budget first, as shares of the step with nothing
-            recomputed.
-        alone: likewise, of plans made one by one.
-        bounds: likewise, of the bound that rows of a sweep name.
+        name: Of the model.
+        num_ops: Number of ops in its step.
+        prepare_s: Wall time of the solving before a budget is given; at least the processor time.
+        together_s: Processor time of all budgets together, after that.
+        alone_s: Processor time of the same budgets one by one, after that.
+        together: Predicted times, the smallest budget first, over the baseline's time.
+        alone: The same, of plans made one by one.
+        bounds: The same, of the bound in the rows of a sweep.
     """
 
     name: str
@@ -81,9 +79,8 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
     """
     workload = models.build(name)
     step = capture_step(workload.model, workload.sample)
-    num_ops = len(
-        step.graph.ops
-    )  # the graph is part of the capture, and made when it is first asked for
+    # The graph belongs to the capture, and is built when it is first read.
+    num_ops = len(step.graph.ops)
     sweeps = [_swept(Planner.of(step), num_budgets) for _ in range(NUM_SWEEPS)]
     planner, budgets, together, together_s = sorted(
         sweeps, key=lambda sweep: sweep[0].timings["solve"] + sweep[3]
@@ -104,7 +101,7 @@ def measure_model(name: str, num_budgets: int) -> SweepTime:
 
 
 def _swept(planner: Planner, num_budgets: int) -> tuple[Planner, list[int], list[Plan], float]:
-    """The planner, its budgets, the plans of one sweep, and how long these took."""
+    """The planner, its budgets, the plans of one sweep, and their time."""
     lowest_bytes = max(planner.minimum_peak_bytes, int(LOWEST_SHARE * planner.baseline_peak_bytes))
     budgets = linspace_int(lowest_bytes, planner.baseline_peak_bytes, num_budgets)
     return planner, budgets, *_timed(lambda: list(planner.plans(budgets).values()))
@@ -115,8 +112,8 @@ def _timed(run: Callable[[], list[Plan]]) -> tuple[list[Plan], float]:
     return run(), time.process_time() - begin
 
 
-def as_row(result: SweepTime) -> str:
-    """One row of the table, Markdown."""
+def as_row(result: SweepTime) -> list[str]:
+    """One row of the table."""
     all_s = result.prepare_s + result.together_s
     slower = [
         together - alone for together, alone in zip(result.together, result.alone, strict=True)
@@ -125,17 +122,39 @@ def as_row(result: SweepTime) -> str:
         statistics.median(ratio - bound for ratio, bound in zip(ratios, result.bounds, strict=True))
         for ratios in (result.together, result.alone)
     ]
-    return (
-        f"| {result.name} | {result.num_ops} | {result.prepare_s:.2f} | {len(slower)} | "
-        f"{all_s:.2f} | "
-        f"{'hit' if all_s <= TARGET_S else '**miss**'} | {gaps[0]:.2%} | {result.alone_s:.2f} | "
-        f"{gaps[1]:.2%} | "
-        f"{statistics.mean(slower):.2%} | {max(slower):.1%} |"
-    )
+    return [
+        *(result.name, str(result.num_ops), f"{result.prepare_s:.2f}", str(len(slower))),
+        *(f"{all_s:.2f}", "hit" if all_s <= TARGET_S else "**miss**", f"{gaps[0]:.2%}"),
+        *(f"{result.alone_s:.2f}", f"{gaps[1]:.2%}"),
+        *(f"{statistics.mean(slower):.2%}", f"{max(slower):.1%}"),
+    ]
+
+
+def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
+    """The page, with the slowest sweep as its headline."""
+    slowest = max(rows, key=lambda row: float(row[4]))
+    description = " ".join((__doc__ or "").split("\n\n")[2].split())
+    lines = [
+        "# Time of a sweep of predicted budgets",
+        "",
+        f"**A sweep of {slowest[3]} budgets takes at most {slowest[4]} s of processor time "
+        f"({slowest[0]}), on {len(rows)} models.**",
+        "",
+        *table(COLUMNS, rows),
+        "",
+        "## Command, commit, machine",
+        "",
+        machine_text(record),
+        "",
+        "## How it was measured",
+        "",
+        f"{description} {METHOD}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a page: the machine and one row a model."""
+    """Prints the page."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.sweep_time", description=(__doc__ or "").partition("\n")[0]
     )
@@ -143,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--model",
         action="append",
         choices=sorted(models.REGISTRY),
-        help="repeatable; six if left out",
+        help=f"repeatable; default: {', '.join(MODELS)}",
     )
     parser.add_argument(
-        "--budgets", type=int, default=50, help=f"how many, at least {LEAST_BUDGETS}"
+        "--budgets", type=int, default=50, help=f"number of budgets, at least {LEAST_BUDGETS}"
     )
     chosen = parser.parse_args(arguments)
     if chosen.budgets < LEAST_BUDGETS:
@@ -154,10 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--budgets is {chosen.budgets}; fewer than {LEAST_BUDGETS} are not planned together"
         )
     torch.set_num_threads(1)
-    sys.stdout.write(f"{HEADER}\n{machine_text(machine_record('bench.sweep_time'))}\n\n{COLUMNS}\n")
-    for name in chosen.model or MODELS:
-        sys.stdout.write(as_row(measure_model(name, chosen.budgets)) + "\n")
-        sys.stdout.flush()
+    record = machine_record("bench.sweep_time")
+    rows = [as_row(measure_model(name, chosen.budgets)) for name in chosen.model or MODELS]
+    sys.stdout.write(page(rows, record))
 
 
 if __name__ == "__main__":

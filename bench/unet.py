@@ -1,11 +1,9 @@
-"""A plain U-Net (Ronneberger et al., 2015).
+"""A plain U-Net (Ronneberger et al., 2015): convolutions down, transposed ones up, skips between.
 
-Double convolutions down, transposed convolutions up, one skip a level.
-
-As published but for padding, which keeps the size, and batch normalization after each convolution,
-as is common since. What each level makes on the way down is read again on the way up, so no single
-place cuts the step in two: a model that checkpointing layer by layer and chains of blocks find
-hard.
+As published, except for padding, which keeps the size, and batch normalization after each
+convolution, as is common since. The results of each level on the way down are read again on the way
+up. So no single value cuts the step in two. Such a model is hard for checkpoints around layers and
+for chains of blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class UNet(nn.Module):
     """Scores for each class and pixel; the loss is the caller's."""
 
     def __init__(self, *, num_levels: int, base_width: int, classes: int) -> None:
-        """`num_levels` times the size halves and the width doubles, and back.
+        """The size halves and the width doubles `num_levels` times, and back.
 
         Sizes must be multiples of 2 ** num_levels.
         """

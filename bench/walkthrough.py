@@ -39,11 +39,9 @@ from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.blocks import partition, storages_of
 from rockmate.graph.build import build_graph
-from rockmate.graph.gradient_slices import choose_sink_forms
-from rockmate.graph.ir import Graph, Op, Storage, state_bytes
+from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.rewrite import rewrite
-from rockmate.graph.weight_gradients_first import weight_gradients_first
+from rockmate.graph.passes import GRAPH_PASSES, REWRITES, run_passes
 from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.candidate import Candidate, linspace_int
 from rockmate.planning.knapsack_family import KnapsackFamily
@@ -133,7 +131,7 @@ def sections() -> Iterator[Section]:
     yield Section(name="capture", language="text", text=_capture_text(capture), is_exact=True)
 
     before = _call_counts(capture.joint)
-    rewrite(capture.joint)
+    capture = run_passes(REWRITES, capture)
     yield Section(
         name="rewrite",
         language="text",
@@ -141,8 +139,7 @@ def sections() -> Iterator[Section]:
         is_exact=True,
     )
 
-    graph = weight_gradients_first(build_graph(capture))
-    choose_sink_forms(graph)
+    graph = run_passes(GRAPH_PASSES, build_graph(capture))
     yield Section(name="graph", language="text", text=str(graph), is_exact=True)
 
     costs = measure_costs(graph)
@@ -492,7 +489,7 @@ def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> li
     if cost.overhead_bytes:
         rows.append((f"workspace of {graph.ops[index].name}", cost.overhead_bytes))
     rows += [
-        (f"random state of {op.name}", state_bytes(op))
+        (f"random state of {op.name}", op.recompute_state_bytes)
         for op in _states_held(graph, schedule, position)
     ]
     return sorted(rows, key=lambda row: -row[1])
@@ -505,7 +502,7 @@ def _states_held(graph: Graph, schedule: Schedule, position: int) -> list[Op]:
         for index in dict.fromkeys(so_far)
         if index in later and schedule.steps.count(index) > 1
     ]
-    return [graph.ops[index] for index in held if state_bytes(graph.ops[index])]
+    return [graph.ops[index] for index in held if graph.ops[index].recompute_state_bytes]
 
 
 def _code_text(code: str, first_shown: str = "") -> str:

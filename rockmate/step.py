@@ -33,17 +33,17 @@ from rockmate.graph.chunking.chunks import (
     separable_blocks,
 )
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.gradient_slices import choose_sink_forms
-from rockmate.graph.hooked_gradients import (
-    hooked_names,
-    move_last_use_after_readers,
-    sum_partial_gradients,
-)
+from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.rewrite import rewrite
+from rockmate.graph.passes import (
+    GRAPH_PASSES,
+    JOINT_PASSES,
+    REWRITES,
+    PassOptions,
+    run_passes,
+)
 from rockmate.graph.snapshot import snapshot_of
-from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit
@@ -249,7 +249,7 @@ def capture_step(
     capture = trace_sample(
         model, sample, differentiable=differentiable, outputs=outputs, untraced=names
     )
-    rewrite(capture.joint)
+    capture = run_passes(REWRITES, capture)
     allocation_bytes = machine.allocation_bytes if machine else None
     step = step_of(capture, model, sample.call, state, options, allocation_bytes=allocation_bytes)
     step = replace(step, planned_device=sample.device)
@@ -310,20 +310,23 @@ def step_of(
     allocation_bytes: int | None = None,
     like: Graph | None = None,
 ) -> CapturedStep:
-    """The step of a capture that has been rewritten.
+    """The step of a capture after `REWRITES`, as captured or in chunks.
 
-    See `CapturedStep`, `build_graph` and, for `like`, `choose_sink_forms`.
+    Args:
+        capture: the joint graph; it is changed in place.
+        model: whose step it is.
+        call: signature of the calls that it serves.
+        state: of the model when it was captured.
+        options: see `capture_step`.
+        allocation_bytes: see `build_graph`.
+        like: see `PassOptions`.
     """
-    hooked, owner_of = hooked_names(options), owner_names(model)
-    capture = sum_partial_gradients(capture, hooked, owner_of)
-    graph = build_graph(
-        capture,
-        returned_gradients=options["gradients"] == "returned",
-        allocation_bytes=allocation_bytes,
-    )
-    graph, whole = move_last_use_after_readers(graph, hooked, owner_of)
-    graph = weight_gradients_first(graph, but=whole)
-    choose_sink_forms(graph, like=like, but=whole)
+    passes = PassOptions(hooked=hooked_names(options), owner_of=owner_names(model), like=like)
+    capture = run_passes(JOINT_PASSES, capture, passes)
+    returned = options["gradients"] == "returned"
+    built = build_graph(capture, returned_gradients=returned, allocation_bytes=allocation_bytes)
+    graph = run_passes(GRAPH_PASSES, built, passes)
+    graph.verify()
     return CapturedStep(
         model=model,
         capture=capture,

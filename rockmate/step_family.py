@@ -23,10 +23,10 @@ from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.graph.hooked_gradients import hooked_names, sum_partial_gradients
+from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.rewrite import rewrite
+from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.graph.snapshot import snapshot_of
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import emit
@@ -152,7 +152,7 @@ class StepFamily:
         with gc_paused():
             try:
                 capture = self._symbolic_capture(call).instance(call)
-                rewrite(capture.joint)
+                capture = run_passes(REWRITES, capture)
                 return self._step_of(capture, call)
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
@@ -201,10 +201,9 @@ class StepFamily:
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:
-        rewrite(capture.joint)
-        return sum_partial_gradients(
-            capture, hooked_names(self._planned.plan.options), owner_names(self._model)
-        )
+        hooked = hooked_names(self._planned.plan.options)
+        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
+        return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
@@ -235,7 +234,7 @@ class StepFamily:
                 outputs=options["outputs"],
             )
         capture = symbolic.instance(planned.call)
-        rewrite(capture.joint)
+        capture = run_passes(REWRITES, capture)
         step = self._step_of(capture, planned.call).in_form_of(planned.plan)
         found = planned.plan.snapshot.difference(snapshot_of(step.graph, planned.call))
         if found:

@@ -30,7 +30,7 @@ from typing import TypeVar
 import pulp
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Op, Phase, Storage, state_bytes
+from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.schedule import Schedule, finish
 
 _Item = TypeVar("_Item", Op, Storage)
@@ -92,7 +92,7 @@ def _solve(
             if value in saved:
                 program += saved[value] + recompute[_producer(value)] >= recompute[op]
     bytes_of_values = pulp.lpSum(v.num_bytes * saved[v] for v in values)
-    bytes_of_states = pulp.lpSum(state_bytes(op) * recompute[op] for op in ops)
+    bytes_of_states = pulp.lpSum(op.recompute_state_bytes * recompute[op] for op in ops)
     program += bytes_of_values + bytes_of_states <= limit_bytes
     status = program.solve(_solver(time_limit_s))
     if status == pulp.LpStatusInfeasible:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from checkmate import Knapsack
 from checkmate import Op as KnapsackOp
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Op, Phase, Storage, state_bytes
+from rockmate.graph.ir import Op, Phase, Storage
 
 
 def knapsack_of(
@@ -52,11 +52,11 @@ def knapsack_of(
             continue
         is_late = op.phase is Phase.LATE
         is_recomputable = is_late or op.recompute_target is not None
-        if with_states and is_recomputable and not is_late and state_bytes(op):
+        if with_states and is_recomputable and not is_late and op.recompute_state_bytes:
             state = (len(value_bytes),)
             inputs += state
             numbered.append(KnapsackOp(time_ms=0.0, inputs=(), outputs=state, recomputable=False))
-            value_bytes.append(state_bytes(op))
+            value_bytes.append(op.recompute_state_bytes)
         numbered.append(
             KnapsackOp(
                 time_ms=0.0 if is_late else costs.recompute[op.index].time_ms,

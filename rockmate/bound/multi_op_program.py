@@ -45,7 +45,7 @@ from checkmate import Status
 from checkmate.backend import has_highs, run
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Op, Phase, Storage, state_bytes
+from rockmate.graph.ir import Op, Phase, Storage
 
 # Slack of the byte limits, and the share of all recompute time deducted from the optimum. It is
 # above the solvers' own tolerances, so that rounding cuts off no schedule.
@@ -203,9 +203,9 @@ class _Program:
             op for op in ops if op.phase is Phase.LATE or op.recompute_target is not None
         ]
         self.states = {
-            op: state_bytes(op)
+            op: op.recompute_state_bytes
             for op in self.recomputable
-            if op.phase is Phase.FORWARD and state_bytes(op)
+            if op.phase is Phase.FORWARD and op.recompute_state_bytes
         }
         self._stretches = [_Stretch(self, number) for number in range(len(points))]
         self._add_rows()

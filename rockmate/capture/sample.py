@@ -80,10 +80,9 @@ def trace_sample(
 
     Arguments and errors are those of `capture_joint`.
     """
-    is_here = sample.device is None
     traced = (
         nullcontext(sample.tensors)
-        if is_here
+        if sample.device is None
         else fake_device_tensors(model, sample.tensors, sample.device)
     )
     with source_lines(), traced as tensors:

@@ -244,7 +244,9 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     elif packet is kernels.dropout_apply:
         values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
         yield kernels.converted_numel(values, mask) * values.element_size()
-    elif packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAW_CHUNK_NUMEL:
+    elif (
+        packet is kernels.dropout_mask and node.meta["val"].numel() >= 2 * kernels.DRAW_CHUNK_NUMEL
+    ):
         # Random numbers, and the one that they are compared with.
         yield (kernels.DRAW_CHUNK_NUMEL + 1) * torch.int64.itemsize
     elif packet is _aten._safe_softmax:

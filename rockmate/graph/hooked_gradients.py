@@ -1,8 +1,9 @@
-"""Parameters whose gradient is made whole: those with a tensor hook (`Tensor.register_hook`), which must see all of it at once.
+"""Makes the gradient of a parameter with a tensor hook whole.
 
-Their gradient goes neither in pieces nor before its time: contributions of tied uses are added up in the graph, where the sum and what
-waits for it count like any other value, and it is made behind the last op of the backward that reads the parameter, so that the hook
-can run at once.
+A hook (`Tensor.register_hook`) must see the whole gradient at once, so the gradient is neither made
+in slices nor early. Contributions of tied uses are added up in the graph, where the sum and its
+operands count like other values. The op that makes the sum stands behind the last backward op that
+reads the parameter, so that the hook can run at once.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.fake import mode_of
 from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
 
 
 def hooked_names(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parameters that are planned for as hooked, among the options of a captured step."""
+    """Names of the parameters that a step's options say to be hooked."""
     return tuple(name for name in options.get("hooked", "").split(",") if name)
 
 
-def sum_partial_gradients(
+def sum_hooked_gradients(
     capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]
 ) -> Capture:
-    """A capture with one gradient for each of the parameters `hooked`, the sum of what its uses contribute.
+    """A capture that returns one gradient for each hooked parameter, the sum over its uses.
 
     Args:
-        capture: its graph is changed; the sums that it has already stay.
+        capture: its graph is changed in place; a parameter with one gradient stays as it is.
         hooked: names of parameters.
-        owner_of: for each parameter's name the first name of the same tensor.
+        owner_of: for each parameter's name, the first name of the same tensor.
     """
-    owners = {owner_of[name] for name in hooked}
+    owners = sorted({owner_of[name] for name in hooked})
     if not owners:
         return capture
     graph = capture.joint.graph
@@ -43,8 +44,8 @@ def sum_partial_gradients(
         role if node is not None else None
         for node, role in zip(nodes, capture.output_roles, strict=True)
     ]
-    position = {node: place for place, node in enumerate(graph.nodes)}
-    for owner in sorted(owners):
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for owner in owners:
         places = [
             place
             for place, role in enumerate(roles)
@@ -57,7 +58,7 @@ def sum_partial_gradients(
         places.sort(key=lambda place: position[nodes[place]])
         total = nodes[places[0]]
         for place in places[1:]:
-            total = _added(graph, total, nodes[place])
+            total = _add(graph, total, nodes[place])
         for place in places:
             nodes[place], roles[place] = None, None
         nodes[places[-1]], roles[places[-1]] = total, Role(RoleKind.PARAMETER_GRADIENT, name=owner)
@@ -65,50 +66,57 @@ def sum_partial_gradients(
     return replace(capture, output_roles=tuple(roles))
 
 
-def _added(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    with graph.inserting_before(graph.output_node()):
-        total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
-    fake = left.meta["val"]
-    with mode_of(fake):
-        total.meta.update(val=torch.add(fake, right.meta["val"]))
-    return total
-
-
-def move_last_use_after_readers(
+def defer_hooked_gradients(
     graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]
-) -> tuple[Graph, set[Op]]:
-    """The graph with the gradients of the parameters `hooked` behind all that reads these, and the ops that make them."""
+) -> Graph:
+    """The graph with each hooked gradient's producer behind the last op that reads the parameter.
+
+    A producer whose result is read stays. The ops' `index` changes in place.
+    """
     owners = {owner_of[name] for name in hooked}
     if not owners:
-        return graph, set()
-    owner_at = {
+        return graph
+    parameter_at = {
         graph.storage_of[node]: owner_of[role.name]
         for node, role in graph.inputs
         if role.kind is RoleKind.PARAMETER
     }
-    order, makers = list(graph.ops), set[Op]()
-    for node, role in graph.outputs:
-        maker = graph.storage_of[node].producer
-        if (
-            role.kind is not RoleKind.PARAMETER_GRADIENT
-            or owner_of[role.name] not in owners
-            or maker is None
-        ):
-            continue
-        makers.add(maker)
-        if any(graph.readers.get(storage) for storage in maker.writes):
+    order = list(graph.ops)
+    for owner, producer in _hooked_producers(graph, owners, owner_of):
+        if any(graph.readers.get(storage) for storage in producer.writes):
             continue
         readers = [
-            op
-            for op in order
-            if any(owner_at.get(storage) == owner_of[role.name] for storage in op.reads)
+            op for op in order if any(parameter_at.get(storage) == owner for storage in op.reads)
         ]
-        last = max([maker, *readers], key=order.index)
-        if last is not maker:
-            order.remove(maker)
-            order.insert(order.index(last) + 1, maker)
-    for index, op in enumerate(order):
-        op.index = index
-    ordered = replace(graph, ops=tuple(order))
-    ordered.verify()
-    return ordered, makers
+        last = max([producer, *readers], key=order.index)
+        if last is not producer:
+            order.remove(producer)
+            order.insert(order.index(last) + 1, producer)
+    return graph.with_order(order)
+
+
+def hooked_producers(graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]) -> set[Op]:
+    """The ops that make gradients of hooked parameters."""
+    owners = {owner_of[name] for name in hooked}
+    return {producer for _, producer in _hooked_producers(graph, owners, owner_of)}
+
+
+def _hooked_producers(
+    graph: Graph, owners: Collection[str], owner_of: Mapping[str, str]
+) -> list[tuple[str, Op]]:
+    """The owner of each hooked gradient, and the op that makes it."""
+    found = []
+    for node, role in graph.outputs:
+        if role.kind is not RoleKind.PARAMETER_GRADIENT or owner_of[role.name] not in owners:
+            continue
+        producer = graph.storage_of[node].producer
+        if producer is not None:
+            found.append((owner_of[role.name], producer))
+    return found
+
+
+def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
+    total.meta["val"] = fake_result(torch.add, (left, right), {}, like=left)
+    return total

@@ -1,10 +1,30 @@
-"""TODO: graph.ir."""
+"""The intermediate representation of one training step: ops on storages.
+
+| term | what it is |
+|---|---|
+| storage | memory that one or more tensors share; its identity is the fake tensor's storage |
+| op | a call that makes at least one storage |
+| view | a call that makes none (`view`, `getitem`, `detach`); it belongs to the storage that it views |
+| phase | when an op must run: forward, late, backward |
+| role | what an input or output of the joint graph stands for, such as a parameter or its gradient |
+| static storage | a parameter, buffer, constant or input; live throughout the step, never counted |
+| tangent | the gradient of an output, made by autograd before the backward and held to its end |
+| result | an output, or a gradient that the backward returns; its receiver holds it to the end |
+| gradient sink | the receiver of parameter gradients, which adds each to `.grad` when it is final |
+
+The size of a storage is what its device's allocator counts. Views cost neither bytes nor time. The
+order of `Graph.ops` respects every dependency; a schedule may run ops in another order, and
+forward and late ops more than once.
+
+`build.py` makes a graph from a captured one, `passes.py` lists the passes over it. Analyses such
+as liveness stand beside the representation (`rockmate/schedule/`), not in it.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,20 +35,22 @@ from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.ops.rng import CPU_STATE_BYTES
 
-
-def state_bytes(op: Op) -> int:
-    """Bytes that an op needs of its first run to run again, as its device's allocator counts them: a random state, or what it has found."""
-    return CPU_STATE_BYTES if op.is_random and op.device.type == "cpu" else op.state_bytes
-
-
+# Roles of outputs that the forward makes.
 FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
+
+# Key in a node's `meta`: its op runs once, in the forward, though only the backward reads it.
 IN_FORWARD = "in_forward"
-"""Key in a node's `meta`: what only the backward reads is made in the forward, and only there."""
+
+# Roles of outputs that are copied into a static storage when the forward ends.
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
 class Phase(enum.Enum):
-    """When an op must run: FORWARD before the loss, BACKWARD after the tangents, LATE in the backward though it reads no tangent."""
+    """When an op must run.
+
+    FORWARD: before the loss. LATE: in the backward, though it depends on no tangent. BACKWARD: in
+    the backward, since it depends on a tangent.
+    """
 
     FORWARD = "forward"
     LATE = "late"
@@ -41,14 +63,15 @@ class Storage:
 
     Attributes:
         index: position in `Graph.storages`.
-        num_bytes: what the allocator is asked for; of a gradient that is handed over piece by piece, the largest piece.
-        root: the node whose tensor the producer makes; every other node of the storage is a view of it.
-        is_static: parameter, buffer or input: lives throughout, never counted.
-        is_tangent: made by autograd before the backward, held by it until the end.
-        is_output: returned by the forward; taken to be held by the user until the backward has ended.
+        num_bytes: bytes that the allocator counts. For a gradient that is added to `.grad` slice
+            by slice: bytes of the largest slice.
+        root: the node whose tensor the producer makes. Every other node of the storage is a view.
+        is_static: a parameter, buffer, constant or input. It is live throughout, never counted.
+        is_tangent: autograd makes it before the backward and holds it to the end.
+        is_output: the forward returns it. The user is assumed to hold it to the end of the backward.
         is_kept_to_end: a gradient that the backward returns.
         is_updated: static, and overwritten when the forward ends.
-        producer: the op that makes it, None for static storages and tangents.
+        producer: the op that makes it. None for static storages and tangents.
     """
 
     index: int
@@ -63,7 +86,7 @@ class Storage:
 
     @property
     def is_result(self) -> bool:
-        """Whether somebody else holds it until the step ends: an output, or a gradient that the backward returns."""
+        """Whether its receiver holds it to the end: an output, or a returned gradient."""
         return self.is_output or self.is_kept_to_end
 
     @property
@@ -77,14 +100,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedMatmul:
-    """How to add a matrix product to a gradient slice by slice.
+    """How to add a matrix product to `.grad` slice by slice.
 
     Attributes:
-        is_flipped: the gradient is the product's transpose.
-        dim: of the product, along which it is sliced.
+        is_flipped: whether the gradient is the product's transpose.
+        dim: dim of the product along which it is sliced.
         slice_size: rows or columns of one slice.
-        is_one_of_several: the gradient is a sum of such products, none of which need be rounded by itself, so that each is computed
-            onto `.grad` as a whole (BLAS adds to what is there).
+        is_one_of_several: whether the gradient is a sum of several such products. Each is then
+            added to `.grad` in one call (BLAS accumulates), without a product in memory.
     """
 
     is_flipped: bool
@@ -98,7 +121,7 @@ class SparseEmbeddingGradient:
     """How to add an embedding's gradient to `.grad` without the rows that no token touches.
 
     Attributes:
-        num_rows: at most so many rows are touched: the number of tokens.
+        num_rows: upper limit on the number of touched rows: the number of tokens.
     """
 
     num_rows: int
@@ -109,21 +132,23 @@ class Op:
     """One call that makes storages.
 
     Attributes:
-        index: position in `Graph.ops`, which is an order that respects every dependency.
-        node: the fx node.
+        index: position in `Graph.ops`.
+        node: its fx node.
         reads: storages of its tensor arguments, static ones included.
-        writes: storages it makes.
+        writes: storages that it makes.
         phase: when it must run.
-        recompute_target: called instead of the node's target when the op runs again; None if it cannot run again.
-        recompute_args: its arguments then; None if they are the node's. A result of the op itself among them stands for what is kept of it.
-        save_state: makes what is kept of the first run for further ones, a tensor of `state_bytes` with an item for each such result;
-            called with a list of them and the node's arguments. None if there is nothing.
-        state_bytes: what that takes.
-        final_gradients: gradients that are final once the op has run, and whose they are.
-        gradient_sink_form: set where the op's result is added to `.grad` piece by piece instead of being made as a whole.
-        module: path of the submodule that ran it ("" for the root and for backward ops of unknown origin).
+        recompute_target: function that a recomputation calls. None: no recomputation.
+        recompute_args: its arguments. None: those of the node. A result of the op itself among
+            them stands for the part of the saved state that belongs to it.
+        save_state: function that makes the saved state, a tensor with one item for each such
+            result. It takes the list of them, then the node's arguments. None: no saved state.
+        saved_state_bytes: bytes of the saved state.
+        final_gradients: gradients that are final once the op has run, with their roles.
+        gradient_sink_form: how its result is added to `.grad` in slices. None: as a whole.
+        module: path of the submodule that ran it; "" for the root and for backward ops of unknown
+            origin.
         is_random: whether it draws from the generator.
-        in_place_operands: arguments whose memory the result may take if they die; None until asked for.
+        in_place_operands: arguments whose memory the result can take if they die. None: unknown.
     """
 
     index: int
@@ -134,7 +159,7 @@ class Op:
     recompute_target: Any = None
     recompute_args: tuple[Any, ...] | None = None
     save_state: Any = None
-    state_bytes: int = 0
+    saved_state_bytes: int = 0
     final_gradients: list[tuple[fx.Node, Role]] = field(default_factory=list)
     gradient_sink_form: SlicedMatmul | SparseEmbeddingGradient | None = None
     module: str = ""
@@ -148,12 +173,21 @@ class Op:
 
     @cached_property
     def saved_results(self) -> tuple[fx.Node, ...]:
-        """Results of its first run that it needs in order to run again."""
+        """Results of its first run that a recomputation needs."""
         return tuple(
-            a
-            for a in self.recompute_args or ()
-            if isinstance(a, fx.Node) and a.args[:1] == (self.node,)
+            value
+            for value in self.recompute_args or ()
+            if isinstance(value, fx.Node) and value.args[:1] == (self.node,)
         )
+
+    @property
+    def recompute_state_bytes(self) -> int:
+        """Bytes live from its first run to its last: its saved state, or the generator's state.
+
+        The state of a CUDA generator is no tensor on the device and counts nothing.
+        """
+        has_cpu_state = self.is_random and self.device.type == "cpu"
+        return CPU_STATE_BYTES if has_cpu_state else self.saved_state_bytes
 
     @property
     def name(self) -> str:
@@ -167,18 +201,16 @@ class Op:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of all storages it makes."""
+        """Bytes of all storages that it makes."""
         return sum(storage.num_bytes for storage in self.writes)
 
     @property
     def device(self) -> torch.device:
-        """Where its results are."""
+        """The device of its first result."""
         value = self.node.meta["val"]
-        return (
-            value.device
-            if isinstance(value, torch.Tensor)
-            else next(v.device for v in value if isinstance(v, torch.Tensor))
-        )
+        if isinstance(value, torch.Tensor):
+            return value.device
+        return next(item.device for item in value if isinstance(item, torch.Tensor))
 
     def __repr__(self) -> str:
         return f"Op({self.index}, {self.name})"
@@ -189,14 +221,14 @@ class Graph:
     """Ops and storages of one training step.
 
     Attributes:
-        ops: forward, late and backward ops in the order of the joint graph.
+        ops: forward, late and backward ops, in an order that respects every dependency.
         storages: all storages.
-        inputs: placeholder and constant nodes and their roles.
-        outputs: returned nodes and their roles.
-        storage_of: the storage of each tensor-valued node.
-        view_base: for each view node, the node it is taken from.
+        inputs: placeholder and constant nodes with their roles.
+        outputs: returned nodes with their roles.
+        storage_of: the storage of each node that is a tensor.
+        view_base: for each view, the node that it views.
         constants: tensors that belong to the graph itself, by name.
-        initial_gradients: gradients that are final before any backward op runs.
+        initial_gradients: gradients that are final before any backward op runs, with their roles.
     """
 
     ops: tuple[Op, ...]
@@ -209,8 +241,8 @@ class Graph:
     initial_gradients: tuple[tuple[fx.Node, Role], ...] = ()
 
     @cached_property
-    def held(self) -> frozenset[Storage]:
-        """Storages that no op's last read releases: static ones, tangents, and results."""
+    def externally_held(self) -> frozenset[Storage]:
+        """Storages that their last read does not release: static ones, tangents and results."""
         return frozenset(s for s in self.storages if s.is_static or s.is_tangent or s.is_result)
 
     @cached_property
@@ -238,11 +270,21 @@ class Graph:
         """Late and backward ops, in order."""
         return tuple(op for op in self.ops if op.phase is not Phase.FORWARD)
 
+    def with_order(self, ops: Sequence[Op]) -> Graph:
+        """The graph with its ops in another order; their `index` changes in place."""
+        for index, op in enumerate(ops):
+            op.index = index
+        return replace(self, ops=tuple(ops))
+
     def verify(self) -> None:
-        """Asserts what every pass relies on: order, single producers, phases that do not look ahead."""
-        made: set[Storage] = {
-            storage for storage in self.storages if storage.is_static or storage.is_tangent
-        }
+        """Asserts the invariants of the representation, which every pass keeps.
+
+        Each storage has one producer, or is static or a tangent. Each op stands at its index, makes
+        something, and reads only what stands before it. A forward op reads nothing of the backward.
+        Each gradient of a parameter is final exactly once: with its producer, initially, or
+        returned.
+        """
+        made = {storage for storage in self.storages if storage.is_static or storage.is_tangent}
         for position, op in enumerate(self.ops):
             assert op.index == position, f"{op} stands at {position}"
             assert op.writes, f"{op} makes nothing"
@@ -253,41 +295,53 @@ class Graph:
                 assert storage.producer is op, f"{storage} has another producer than {op}"
                 assert not storage.is_static, f"{op} makes the static {storage}"
             if op.phase is Phase.FORWARD:
-                late = [
-                    s
-                    for s in op.reads
-                    if s.is_tangent or (s.producer and s.producer.phase is not Phase.FORWARD)
-                ]
-                assert not late, f"forward {op} reads {late} of the backward"
-        assert all(storage in made for storage in self.storages), "a storage has no producer"
+                backward = [storage for storage in op.reads if _is_of_backward(storage)]
+                assert not backward, f"forward {op} reads {backward} of the backward"
+        assert made == set(self.storages), "a storage has no producer, or is none of the graph's"
+        self._verify_gradients()
+
+    def _verify_gradients(self) -> None:
+        final = [pair for op in self.ops for pair in op.final_gradients]
+        for op in self.ops:
+            for node, _ in op.final_gradients:
+                assert self.storage_of[node] in op.writes, f"{op} does not make {node}"
+        for node, role in (*final, *self.initial_gradients):
+            assert role.kind is RoleKind.PARAMETER_GRADIENT, f"{node} is no gradient of a parameter"
+        gradients = [pair for pair in self.outputs if pair[1].kind is RoleKind.PARAMETER_GRADIENT]
+        if final or self.initial_gradients:
+            given = sorted(f"{node} {role}" for node, role in (*final, *self.initial_gradients))
+            assert given == sorted(f"{node} {role}" for node, role in gradients), (
+                "a gradient is final never or twice"
+            )
 
     def __str__(self) -> str:
         lines = []
         for op in self.ops:
             reads = " ".join(storage.name for storage in op.reads if not storage.is_static)
             writes = " ".join(f"{storage.name}:{storage.num_bytes}" for storage in op.writes)
-            lines.append(
-                f"{op.index:5d} {op.phase.value:8s} {writes} = {call_name(op.node)}({reads})"
-            )
+            call = f"{call_name(op.node)}({reads})"
+            lines.append(f"{op.index:5d} {op.phase.value:8s} {writes} = {call}")
         return "\n".join(lines)
 
 
 def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """A key that is equal for calls of the same target with the same constants and the same metadata of tensors."""
+    """Equal for calls of one target with equal constants and equal metadata of tensors."""
+    return str(target), _frozen(args), _frozen(kwargs)
 
-    def freeze(value: Any) -> Hashable:
-        if isinstance(value, fx.Node):
-            fake = value.meta["val"]
-            is_tensor = isinstance(fake, torch.Tensor)
-            return (
-                (tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
-                if is_tensor
-                else "several tensors"
-            )
-        if isinstance(value, Mapping):
-            return tuple((key, freeze(item)) for key, item in sorted(value.items()))
-        if isinstance(value, tuple | list):
-            return tuple(freeze(item) for item in value)
-        return type(value).__name__, value
 
-    return str(target), freeze(args), freeze(kwargs)
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        fake = value.meta["val"]
+        if not isinstance(fake, torch.Tensor):
+            return "several tensors"
+        return tuple(fake.shape), fake.stride(), fake.dtype, fake.device
+    if isinstance(value, Mapping):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return tuple(_frozen(item) for item in value)
+    return type(value).__name__, value
+
+
+def _is_of_backward(storage: Storage) -> bool:
+    producer = storage.producer
+    return storage.is_tangent or (producer is not None and producer.phase is not Phase.FORWARD)

@@ -26,7 +26,7 @@ from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.signature import CallSignature
 from rockmate.graph.blocks import BlockChain
-from rockmate.graph.ir import Graph, Op, Phase, Storage, state_bytes
+from rockmate.graph.ir import Graph, Op, Phase, Storage
 
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
@@ -363,7 +363,7 @@ def _outline_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
         writes=tuple(storage.index for storage in op.writes),
         is_recomputable=op.recompute_target is not None,
         is_random=op.is_random,
-        state_bytes=state_bytes(op),
+        state_bytes=op.recompute_state_bytes,
         final_gradients=tuple(role.name for _, role in op.final_gradients),
     )
 

@@ -1,21 +1,26 @@
-"""Merges what a captured graph computes twice and removes what computes nothing; every number stays as it is, bitwise.
+"""Value numbering: merges equal calls of a joint graph and removes copies, bitwise.
 
-Hugging Face models build masks, position ids and rotary tables in each layer anew, autograd writes the derivative of a square as
-2 * pow(x, 1), dropout that drops nothing is captured as a copy, and half of a graph's nodes are views of views. The pass is value
-numbering (Alpern, Wegman and Zadeck, POPL 1988) in one sweep over the graph, which mutates nothing, so that equal calls on equal
-arguments are equal values:
+Hugging Face models build masks, position ids and rotary tables anew in each layer. Autograd writes
+the derivative of a square as 2 * pow(x, 1). Dropout that drops nothing is captured as a copy. Half
+of a graph's nodes are views of views. Value numbering (Alpern, Wegman and Zadeck, POPL 1988) finds
+them in one sweep over the graph. The graph mutates nothing, so equal calls on equal arguments are
+equal values:
 
-* a *view* is known by what it is taken from, dtype, shape, strides and offset: of equal ones the first stands for all;
-* a *call* is known by its target and arguments, Python constants by type and exact value: likewise;
-* a *copy* (a clone in the same layout, a power of one, a product with one, the gradient of a slice that takes all) gives way to what it
-  copies.
+* a *view* is known by the node that it views, dtype, shape, strides and offset; the first of equal
+  views replaces the others;
+* a *call* is known by its target and arguments, Python constants by type and exact value; the first
+  of equal calls replaces the others;
+* a *copy* (a clone in the same layout, a power of one, a product with one, the gradient of a slice
+  that takes all) is replaced by its source.
 
-Left alone are calls that draw random numbers, calls that are not PyTorch's own, and what the outside world holds: the user may write into
-an output, so it shares no memory with anything that it does not share in eager.
+Three kinds of calls stay: calls that draw random numbers, calls that are not PyTorch's own, and
+calls whose memory is held outside the graph. The user may write into an output, so it shares no
+memory that it does not share in eager.
 
-A call that only the backward needs (it is *late*) merges into its equal in the forward. A schedule loses nothing by that: where the one
-ran in the backward, the other can run again; and keeping the value instead becomes possible. Two late calls do not merge: each runs
-where it is read, and one for both would have to be held between. Nor does a large constant: filling it again is cheaper than holding it.
+A call that only the backward needs (a *late* call) merges into its equal in the forward. A schedule
+loses nothing: it can recompute the forward's call where the late one ran, and can now save it
+instead. Two late calls do not merge: each runs where it is read, and one call for both would be
+live in between. A large constant does not merge: filling it again is cheaper than saving it.
 """
 
 from __future__ import annotations
@@ -29,127 +34,155 @@ from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
 from rockmate.capture.nodes import layout_of, storage_ids, tensors_of
+from rockmate.graph.fake_values import refresh
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
-_OWN = {cross_entropy_backward, dropout_apply}
+
+# Kernels of this library whose equal calls give equal results.
+_PURE_KERNELS = {cross_entropy_backward, dropout_apply}
+
+# Namespaces whose ops say whether they draw; an op of another library may draw or count unsaid.
+_NAMESPACES = {"aten", "prims"}
+
+# A constant of more bytes is filled again rather than saved.
 _LARGE_FILL_BYTES = 1 << 16
-_NAMESPACES = {"aten", "prims"}  # a library's own op may draw or count without saying so
+
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CLONES = {_aten.clone.default, _aten._to_copy.default}
 _PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar}
 _SUMS = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
 
 
-def clean(graph: fx.Graph) -> None:
-    """Merges equal values and removes copies, views that change nothing and dead calls, in place.
+def merge_equal_values(graph: fx.Graph) -> None:
+    """Merges equal values and removes copies and views that change nothing, in place.
 
     Args:
-        graph: a functional joint graph whose nodes carry fake tensors; nodes that it returns stay, as do placeholders.
+        graph: a functional joint graph whose nodes carry fake tensors. The nodes that it returns
+            and its placeholders stay.
     """
-    _Cleaner(graph).run()
-    remove_dead(graph)
-    graph.lint()
+    _ValueNumbering(graph).run()
 
 
-def remove_dead(graph: fx.Graph) -> None:
-    """Removes calls that nobody reads, random ones aside: eager draws for them, too."""
+def remove_dead_calls(graph: fx.Graph) -> None:
+    """Removes calls that nothing reads. Random ones stay, since eager draws for them, too."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node.target))
 
 
-class _Cleaner:
-    """One sweep in graph order: when a node is met, everything that it reads has been replaced already."""
+class _ValueNumbering:
+    """One sweep in graph order: a node's arguments are replaced before the node is met.
+
+    Attributes:
+        _fakes: keeps every storage live, since its identity is an address.
+        _returned: nodes that the graph returns.
+        _held: storages of returned nodes.
+        _given: storages of placeholders and constants.
+        _parent: the argument in whose memory a node lies; see `_parent_of`.
+        _late: calls that only the backward needs.
+        _stale: views whose fake tensor lies in memory that their parent has left.
+        _origin: the first node in a view's memory.
+        _number: the value number of each node.
+        _numbers: the value number of each key.
+        _views: the first view of each (origin, layout).
+        _calls: the first call of each value number.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.fakes = [
-            node.meta.get("val") for node in graph.nodes
-        ]  # keeps every storage alive, since storages are told apart by address
-        self.returned = set(graph.output_node().all_input_nodes)
-        self.held = {memory for node in self.returned for memory in storage_ids(node)}
-        self.given = {
-            memory
-            for node in graph.nodes
-            if node.op != "call_function"
-            for memory in storage_ids(node)
-        }
-        self.parent = {
-            node: parent for node in graph.nodes if (parent := _parent(node)) is not None
-        }
-        self.late = _late_nodes(graph)
-        self.stale: set[fx.Node] = set()
-        self.origin: dict[fx.Node, fx.Node] = {}
-        self.number: dict[fx.Node, int] = {}
-        self.numbers: dict[Hashable, int] = {}
-        self.views: dict[Hashable, fx.Node] = {}
-        self.calls: dict[int, fx.Node] = {}
+        self._graph = graph
+        nodes = list(graph.nodes)
+        self._fakes = [node.meta.get("val") for node in nodes]
+        self._returned = set(graph.output_node().all_input_nodes)
+        self._held = {storage for node in self._returned for storage in storage_ids(node)}
+        given = [node for node in nodes if node.op != "call_function"]
+        self._given = {storage for node in given for storage in storage_ids(node)}
+        parents = {node: _parent_of(node) for node in nodes}
+        self._parent = {node: parent for node, parent in parents.items() if parent is not None}
+        self._late = _late_calls(graph)
+        self._stale: set[fx.Node] = set()
+        self._origin: dict[fx.Node, fx.Node] = {}
+        self._number: dict[fx.Node, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._views: dict[Hashable, fx.Node] = {}
+        self._calls: dict[int, fx.Node] = {}
 
     def run(self) -> None:
-        for node in list(self.graph.nodes):
-            if node in self.stale:
-                self._renew(node)
+        for node in list(self._graph.nodes):
+            if node in self._stale:
+                self._refresh(node)
             twin = self._view_twin(node) if self._is_view(node) else self._call_twin(node)
             if twin is not None:
                 self._replace(node, twin)
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether it lies in memory that an earlier node has brought in; an item of what an op makes is that op's own."""
-        parent = self.parent.get(node)
-        return parent is not None and (node.target is not operator.getitem or self._is_view(parent))
+        """Whether it lies in memory of an earlier op; an item of an op's result is that op's own."""
+        parent = self._parent.get(node)
+        if parent is None:
+            return False
+        return node.target is not operator.getitem or self._is_view(parent)
 
     def _view_twin(self, node: fx.Node) -> fx.Node | None:
-        """The earlier node that is the same tensor; what the graph returns stays an object of its own."""
-        origin = self.origin[node] = self.origin[self.parent[node]]
-        if not isinstance(node.meta["val"], torch.Tensor):  # a split, known by its items
-            self.number[node] = self._intern(node)
+        """The earlier node that is the same tensor; a returned node stays an object of its own."""
+        origin = self._origin[node] = self._origin[self._parent[node]]
+        # A split is known by its items.
+        if not isinstance(node.meta["val"], torch.Tensor):
+            self._number[node] = self._intern(node)
             return None
         layout = layout_of(node.meta["val"])
-        first = self.views.setdefault((origin, layout), node)
-        self.number[node] = (
-            self._intern(("view", self.number[origin], layout))
-            if first is node
-            else self.number[first]
-        )
-        return None if first is node or node in self.returned else first
+        first = self._views.setdefault((origin, layout), node)
+        if first is node:
+            self._number[node] = self._intern(("view", self._number[origin], layout))
+            return None
+        self._number[node] = self._number[first]
+        return None if node in self._returned else first
 
     def _call_twin(self, node: fx.Node) -> fx.Node | None:
-        """The earlier node that an op's result copies or computes, too; the op may not be held outside, nor its twin."""
+        """The earlier node with the values of a call; neither of them may be held outside."""
         is_pure = node.op == "call_function" and _is_pure(node.target)
-        self.origin[node] = node
-        self.number[node] = self._intern(self._call(node) if is_pure else node)
+        self._origin[node] = node
+        self._number[node] = self._intern(self._call_key(node) if is_pure else node)
         if is_pure and self._is_free(node):
-            source = _copied(node)
-            if (
-                source is not None
-                and self._is_free(source)
-                and self.given.isdisjoint(storage_ids(source))
-                and _are_alike(source, node)
-            ):
-                return source
-            if not _is_large_fill(node):
-                first = self.calls.setdefault(self.number[node], node)
-                if first is not node and _are_alike(first, node) and not {first, node} <= self.late:
-                    self.late.discard(first)
-                    return first
+            twin = self._copy_source(node) or self._equal_call(node)
+            if twin is not None:
+                return twin
         if isinstance(node.meta.get("val"), torch.Tensor):
-            self.views[node, layout_of(node.meta["val"])] = node
+            self._views[node, layout_of(node.meta["val"])] = node
         return None
 
+    def _copy_source(self, node: fx.Node) -> fx.Node | None:
+        source = _copied(node)
+        if source is None or not self._is_free(source):
+            return None
+        is_given = not self._given.isdisjoint(storage_ids(source))
+        return None if is_given or not _are_alike(source, node) else source
+
+    def _equal_call(self, node: fx.Node) -> fx.Node | None:
+        if _is_large_fill(node):
+            return None
+        first = self._calls.setdefault(self._number[node], node)
+        if first is node or not _are_alike(first, node) or {first, node} <= self._late:
+            return None
+        self._late.discard(first)
+        return first
+
     def _is_free(self, node: fx.Node) -> bool:
-        """Whether nothing outside the graph holds its memory when the step has run: no output, no gradient, no update."""
-        return self.held.isdisjoint(storage_ids(node))
+        """Whether nothing outside the graph holds its memory when the step has run."""
+        return self._held.isdisjoint(storage_ids(node))
 
     def _intern(self, key: Hashable) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
+        return self._numbers.setdefault(key, len(self._numbers))
 
-    def _call(self, node: fx.Node) -> Hashable:
+    def _call_key(self, node: fx.Node) -> Hashable:
         return str(node.target), self._freeze(node.args), self._freeze(node.kwargs)
 
     def _freeze(self, value: Any) -> Hashable:
-        """Equal for equal arguments: nodes by number, constants by type and exact value, so that 1, 1.0 and True, 0.0 and -0.0 differ."""
+        """Equal for equal arguments.
+
+        Nodes count by value number, constants by type and exact value: 1, 1.0 and True differ, and
+        so do 0.0 and -0.0.
+        """
         if isinstance(value, fx.Node):
-            return "node", self.number[value]
+            return "node", self._number[value]
         if isinstance(value, Mapping):
             return tuple((name, self._freeze(item)) for name, item in sorted(value.items()))
         if isinstance(value, tuple | list):
@@ -157,30 +190,29 @@ class _Cleaner:
         return type(value).__name__, repr(value)
 
     def _replace(self, node: fx.Node, twin: fx.Node) -> None:
-        for user in node.users:
-            if self.parent.get(user) is node:
-                self.parent[user] = twin
-                if storage_ids(node) != storage_ids(twin):
-                    self.stale.add(user)
+        has_moved = storage_ids(node) != storage_ids(twin)
+        for view in self._views_of(node):
+            self._parent[view] = twin
+            if has_moved:
+                self._stale.add(view)
         node.replace_all_uses_with(twin)
-        self.graph.erase_node(node)
+        self._graph.erase_node(node)
 
-    def _renew(self, node: fx.Node) -> None:
-        """Takes a view's fake tensor anew, since its parent lies in other memory now."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-        assert callable(node.target)
-        with torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)
-        self.stale.update(user for user in node.users if self.parent.get(user) is node)
+    def _refresh(self, node: fx.Node) -> None:
+        """Sets a view's fake tensor again, since its parent lies in other memory now."""
+        refresh(node)
+        self._stale.update(self._views_of(node))
+
+    def _views_of(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if self._parent.get(user) is node]
 
 
-def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Calls of the backward that depend on no gradient: neither read tangents, nor are read by what the forward returns or draws."""
+def _late_calls(graph: fx.Graph) -> set[fx.Node]:
+    """Calls that depend on no tangent, and on which neither the forward's ends nor draws depend."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or not backward.isdisjoint(
-            node.all_input_nodes
-        ):
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
     ends = [node for node in graph.output_node().all_input_nodes if node not in backward]
     pending = ends + [node for node in graph.nodes if is_random(node.target)]
@@ -193,27 +225,24 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
     return set(graph.nodes) - backward - forward
 
 
-def _parent(node: fx.Node) -> fx.Node | None:
-    """The argument in whose memory the node's tensors lie, None if it makes its own."""
+def _parent_of(node: fx.Node) -> fx.Node | None:
+    """The argument in whose memory the node's tensors lie; None if it makes its own."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
-    memories = set(storage_ids(node))
-    return next(
-        (
-            argument
-            for argument in node.all_input_nodes
-            if not memories.isdisjoint(storage_ids(argument))
-        ),
-        None,
+    own = set(storage_ids(node))
+    shared = (
+        operand for operand in node.all_input_nodes if not own.isdisjoint(storage_ids(operand))
     )
+    return next(shared, None)
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """The argument whose values the node's result has, bit for bit, if it is known to; its layout may be another.
+    """The argument whose values the node's result is known to have, bitwise, in any layout.
 
-    Negative zero is why adding zero passes for integers only, and infinity why multiplying by one does not for complex numbers.
+    Adding zero counts for integers only, because of negative zero. Multiplying by one does not
+    count for complex numbers, because of infinity.
     """
     target, (first, second) = node.target, (*node.args, None, None)[:2]
     value = node.meta["val"]
@@ -237,28 +266,26 @@ def _is_number(value: Any, wanted: int) -> bool:
 
 
 def _is_pure(target: Any) -> bool:
-    """Whether equal calls of it give equal results and do nothing else."""
-    if is_op(target):
-        return (
-            target.namespace in _NAMESPACES
-            and not schema_of(target).is_mutable
-            and not is_random(target)
-        )
-    return target is operator.getitem or target in _OWN
-
-
-def _is_large_fill(node: fx.Node) -> bool:
-    """Whether it makes much out of nothing."""
+    """Whether its equal calls give equal results and do nothing else."""
+    if not is_op(target):
+        return target is operator.getitem or target in _PURE_KERNELS
     return (
-        not node.all_input_nodes
-        and sum(t.untyped_storage().nbytes() for t in tensors_of(node)) > _LARGE_FILL_BYTES
+        target.namespace in _NAMESPACES
+        and not schema_of(target).is_mutable
+        and not is_random(target)
     )
 
 
+def _is_large_fill(node: fx.Node) -> bool:
+    """Whether it makes a large tensor of no tensor."""
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(node))
+    return not node.all_input_nodes and num_bytes > _LARGE_FILL_BYTES
+
+
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
-    """Whether one can stand in the other's place: tensors laid out alike, in as much memory."""
+    """Whether one can replace the other: tensors of one layout, in storages of one size."""
     one, other = (
-        [(layout_of(t), t.untyped_storage().nbytes()) for t in tensors_of(node)]
+        [(layout_of(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors_of(node)]
         for node in (first, second)
     )
     return one == other and type(first.meta["val"]) is type(second.meta["val"])

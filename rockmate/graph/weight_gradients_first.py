@@ -1,59 +1,62 @@
-"""TODO: graph.weight_gradients_first."""
+"""Moves weight gradients to the front of the backward, as far as what they read allows.
+
+Autograd's order computes a layer's input gradient before its weight gradient, so the upstream
+gradient and the layer's input are live for longer than needed. In this order the weight gradient
+comes first, goes to the gradient sink, and is released.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from rockmate.capture.roles import RoleKind
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 
 
 def weight_gradients_first(graph: Graph, *, but: Collection[Op] = ()) -> Graph:
-    """The graph with the backward ops that serve only gradients of parameters, those in `but` aside, as early as what they read allows.
+    """The graph with each weight-gradient op right behind the last op that it waits for.
 
-    Contributions to one parameter keep their order, so that their sum is rounded the same.
+    Contributions to one parameter keep their order, so their sum rounds the same.
+
+    Args:
+        graph: ops and storages; the ops' `index` changes in place.
+        but: ops that stay.
     """
     pinned: set[Op] = set(but)
     while True:
-        order = _early(graph, _serving_one_parameter(graph) - pinned)
-        swapped = _swapped(graph, order) - pinned
+        order = _earliest_order(graph, _weight_gradient_ops(graph) - pinned)
+        swapped = _swapped_contributions(graph, order) - pinned
         if not swapped:
-            break
+            return graph.with_order(order)
         pinned |= swapped
-    for index, op in enumerate(order):
-        op.index = index
-    ordered = replace(graph, ops=tuple(order))
-    ordered.verify()
-    return ordered
 
 
-def _serving_one_parameter(graph: Graph) -> set[Op]:
-    """Backward ops whose result is a gradient of a parameter and nothing else, and those that nothing reads but one of them."""
-    returned = {
-        graph.storage_of[node]
-        for node, role in graph.outputs
-        if role.kind is not RoleKind.PARAMETER_GRADIENT
-    }
-    gradients = {
-        graph.storage_of[node]
-        for node, role in graph.outputs
-        if role.kind is RoleKind.PARAMETER_GRADIENT
-    }
-    serving: set[Op] = set()
+def _weight_gradient_ops(graph: Graph) -> set[Op]:
+    """Backward ops that serve one parameter's gradient only.
+
+    Their result is such a gradient, or has one reader, which is such an op itself.
+    """
+    gradients, others = set[Storage](), set[Storage]()
+    for node, role in graph.outputs:
+        is_gradient = role.kind is RoleKind.PARAMETER_GRADIENT
+        (gradients if is_gradient else others).add(graph.storage_of[node])
+    found: set[Op] = set()
     for op in reversed(graph.ops):
-        if op.phase is not Phase.BACKWARD or op.is_random or not returned.isdisjoint(op.writes):
+        is_returned = not others.isdisjoint(op.writes)
+        if op.phase is not Phase.BACKWARD or op.is_random or is_returned:
             continue
-        readers = {reader for storage in op.writes for reader in graph.readers.get(storage, ())}
-        if (not readers and not gradients.isdisjoint(op.writes)) or (
-            len(readers) == 1 and serving.issuperset(readers)
-        ):
-            serving.add(op)
-    return serving
+        readers = _readers_of(graph, op)
+        is_final = not readers and not gradients.isdisjoint(op.writes)
+        if is_final or (len(readers) == 1 and found.issuperset(readers)):
+            found.add(op)
+    return found
 
 
-def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
-    """The ops in order, each of `moving` right behind the last op of the backward that makes what it reads, or at its beginning."""
+def _earliest_order(graph: Graph, moving: Collection[Op]) -> list[Op]:
+    """The ops, each of `moving` right behind the last backward op that makes what it reads.
+
+    Those that read nothing of the backward stand at its beginning.
+    """
     order: dict[Op, None] = {}
     first = next((op for op in graph.ops if op.phase is Phase.BACKWARD), None)
     for op in graph.ops:
@@ -61,29 +64,22 @@ def _early(graph: Graph, moving: Collection[Op]) -> list[Op]:
             continue
         pending = [op]
         if op is first:
-            pending = [
-                other
-                for other in graph.ops
-                if other in moving and other is not op and _is_ready(other, order)
-            ] + pending
+            ready = (o for o in graph.ops if o in moving and o is not op and _is_ready(o, order))
+            pending = [*ready, op]
         elif op in moving and not _is_ready(op, order):
             continue
         while pending:
             placed = pending.pop(0)
             order[placed] = None
-            if placed.phase is Phase.FORWARD:  # nothing of the backward begins before its time
+            # No backward op moves into the forward.
+            if placed.phase is Phase.FORWARD:
                 continue
-            readers = {
-                reader: None
-                for storage in placed.writes
-                for reader in graph.readers.get(storage, ())
-            }
             pending += [
                 reader
-                for reader in readers
+                for reader in _readers_of(graph, placed)
                 if reader in moving and reader not in pending and _is_ready(reader, order)
             ]
-    assert len(order) == len(graph.ops), "an op was left behind"
+    assert len(order) == len(graph.ops), "an op has no place"
     return list(order)
 
 
@@ -91,8 +87,15 @@ def _is_ready(op: Op, placed: Collection[Op]) -> bool:
     return all(storage.producer is None or storage.producer in placed for storage in op.reads)
 
 
-def _swapped(graph: Graph, order: Sequence[Op]) -> set[Op]:
-    """The ops that make gradients of a parameter whose contributions `order` takes in another order than the graph."""
+def _readers_of(graph: Graph, op: Op) -> list[Op]:
+    """The ops that read what an op makes, each once, by storage."""
+    return list(
+        dict.fromkeys(reader for storage in op.writes for reader in graph.readers.get(storage, ()))
+    )
+
+
+def _swapped_contributions(graph: Graph, order: Sequence[Op]) -> set[Op]:
+    """The ops that contribute to a parameter's gradient in another order than in the graph."""
     parameters = {
         role.name: graph.storage_of[node]
         for node, role in graph.inputs
@@ -103,9 +106,9 @@ def _swapped(graph: Graph, order: Sequence[Op]) -> set[Op]:
         producer = graph.storage_of[node].producer
         if role.kind is RoleKind.PARAMETER_GRADIENT and producer is not None:
             contributions.setdefault(parameters[role.name], set()).add(producer)
-    place = {op: index for index, op in enumerate(order)}
+    position = {op: index for index, op in enumerate(order)}
     swapped: set[Op] = set()
     for ops in contributions.values():
-        if sorted(ops, key=place.__getitem__) != sorted(ops, key=lambda op: op.index):
+        if sorted(ops, key=position.__getitem__) != sorted(ops, key=lambda op: op.index):
             swapped |= ops
     return swapped

@@ -16,7 +16,7 @@ from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import Block, BlockChain, kind_of, storages_of, wiring_of
-from rockmate.graph.ir import Graph, Phase, Storage, state_bytes
+from rockmate.graph.ir import Graph, Phase, Storage
 from rockmate.planning.lowering import backward_steps
 from rockmate.schedule.simulate import PartSimulation, simulate_part
 
@@ -206,7 +206,7 @@ class OptionSolver:
             self.graph, steps, self.costs, before=kept | given, after=left, recompute=True
         )
         states = sum(
-            state_bytes(self.graph.ops[index])
+            self.graph.ops[index].recompute_state_bytes
             for index in steps
             if self.graph.ops[index].phase is Phase.FORWARD
         )

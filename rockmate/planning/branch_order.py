@@ -105,7 +105,7 @@ def _growth(graph: Graph, op: Op, num_reads: dict[Storage, int]) -> int:
     return made - sum(
         storage.num_bytes
         for storage in op.reads
-        if num_reads[storage] == 1 and storage not in graph.held
+        if num_reads[storage] == 1 and storage not in graph.externally_held
     )
 
 

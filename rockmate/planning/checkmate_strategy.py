@@ -83,7 +83,7 @@ class CheckmateSearch:
         best = self._solve_candidate(budget_bytes)
         if best is None or best.peak_bytes <= budget_bytes:
             return best
-        best = self._solve_candidate(budget_bytes - sum(op.state_bytes for op in self._ops))
+        best = self._solve_candidate(budget_bytes - sum(op.saved_state_bytes for op in self._ops))
         return None if best is None else replace(best, is_proved=False)
 
     def _solve_candidate(self, budget_bytes: int) -> Candidate | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from rockmate._arrays import Floats, Ints
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Op, state_bytes
+from rockmate.graph.ir import Graph, Op
 from rockmate.schedule.liveness import (
     DEFINED,
     KIND_BITS,
@@ -300,7 +300,7 @@ class LiveRanges:
         if op in self._state_positions:
             runs = self._state_positions[op]
             live_until = runs[-1] + 1 if len(runs) > 1 else runs[0]
-            self.live_bytes[live_until : position + 1] += state_bytes(op)
+            self.live_bytes[live_until : position + 1] += op.recompute_state_bytes
             insort(runs, position)
 
     # --- removals ---

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from rockmate._arrays import Bools, Ints
-from rockmate.graph.ir import Graph, state_bytes
+from rockmate.graph.ir import Graph
 
 # Kinds of access, ascending in the order in which one run does them. COPIED is the copy of a value
 # into its buffer or input at the end of the forward.
@@ -45,7 +45,7 @@ class OpFacts:
         is_recomputable: whether it may run a second time.
         is_random: whether it draws from the generator.
         has_final_gradient: whether it hands gradients to the gradient sink.
-        state_bytes: bytes of the state that a recomputation replays; see `state_bytes`.
+        state_bytes: bytes of the state that a recomputation replays; see `Op.recompute_state_bytes`.
     """
 
     reads: tuple[int, ...]
@@ -193,7 +193,7 @@ def _op_def_use(graph: Graph) -> OpDefUse:
             is_recomputable=op.is_recomputable,
             is_random=op.is_random,
             has_final_gradient=bool(op.final_gradients),
-            state_bytes=state_bytes(op),
+            state_bytes=op.recompute_state_bytes,
         )
         for op in graph.ops
     ]

@@ -301,7 +301,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_deci
         kept = found.saved_values_within(budget_bytes)
         assert (kept is None) == (found.bound_ms(budget_bytes) == inf)
         if kept is None:  # what ops keep to run again does not fit
-            assert any(op.is_random or op.state_bytes for op in graph.forward_ops)
+            assert any(op.is_random or op.saved_state_bytes for op in graph.forward_ops)
             continue
         assert all(storage.producer.phase is Phase.FORWARD for storage in kept if storage.producer)
         simulation = simulate(graph, one_level.schedule_saving(kept), costs)

@@ -12,15 +12,14 @@ import models
 import pytest
 import torch
 from helpers import differing, gradients_of, modules_of, same_bits
+from joint_graphs import captured_for
 from torch import Tensor, nn
 
 from bench import measure
 from rockmate import Planner, RockmateModule
-from rockmate.capture.joint import capture_joint
-from rockmate.capture.signature import flatten_call, optional_keywords, sample_call
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Phase
-from rockmate.graph.rewrite import rewrite
+from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.schedule.schedule import baseline_schedule
@@ -30,11 +29,7 @@ NAMES = ("mlp", "gpt2", "llama", "t5-small", "resnet50")
 
 
 def autograds_order(model: nn.Module, sample: object) -> Graph:
-    args, kwargs = sample_call(sample)
-    tensors, call = flatten_call(args, kwargs, optional_keywords(model))
-    capture = capture_joint(model, tensors, call.structure, differentiable="loss", outputs="all")
-    rewrite(capture.joint)
-    return build_graph(capture)
+    return build_graph(run_passes(REWRITES, captured_for(model, sample)))
 
 
 def peak_of(ops: tuple[Op, ...]) -> int:
@@ -164,7 +159,7 @@ def test_firing_hooks_leaves_grad_as_it_is() -> None:
         lambda parameter: fired.append(parameter.grad is not None)
     )
     sink = GradientSink({"weight": weight})
-    peak_bytes = measure.allocator_peak(lambda: sink.finish("weight"))
+    peak_bytes = measure.allocator_peak(lambda: sink.fire_hooks("weight"))
     assert same_bits(weight.grad, before)
     assert fired == [True]
     assert peak_bytes < weight.numel()

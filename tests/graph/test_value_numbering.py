@@ -5,37 +5,33 @@ What merges, what must not, and that no bit of any result moves.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import models
 import pytest
 import torch
 from helpers import check_against_eager, planned
+from joint_graphs import SPECIAL, assert_same_bits, bits, captured, captured_for, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import rockmate.graph.rewrite
 from bench import measure
 from rockmate import Planner
-from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
-from rockmate.capture.signature import flatten_call
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph
-from rockmate.graph.value_numbering import clean, remove_dead
+from rockmate.graph.passes import REWRITES, Pass, run_passes
+from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.planning.lowering import lower_saved
 from rockmate.schedule.schedule import Schedule, baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
 aten = torch.ops.aten
-SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
 
 
 class Written(nn.Module):
@@ -50,9 +46,9 @@ class Written(nn.Module):
         return self.function(self.linear(x))
 
 
-def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Capture:
-    tensors, call = flatten_call(args, kwargs, frozenset())
-    return capture_joint(model, tensors, call.structure, differentiable="all")
+def clean(graph: fx.Graph) -> None:
+    merge_equal_values(graph)
+    remove_dead_calls(graph)
 
 
 def cleaned(function: Callable[[Tensor], Any]) -> Counter[str]:
@@ -72,54 +68,11 @@ def calls(capture: Capture) -> Counter[str]:
 # --- the same bits, and the same memory shared ----------------------------------------------------
 
 
-def made_up(fake: Tensor, seed: int) -> Tensor:
-    """Values of that shape, dtype and layout.
-
-    Floats have zeros of both signs, infinities and what is not a number among them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if not fake.is_floating_point():
-        return torch.randint(0, 2, fake.shape, generator=generator).to(fake.dtype)
-    values = torch.randn(fake.shape, generator=generator)
-    if seed % 2 and values.numel() > 4 * len(SPECIAL):
-        values.view(-1)[torch.randperm(values.numel(), generator=generator)[: len(SPECIAL)]] = (
-            torch.tensor(SPECIAL)
-        )
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(values)
-
-
-def run(
-    capture: Capture, specials: bool
-) -> tuple[list[Tensor | None], list[tuple[int, int]], Tensor]:
-    """What the joint graph returns, which of the returned and the given tensors share memory, and
-    the generator's state after it."""
-    nodes = [node for node in capture.joint.graph.nodes if node.op == "placeholder"]
-    given = [made_up(node.meta["val"], 2 * index + specials) for index, node in enumerate(nodes)]
-    torch.manual_seed(3)
-    returned = list(fx.Interpreter(capture.joint).run(*given, enable_io_processing=False))
-    tensors = [t for t in [*given, *returned] if isinstance(t, Tensor)]
-    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    pairs = itertools.combinations(range(len(tensors)), 2)
-    shared = [
-        (a, b)
-        for a, b in pairs
-        if memory[a] == memory[b] and tensors[a].numel() and tensors[b].numel()
-    ]
-    return returned, shared, torch.get_rng_state()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
-    return tensor.contiguous().view(integer)
-
-
 def assert_clean_is_the_same(
     make: Callable[[], Capture], reduce: Callable[[Capture], None]
 ) -> None:
     plain, ours = make(), make()
-    remove_dead(plain.joint.graph)
+    remove_dead_calls(plain.joint.graph)
     reduce(ours)
     assert [role for _, role in ours.outputs] == [role for _, role in plain.outputs]
     for specials in (False, True):
@@ -129,12 +82,7 @@ def assert_clean_is_the_same(
         )
         assert torch.equal(ours_state, state)
         assert ours_shared == shared
-        for result, reference in zip(results, expected, strict=True):
-            assert (result is None) is (reference is None)
-            if result is not None and reference is not None:
-                assert result.dtype == reference.dtype
-                assert result.stride() == reference.stride()
-                assert torch.equal(bits(result), bits(reference))
+        assert_same_bits(results, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
@@ -142,10 +90,7 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
     workload = models.tiny(name)
 
     def make() -> Capture:
-        args, kwargs = (
-            ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
-        )
-        return captured(workload.model, *args, **kwargs)
+        return captured_for(workload.model, workload.sample)
 
     assert_clean_is_the_same(make, lambda capture: clean(capture.joint.graph))
 
@@ -495,20 +440,13 @@ def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit-base", "gpt2"])
-def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A schedule that leaves out what has been merged or dropped computes the step, in as little
-    memory but for what is shared."""
+def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str) -> None:
+    """A schedule that leaves out what has been merged or dropped computes the step, in as little memory but for what is shared."""
     workload = models.tiny(name)
 
-    def graph_of() -> Graph:
-        args, kwargs = (
-            ((), workload.sample) if isinstance(workload.sample, dict) else ((workload.sample,), {})
-        )
-        capture = captured(workload.model, *args, **kwargs)
-        rockmate.graph.rewrite.rewrite(capture.joint)
-        return build_graph(capture)
+    def graph_of(passes: Sequence[Pass[Capture]]) -> Graph:
+        capture = captured_for(workload.model, workload.sample)
+        return build_graph(run_passes(passes, capture))
 
     def peak(graph: Graph, schedule: Schedule) -> int:
         costs = (Cost(time_ms=1.0, overhead_bytes=0),) * len(graph.ops)
@@ -516,9 +454,8 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(
             graph, schedule, Costs(first=costs, recompute=costs, num_distinct=1)
         ).peak_bytes
 
-    ours = graph_of()
-    monkeypatch.setattr(rockmate.graph.rewrite, "clean", remove_dead)
-    plain = graph_of()
+    ours = graph_of(REWRITES)
+    plain = graph_of([each for each in REWRITES if each.name != "merge equal values"])
     index = {op.name: op.index for op in ours.ops}
     assert len(index) < len(plain.ops)
     for schedule in (baseline_schedule(plain), lower_saved(plain, partition(plain), ())):

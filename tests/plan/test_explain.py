@@ -286,7 +286,7 @@ def test_block_table_adds_up(name: str) -> None:
             op.written_bytes for op in graph.forward_ops
         )
         states = sum(
-            CPU_STATE_BYTES if op.is_random else op.state_bytes
+            CPU_STATE_BYTES if op.is_random else op.saved_state_bytes
             for op in graph.forward_ops
             if runs[op.index] > 1 and schedule.steps.index(op.index) < len(schedule.forward)
         )

@@ -238,7 +238,7 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
         for op in plan.graph.forward_ops
         if op.index in whole - recompute
         for storage in op.writes
-        if storage not in boundaries | chain.carried | plan.graph.held
+        if storage not in boundaries | chain.carried | plan.graph.externally_held
         and any(reader.phase is not Phase.FORWARD for reader in plan.graph.readers.get(storage, ()))
     ]
     assert not kept_inside

@@ -10,7 +10,7 @@ import pytest
 from helpers import REGIMES, budget_for, planned
 
 from rockmate import Plan
-from rockmate.graph.ir import Storage, state_bytes
+from rockmate.graph.ir import Storage
 from rockmate.plan.residency import Residency
 from rockmate.schedule.liveness import OpDefUse, op_def_use
 from rockmate.schedule.simulate import simulate_part
@@ -56,7 +56,7 @@ def states_at_each_run(plan: Plan) -> list[int]:
         runs = [position for position, other in enumerate(steps) if other == index]
         if len(runs) > 1:
             for position in range(runs[0], runs[-1] + 1):
-                total[position] += state_bytes(plan.graph.ops[index])
+                total[position] += plan.graph.ops[index].recompute_state_bytes
     return total
 
 

@@ -40,7 +40,7 @@ from rockmate.graph.chunking.region import (
     Region,
 )
 from rockmate.graph.ir import IN_FORWARD
-from rockmate.graph.value_numbering import remove_dead
+from rockmate.graph.value_numbering import remove_dead_calls
 
 _aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class Unroller:
                         self._join(calls)
         self._replace()
         sort_topologically(self.graph)
-        remove_dead(self.graph)
+        remove_dead_calls(self.graph)
         self.graph.lint()
         self.capture.joint.recompile()
         return replace(

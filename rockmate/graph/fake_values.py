@@ -1,0 +1,61 @@
+"""Fake results of calls that a pass adds to a joint graph or moves to other memory.
+
+A node's `meta["val"]` says what its call returns: shapes, dtypes, layouts, and which tensors share a
+storage. A pass that adds a call, or gives a view another base, keeps that true with these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate._torch.autocast import autocast_off
+from rockmate._torch.fake import mode_of
+from rockmate.capture.nodes import storage_ids, tensors_of
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
+
+# Calls with the layout of a kernel's result, for kernels that read values, which fake tensors lack,
+# or that take many steps.
+_STAND_INS: dict[Any, Any] = {
+    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+}
+
+
+def fake_result(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, like: fx.Node
+) -> Any:
+    """What a call returns for the fake values of the nodes among its arguments.
+
+    Args:
+        target: what is called.
+        args: its arguments.
+        kwargs: its keywords.
+        like: a node of the graph, whose fake mode serves for calls that take no tensor.
+    """
+    given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
+    with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():
+        return _STAND_INS.get(target, target)(*given[0], **given[1])
+
+
+def refresh(node: fx.Node) -> None:
+    """Sets a node's fake value again from those of its arguments."""
+    node.meta["val"] = fake_result(node.target, node.args, node.kwargs, like=node)
+
+
+def refresh_views(node: fx.Node, left: Collection[int]) -> None:
+    """Refreshes the views of a node that has replaced another.
+
+    Args:
+        node: the node, with its readers.
+        left: storages of the node that it replaces, in which the readers' fake values still lie.
+    """
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "call_function" and not set(storage_ids(user)).isdisjoint(left):
+                refresh(user)
+                pending.append(user)

@@ -1,0 +1,269 @@
+"""Every pass leaves a valid graph and keeps what it says, on models that give each of them work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import same_bits
+from joint_graphs import assert_same_bits, captured_for, run
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from rockmate._torch.storage import storage_id
+from rockmate.capture.nodes import layout_of, tensors_of
+from rockmate.capture.roles import Capture, RoleKind
+from rockmate.graph.build import build_graph
+from rockmate.graph.chunking.chunks import Chunks, chunk_loss_block
+from rockmate.graph.fake_values import fake_result
+from rockmate.graph.ir import Graph
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.passes import (
+    GRAPH_PASSES,
+    JOINT_PASSES,
+    REWRITES,
+    Pass,
+    PassOptions,
+    run_passes,
+    verify_joint,
+)
+
+
+class Skips(nn.Module):
+    """Two parts of one value wait for a long time, as the skips of a U-Net do."""
+
+    def __init__(self, num_layers: int = 12) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = skip.tanh()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return functional.mse_loss(self.last(torch.cat((x, skip), 1)), torch.zeros(x.shape[0], 4))
+
+
+class Classes(nn.Module):
+    """`one_hot` checks its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.layer(functional.one_hot(labels, 4).float()) + x
+        return functional.cross_entropy(self.layer(scores), labels)
+
+
+class Gated(nn.Module):
+    """Autograd makes the gate's gradient before it reads the gate for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(4, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.gate).square().sum()
+
+
+class WideProduct(nn.Module):
+    """One weight's gradient is large enough for slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def tied() -> tuple[nn.Module, Any, tuple[str, ...]]:
+    words = torch.arange(24).reshape(2, 12) % 23
+    sample = {"words": words, "labels": words}
+    return models.TiedLanguageModel(), sample, ("embedding.weight", "body.layers.1.0.weight")
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, tuple[str, ...]]]] = {
+    "stack": lambda: (models.Stack(), torch.randn(4, 16), ()),
+    "tied": tied,
+    "batch norm": lambda: (models.BatchNormNet(), torch.randn(2, 3, 8, 8), ("conv1.weight",)),
+    "skips": lambda: (Skips(), torch.randn(4, 8), ()),
+    "classes": lambda: (
+        Classes(),
+        {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4},
+        (),
+    ),
+    "gated": lambda: (Gated(), torch.randn(4, 8), ("gate",)),
+    "wide product": lambda: (WideProduct(), torch.randn(4, 1024), ()),
+    "gpt2": lambda: (*workload("gpt2"), ("transformer.wte.weight",)),
+}
+
+
+def workload(name: str) -> tuple[nn.Module, Any]:
+    found = models.tiny(name)
+    return found.model, found.sample
+
+
+def made(name: str) -> tuple[Capture, PassOptions]:
+    torch.manual_seed(0)
+    model, sample, hooked = MODELS[name]()
+    options = PassOptions(hooked=hooked, owner_of=owner_names(model))
+    return captured_for(model, sample), options
+
+
+def assert_fakes_are_true(graph: fx.Graph) -> None:
+    """Each call gives what its fake value says, in new memory or in that of an argument."""
+    for node in graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        value = fake_result(node.target, node.args, node.kwargs, like=node)
+        found = [item for item in _listed(value) if isinstance(item, Tensor)]
+        noted = tensors_of(node)
+        assert [layout_of(tensor) for tensor in found] == [layout_of(tensor) for tensor in noted]
+        given = {storage_id(item) for each in node.all_input_nodes for item in tensors_of(each)}
+        for tensor, other in zip(found, noted, strict=True):
+            shared = storage_id(tensor) if storage_id(tensor) in given else None
+            assert shared == (storage_id(other) if storage_id(other) in given else None), node
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rewrites_leave_a_valid_graph_and_the_same_bits(name: str) -> None:
+    capture, options = made(name)
+    verify_joint(capture)
+    expected, _, state = run(capture, specials=False)
+    inputs, roles = capture.inputs, [role for _, role in capture.outputs]
+
+    def check(each: Pass[Capture], after: Capture) -> None:
+        verify_joint(after)
+        assert_fakes_are_true(after.joint.graph)
+        after.joint.recompile()
+        assert after.inputs == inputs
+        assert [role for _, role in after.outputs] == roles
+        results, _, state_after = run(after, specials=False)
+        assert_same_bits(results, expected)
+        assert torch.equal(state_after, state), f"{each.name} draws otherwise"
+
+    run_passes(REWRITES, capture, options, after=check)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_joint_passes_sum_the_gradients_of_each_hooked_parameter(name: str) -> None:
+    capture, options = made(name)
+    capture = run_passes(REWRITES, capture, options)
+    before = gradients_by_owner(capture, options)
+    capture = run_passes(JOINT_PASSES, capture, options, after=lambda _, after: verify_joint(after))
+    assert_fakes_are_true(capture.joint.graph)
+    after = gradients_by_owner(capture, options)
+    assert after.keys() == before.keys()
+    hooked = {options.owner_of[each] for each in options.hooked}
+    for owner, parts in before.items():
+        if owner in hooked:
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            parts = [total]
+        assert len(after[owner]) == len(parts)
+        assert all(same_bits(one, other) for one, other in zip(after[owner], parts, strict=True))
+
+
+def gradients_by_owner(capture: Capture, options: PassOptions) -> dict[str, list[Tensor]]:
+    """The returned gradients of each parameter, in the order in which the graph makes them."""
+    returned = run(capture, specials=False)[0]
+    position = {node: index for index, node in enumerate(capture.joint.graph.nodes)}
+    values: Any = capture.joint.graph.output_node().args[0]
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for node, role, value in zip(values, capture.output_roles, returned, strict=True):
+        if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT and value is not None:
+            found.setdefault(options.owner_of[role.name], []).append((position[node], value))
+    return {
+        owner: [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+        for owner, pairs in found.items()
+    }
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["accumulated", "returned"])
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_passes_leave_a_valid_graph(name: str, returned: bool) -> None:
+    capture, options = made(name)
+    capture = run_passes((*REWRITES, *JOINT_PASSES), capture, options)
+    check_graph_passes(build_graph(capture, returned_gradients=returned), options)
+
+
+@pytest.mark.parametrize("chunks", ["3 recompute", "3 at_once"])
+@pytest.mark.parametrize("name", ["tied", "gpt2"])
+def test_a_step_in_chunks_is_valid_after_every_pass(name: str, chunks: str) -> None:
+    capture, options = made(name)
+    capture = run_passes(REWRITES, capture, options)
+    chunked = chunk_loss_block(capture, Chunks.parse(chunks))
+    assert isinstance(chunked, Capture)
+    verify_joint(chunked)
+    assert_fakes_are_true(chunked.joint.graph)
+    chunked = run_passes(JOINT_PASSES, chunked, options, after=lambda _, c: verify_joint(c))
+    check_graph_passes(build_graph(chunked), options)
+
+
+def check_graph_passes(graph: Graph, options: PassOptions) -> None:
+    graph.verify()
+    ops, storages = {op.name for op in graph.ops}, graph.storages
+    forward = [op.name for op in graph.forward_ops]
+    sizes = {storage.name: storage.num_bytes for storage in storages}
+
+    def check(each: Pass[Graph], after: Graph) -> None:
+        after.verify()
+        assert {op.name for op in after.ops} == ops
+        assert after.storages == storages
+        assert [op.name for op in after.forward_ops] == forward
+        for storage in storages:
+            if storage.num_bytes != sizes[storage.name]:
+                assert each.name == "assign sink forms"
+                assert storage.num_bytes < sizes[storage.name]
+                assert not after.readers.get(storage)
+
+    run_passes(GRAPH_PASSES, graph, options, after=check)
+
+
+def test_each_pass_has_work_in_some_model() -> None:
+    idle = {each.name for each in (*REWRITES, *JOINT_PASSES, *GRAPH_PASSES)}
+    for name in MODELS:
+        capture, options = made(name)
+        text = [joint_text(capture)]
+
+        def note_joint(each: Pass[Capture], after: Capture, text: list[str] = text) -> None:
+            text.append(joint_text(after))
+            if text[-1] != text[-2]:
+                idle.discard(each.name)
+
+        capture = run_passes((*REWRITES, *JOINT_PASSES), capture, options, after=note_joint)
+        graph = build_graph(capture)
+        text.append(str(graph))
+
+        def note(each: Pass[Graph], after: Graph, text: list[str] = text) -> None:
+            text.append(str(after))
+            if text[-1] != text[-2]:
+                idle.discard(each.name)
+
+        run_passes(GRAPH_PASSES, graph, options, after=note)
+    assert not idle
+
+
+def joint_text(capture: Capture) -> str:
+    return "\n".join(node.format_node() or "" for node in capture.joint.graph.nodes) + str(
+        [str(node) for node, _ in capture.outputs]
+    )
+
+
+def test_names_of_passes_are_unique() -> None:
+    names = [each.name for each in (*REWRITES, *JOINT_PASSES, *GRAPH_PASSES)]
+    assert len(set(names)) == len(names)
+    assert all(each.keeps for each in (*REWRITES, *JOINT_PASSES, *GRAPH_PASSES))

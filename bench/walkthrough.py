@@ -41,7 +41,7 @@ from rockmate.graph.blocks import partition, storages_of
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import GRAPH_PASSES, REWRITES, run_passes
+from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.candidate import Candidate, linspace_int
 from rockmate.planning.knapsack_family import KnapsackFamily
@@ -139,7 +139,7 @@ def sections() -> Iterator[Section]:
         is_exact=True,
     )
 
-    graph = run_passes(GRAPH_PASSES, build_graph(capture))
+    graph = run_passes(GRAPH_PASSES, build_graph(capture), PassOptions(owner_of=owner_names(model)))
     yield Section(name="graph", language="text", text=str(graph), is_exact=True)
 
     costs = measure_costs(graph)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -34,7 +35,7 @@ def test_algorithm_packages_know_no_tensors(package: str, other: str) -> None:
 
 
 def test_rockmate_needs_no_extra() -> None:
-    loaded = modules_after("import rockmate, rockmate.cli, rockmate.demo, rockmate.plot")
+    loaded = modules_after("import rockmate, rockmate.cli.demo, rockmate.cli.plot")
     assert "torch" in loaded
     assert not loaded & {"transformers", "matplotlib"}
 
@@ -52,10 +53,14 @@ def test_command_line_starts_without_the_packages_of_the_extras() -> None:
 
 
 def test_distribution_holds_the_three_packages() -> None:
-    packages = PROJECT["tool"]["setuptools"]["packages"]
-    assert sorted(packages) == sorted(
-        path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "bench"
-    )
+    """Every folder of theirs with Python files, and nothing else."""
+    include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for name in ("rockmate", "rotor", "checkmate")
+        for path in (ROOT / name).rglob("*.py")
+    }
+    assert set(find_packages(str(ROOT), include=include)) == folders
 
 
 def test_every_declared_requirement_is_pinned() -> None:

@@ -28,7 +28,7 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.storage import storage_id
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.loss import find_loss
+from rockmate.capture.loss import loss_of
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
@@ -131,7 +131,8 @@ class _TensorsIn(nn.Module):
         output = self.model(*args, **kwargs)
         _refuse_reassigned(buffers, _buffers_by_place(self.model))
         flat, structure = flatten(output, what="the model's output")
-        loss = find_loss(output, flat, has_labels=kwargs.get("labels") is not None)
+        loss_tensor = loss_of(output, has_labels=kwargs.get("labels") is not None)
+        loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
         if self._outputs == "loss":
             if loss is None:
                 msg = (

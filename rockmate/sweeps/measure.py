@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate._torch.allocator import timeline
-from rockmate.capture.loss import find_loss
+from rockmate.capture.loss import loss_of
 from rockmate.capture.signature import sample_call
 from rockmate.capture.structure import flatten
 from rockmate.collector import gc_paused
@@ -124,10 +124,11 @@ def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
     Raises:
         UnsupportedModelError: No output requires a gradient.
     """
-    flat, _ = flatten(outputs, what="the model's output")
-    loss = find_loss(outputs, flat, has_labels=has_labels)
+    # Only an output without a loss is taken apart: eager may return a cache that no pytree knows.
+    loss = loss_of(outputs, has_labels=has_labels)
     if loss is not None:
-        return [flat[loss]]
+        return [loss]
+    flat, _ = flatten(outputs, what="the model's output")
     found = [tensor for tensor in flat if tensor.requires_grad]
     if not found:
         msg = (

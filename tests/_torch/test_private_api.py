@@ -13,7 +13,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import rockmate._torch
-from rockmate._torch.allocator import net_allocated, peak_beyond_result, timeline, workspace_bytes
+from rockmate._torch.allocator import (
+    is_out_of_memory,
+    net_allocated,
+    peak_beyond_result,
+    timeline,
+    workspace_bytes,
+)
 from rockmate._torch.aot import (
     compile_flags,
     joint_graph,
@@ -96,6 +102,12 @@ class TestAllocator:
         assert peak_beyond_result(two_steps, CPU) == 4000
         assert net_allocated(two_steps, CPU)[0] == 4000
         assert workspace_bytes(lambda: (torch.clone, (torch.ones(1000),)), CPU) == 0
+
+    def test_out_of_memory(self) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(1 << 55, dtype=torch.uint8)
+        assert is_out_of_memory(caught.value)
+        assert not is_out_of_memory(RuntimeError("size mismatch"))
 
     def test_timeline(self) -> None:
         def labelled() -> None:

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import Planner, RockmateModule, plan_cache, step, step_family
-from rockmate.capture import symbolic
+from rockmate.capture import sample, symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, flatten_call, optional_keywords
 from rockmate.capture.size_groups import SizeGroups
 from rockmate.capture.symbolic import SymbolicCapture
+from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.snapshot import snapshot_of
 
 SAMPLE = (4, 24)
@@ -97,8 +98,7 @@ def symbolic_capture(model: nn.Module, *batches: dict[str, Tensor]) -> SymbolicC
 
 
 def rewritten(capture: Capture) -> Capture:
-    step.rewrite(capture.joint)
-    return capture
+    return run_passes(REWRITES, capture)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
@@ -113,7 +113,7 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
     for shape in [(3, 17), (2, 5)]:
         there = step.capture_step(model, batch(name, shape))
         raw = capture.instance(there.call)
-        step.rewrite(raw.joint)
+        run_passes(REWRITES, raw)
         for instance in (raw, generic.instance(there.call)):
             graph = step.step_of(instance, model, there.call, there.state, there.options).graph
             assert not snapshot_of(there.graph, there.call).difference(
@@ -142,7 +142,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
             place, name, lambda *args, **kwargs: log.append(label) or function(*args, **kwargs)
         )
 
-    counting(step, "capture_joint", done.captures, "fixed")
+    counting(sample, "capture_joint", done.captures, "fixed")
     counting(symbolic, "capture_joint", done.captures, "symbolic")
     counting(step, "emit", done.emitted, "fixed")
     counting(step_family, "emit", done.emitted, "symbolic")

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rockmate import InvalidSampleError, RockmateError
-from rockmate._torch.allocator import is_out_of_memory
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
 from rockmate.step import capture_step
@@ -53,9 +52,3 @@ def test_too_little_memory_is_not_the_samples_fault(error: Exception) -> None:
 def test_a_fault_of_this_library_keeps_its_error() -> None:
     with pytest.raises(KeyError, match="internal"):
         measure_costs(graph_with(KeyError("internal")))
-
-
-def test_the_allocators_own_error_is_known() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 55, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
-from rockmate import step as step_file
 from rockmate._torch.allocator import timeline
+from rockmate.capture import sample as sample_file
 from rockmate.capture import symbolic as symbolic_file
 
 SHARE = 0.85
@@ -89,8 +89,8 @@ def peak_bytes(module: RockmateModule, named: dict[str, Tensor]) -> int:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each capture that has been made."""
     made: list[int] = []
-    capture = step_file.capture_joint
-    for place in (step_file, symbolic_file):
+    capture = sample_file.capture_joint
+    for place in (sample_file, symbolic_file):
         monkeypatch.setattr(
             place,
             "capture_joint",

@@ -104,14 +104,13 @@ def test_smaller_shapes_take_over_the_schedule_and_equal_eager(
 
 
 def test_a_shape_that_comes_back_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rockmate import step as step_file
-    from rockmate.capture import symbolic
+    from rockmate.capture import sample, symbolic
 
     model = language_model("llama")
     module = RockmateModule(model, words(LARGEST), 0.6)
     captures = []
-    capture = step_file.capture_joint
-    for place in (step_file, symbolic):
+    capture = sample.capture_joint
+    for place in (sample, symbolic):
         monkeypatch.setattr(
             place,
             "capture_joint",

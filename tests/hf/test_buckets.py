@@ -19,8 +19,8 @@ from helpers import Step, assert_same, differing, one_step, relative_error
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import PadToBuckets, RockmateModule, request, step, wrap_trainer
-from rockmate.capture import symbolic
+from rockmate import PadToBuckets, RockmateModule, request, wrap_trainer
+from rockmate.capture import sample, symbolic
 
 VOCABULARY = 40
 LENGTHS = [
@@ -117,7 +117,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             place, name, lambda *args, **kwargs: done.append(label) or function(*args, **kwargs)
         )
 
-    counting(step, "capture_joint", "capture")
+    counting(sample, "capture_joint", "capture")
     counting(symbolic, "capture_joint", "capture with symbols")
     counting(request.PlanRequest, "_broadcast_call", "solve")
     return done

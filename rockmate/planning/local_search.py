@@ -17,11 +17,13 @@ strategic oscillation and warm starts (Glover 1977).
 The answer depends on the budget alone, not on earlier questions. Caches only save time. A long step
 (`refine.LONG_STEP_OPS`) leaves out stages 2 and 5 and most of stage 4.
 
-Many budgets together: `joint_search`.
+Many budgets together: `joint_search`. The log of this module at level DEBUG has a line for each
+stage: the incumbent's time and gap.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from math import ceil, inf
@@ -54,6 +56,8 @@ from rockmate.planning.search_problem import (
 )
 from rockmate.planning.starts import WarmStarts
 from rockmate.planning.tightening import TighteningPath
+
+logger = logging.getLogger(__name__)
 
 # Number of limits on saved bytes tried to find the knapsack schedule that just fits.
 _MAX_KNAPSACK_LIMITS = 3
@@ -185,7 +189,9 @@ class LocalSearch:
         ):
             return best
         neighbour = self._solve(self._smaller_neighbour(budget_bytes))
-        return fastest(best, self._refiner.repair_and_refine(neighbour, budget_bytes))
+        best = fastest(best, self._refiner.repair_and_refine(neighbour, budget_bytes))
+        self._log_incumbent("neighbouring budget", best, budget_bytes)
+        return best
 
     def _smaller_neighbour(self, budget_bytes: int) -> int:
         """The next smaller budget of a geometric sequence that begins at the minimum."""
@@ -200,6 +206,7 @@ class LocalSearch:
             from_starts, best = self._initial_candidates(budget_bytes)
             if not self._is_within(best, budget_bytes, SKIP_ROTOR_BELOW_GAP):
                 best = fastest(self._intensify(from_starts, budget_bytes), best)
+                self._log_incumbent("deferral and oscillation", best, budget_bytes)
             self._solved[budget_bytes] = best
         return self._solved[budget_bytes]
 
@@ -210,14 +217,22 @@ class LocalSearch:
                 self._knapsack_starts(budget_bytes),
                 budget_bytes,
             )
+            self._log_incumbent("relaxation and knapsack", best, budget_bytes)
             overall = self._tighten_with_deferral(best, budget_bytes)
+            self._log_incumbent("tightening path", overall, budget_bytes)
             if not self._is_within(overall, budget_bytes, SKIP_ROTOR_BELOW_GAP):
                 best = self._refine_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
+                self._log_incumbent("rotor", best, budget_bytes)
             self._initial[budget_bytes] = InitialCandidates(best, overall)
         return self._initial[budget_bytes]
 
     def _is_within(self, candidate: Candidate, budget_bytes: int, gap: float) -> bool:
         return self.problem.is_within_gap(candidate, budget_bytes, gap)
+
+    def _log_incumbent(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
+        gap = self.problem.gap(candidate, budget_bytes)
+        message = "budget %d bytes, after %s: %.3f ms, gap %.3f %%"
+        logger.debug(message, budget_bytes, source, candidate.time_ms, 100 * gap)
 
     # --- warm starts ---
 

@@ -65,6 +65,11 @@ class SearchProblem:
         """Whether the step is too long for the stages that take most time."""
         return self.refiner.is_long
 
+    def gap(self, candidate: Candidate, budget_bytes: int) -> float:
+        """A candidate's time less the lower bound, as a fraction of the baseline's time."""
+        excess_ms = candidate.time_ms - self.starts.bound_ms(budget_bytes)
+        return excess_ms / self.baseline.time_ms
+
     def is_within_gap(self, candidate: Candidate, budget_bytes: int, gap: float) -> bool:
         """Whether a candidate is within a gap of the lower bound, or as fast as the baseline."""
         baseline_ms = self.baseline.time_ms

@@ -1,6 +1,7 @@
 # Every target works alone on a fresh clone: it makes .venv first if that is not there.
-#   make demo | test | test-all | lint | types | docs | bench | clean
+#   make demo | test | test-all | test-versions | lint | types | docs | bench | clean
 #   make test TESTS="tests/plan -x"     a part of the quick tiers
+#   make test-versions VERSIONS="-k 2.11"   one version of PyTorch, see noxfile.py
 #   PYTHON=python3.12 make test        another interpreter (3.11 and later)
 #   make bench BENCH="--model bert-base --budget 0.5"
 #   make demo DEMO="--budget 0.3 --steps 10"
@@ -16,7 +17,9 @@ INSTALLED := $(VENV)/.installed
 
 TIERS := unit or model
 
-.PHONY: demo test test-all lint types docs bench clean
+VERSIONS ?=
+
+.PHONY: demo test test-all test-versions lint types docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
@@ -26,6 +29,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "not cuda" $(TESTS)
+
+test-versions: $(INSTALLED)
+	$(BIN)/python -m nox $(VERSIONS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -423,7 +423,7 @@ def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes()
     settings = (
         os.environ
         | measure.RESIDENT_ENVIRONMENT
-        | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+        | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'support'}"}
     )
     command = [sys.executable, "-c", RESIDENT_MARKS]
     finished = subprocess.run(

@@ -49,9 +49,9 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
         UnsupportedModelError: the forward drew from Python or NumPy. A failure of the capture is
             its cause, since the draw is the likelier reason.
     """
-    devices = sorted(
-        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    )
+    # Fake CUDA tensors may be traced on a machine without a driver, which has no state to keep.
+    on_cuda = [tensor for tensor in tensors if tensor.is_cuda and torch.cuda.is_available()]
+    devices = sorted({tensor.device.index or 0 for tensor in on_cuda})
     python_state, numpy_state = random.getstate(), np.random.get_state()
     failure: UnsupportedModelError | None = None
     try:

@@ -271,8 +271,9 @@ def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine |
     opaque = list(opaque_modules(model, untraced))
     if machine is not None and opaque:
         msg = (
-            f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and nothing "
-            "runs when planning for a machine by its description. Plan on the machine itself."
+            f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and "
+            "nothing runs when planning for a machine by its description. Plan on the machine "
+            "itself."
         )
         raise UnsupportedModelError(msg)
     with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]

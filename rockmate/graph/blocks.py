@@ -1,12 +1,14 @@
 """Graph -> chain of blocks.
 
-A *cut* is a place in forward order that one large storage crosses, once *carried* storages are set aside: small ones, and ones that
-live across many blocks (masks, rotary tables, an encoder's output, skips). A carried storage stays from its making to its last
-read, backward included, and is recomputed by nobody. How long a storage must live to be carried is chosen so that what stays plus
-the largest block is smallest, since no plan over these blocks gets below about that.
+A *cut* is a place in forward order that exactly one storage crosses, not counting *carried* ones.
+Carried are small storages, and storages that live across many blocks: masks, rotary tables, an
+encoder's output, skips. A carried storage is live from its first write to its last read, backward
+included, and is never recomputed. The lifetime from which a storage is carried is chosen such that
+the carried bytes plus the largest block are fewest: no plan over these blocks needs much less.
 
-Backward ops go to the block of the forward op that they differentiate (autograd's sequence number ties them), and never to a later
-block than the ops whose gradients they read, so that the blocks of the backward run one after the other, last block first.
+A backward op belongs to the block of the forward op that it differentiates, by autograd's sequence
+number. It never belongs to a later block than the ops whose gradients it reads. So the blocks of
+the backward run one after the other, last block first.
 """
 
 from __future__ import annotations
@@ -18,20 +20,13 @@ from dataclasses import dataclass, replace
 
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 
-_SMALL_SHARES = (
-    1e-3,
-    3e-4,
-    1e-4,
-    3e-5,
-)  # of all activation bytes: a storage below may be carried rather than prevent a cut
-_LIFETIMES = (
-    24,
-    48,
-    96,
-    200,
-    1 << 60,
-)  # in forward ops: a storage that lives longer may be carried
+# Shares of all activation bytes. A storage below the share is carried rather than prevent a cut.
+_SMALL_SHARES = (1e-3, 3e-4, 1e-4, 3e-5)
+# Lifetimes in forward ops. A storage that lives longer is carried.
+_LIFETIMES = (24, 48, 96, 200, 1 << 60)
+# Number of blocks below which a chain stays. The dynamic program is cubic in it.
 _MAX_BLOCKS = 100
+# Smallest number of ops with a large result in a block.
 _MIN_LARGE_OPS = 3
 
 
@@ -42,8 +37,8 @@ class Block:
     Attributes:
         forward: forward ops in order.
         backward: late and backward ops in order.
-        input: the boundary that enters, None for the first block.
-        output: the boundary that leaves, None for the last block.
+        input: the storage that crosses the cut before it; None for the first block.
+        output: the storage that crosses the cut after it; None for the last block.
     """
 
     forward: tuple[Op, ...]
@@ -53,17 +48,17 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The submodules that its ops come from, shortened to their common path."""
+        """The common path of the submodules that its ops come from."""
         return _common_path([op.module for op in self.forward if op.module]) or "the model's root"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChain:
-    """The blocks in forward order, and what none of them may recompute.
+    """The blocks of a graph and the storages that no block recomputes.
 
     Attributes:
         blocks: in forward order.
-        carried: storages that stay from their making to their last read.
+        carried: storages that are live from their first write to their last read.
     """
 
     blocks: tuple[Block, ...]
@@ -80,7 +75,7 @@ class BlockChain:
         )
 
     def with_backward_as_in(self, order: Sequence[Op]) -> BlockChain:
-        """The same blocks with the late and backward ops of each in the order in which they stand in `order`."""
+        """The same blocks, with the late and backward ops of each in the given order."""
         place = {op: position for position, op in enumerate(order)}
         return replace(
             self,
@@ -96,12 +91,8 @@ class BlockChain:
             f"output {block.output.num_bytes if block.output else 0:>12,} B  {block.name}"
             for index, block in enumerate(self.blocks)
         ]
-        return "\n".join(
-            [
-                *rows,
-                f"carried: {len(self.carried)} storages, {sum(s.num_bytes for s in self.carried):,} B",
-            ]
-        )
+        carried_bytes = sum(storage.num_bytes for storage in self.carried)
+        return "\n".join([*rows, f"carried: {len(self.carried)} storages, {carried_bytes:,} B"])
 
 
 def partition(graph: Graph) -> BlockChain:
@@ -127,7 +118,7 @@ def partition(graph: Graph) -> BlockChain:
 
 
 def _forward_lives(forward: Sequence[Op]) -> dict[Storage, tuple[int, int]]:
-    """For each storage of the forward the positions where it is made and last read by the forward."""
+    """For each storage of the forward, the positions of its first write and of its last read."""
     lives: dict[Storage, tuple[int, int]] = {}
     for position, op in enumerate(forward):
         for storage in op.reads:
@@ -141,7 +132,7 @@ def _forward_lives(forward: Sequence[Op]) -> dict[Storage, tuple[int, int]]:
 def _cuts(
     forward: Sequence[Op], lives: Mapping[Storage, tuple[int, int]], carried: frozenset[Storage]
 ) -> dict[int, Storage]:
-    """Positions after which exactly one storage that is not carried crosses, and that storage; the first position for each."""
+    """Position of each cut -> the storage that crosses it; the first cut for each storage."""
     begins: list[list[Storage]] = [[] for _ in forward]
     ends: list[list[Storage]] = [[] for _ in forward]
     for storage, (born, last) in lives.items():
@@ -160,7 +151,7 @@ def _cuts(
 
 
 def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> list[int]:
-    """Leaves out cuts until every block has a few large ops and there are not too many blocks."""
+    """The cuts that leave a few large ops in every block, and not too many blocks."""
     is_large = [any(storage.num_bytes > small for storage in op.writes) for op in forward]
     minimum = _MIN_LARGE_OPS
     while True:
@@ -178,7 +169,7 @@ def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> li
 
 
 def _floor(chain: BlockChain) -> int:
-    """Bytes that every plan over these blocks about needs: what is carried, and all of the largest block."""
+    """About the fewest bytes of a plan over these blocks: carried ones and the largest block."""
     sizes = [
         sum(s.num_bytes for op in block.forward for s in op.writes if s not in chain.carried)
         for block in chain.blocks
@@ -230,8 +221,9 @@ def _assign_backward(graph: Graph, block_of: dict[Op, int]) -> None:
                 if s.producer and s.producer.phase is Phase.BACKWARD
             ]
             block_of[op] = min([own, *above])
-    for op in reversed(graph.backward_ops):  # a late op belongs where its first reader is
+    for op in reversed(graph.backward_ops):
         if op.phase is Phase.LATE:
+            # It runs right before its first reader, and the last block runs first.
             readers = [
                 block_of[user]
                 for storage in op.writes
@@ -247,7 +239,7 @@ def _read_from_afar(
     boundaries: Sequence[Storage],
     carried: frozenset[Storage],
 ) -> frozenset[Storage]:
-    """Storages of the forward that the backward of a block reads though they are neither its own nor its input."""
+    """Storages of the forward that the backward of another block reads, other than its input."""
     far = set()
     for op in graph.backward_ops:
         block = block_of[op]
@@ -267,7 +259,7 @@ def _read_from_afar(
 
 
 def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
-    """What an op is to its block but for its place in it: equal for equal calls on storages of equal sizes and roles."""
+    """A key, equal for equal calls on storages of equal sizes and roles."""
     return (
         op.call_key,
         op.phase,
@@ -279,10 +271,11 @@ def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
 
 
 def wiring_of(block: Block) -> tuple[int, ...]:
-    """The number of each storage that its ops read and make, in order: with their kinds, equal for equal blocks.
+    """The numbers of the storages that its ops read and write, in order.
 
-    Storages are numbered in order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one; see
-    `storages_of`.
+    Blocks with equal wiring and equal kinds of ops (`kind_of`) are equal. Storages are numbered in
+    order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one;
+    see `storages_of`.
     """
     number: dict[Storage, int] = defaultdict(itertools.count().__next__)
     ops = (*block.forward, *block.backward)
@@ -295,7 +288,7 @@ def wiring_of(block: Block) -> tuple[int, ...]:
 
 
 def storages_of(block: Block) -> list[Storage]:
-    """Every storage that a block touches, static ones left out, in order of appearance."""
+    """The storages that a block reads or writes, except static ones, in order of appearance."""
     found: dict[Storage, None] = {}
     for op in (*block.forward, *block.backward):
         found.update(

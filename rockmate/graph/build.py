@@ -255,7 +255,7 @@ class _Builder:
                 if storage.is_updated:
                     msg = (
                         f"the backward reads {storage.name} ({call_name(op.node)}), a buffer or "
-                        "input that the forward has overwritten by then. Copy it before changing it."
+                        "input that the forward has overwritten by then. Copy it before it changes."
                     )
                     raise UnsupportedModelError(msg)
 
@@ -302,7 +302,7 @@ def _set_recomputation(op: Op) -> None:
 
 
 def _statistics(op: Op) -> tuple[fx.Node, ...]:
-    """Mean and inverse deviation of a batch normalisation in training, if they suffice to replay."""
+    """Mean and inverse deviation of a batch normalization in training, if a replay can use them."""
     items, args = _items(op.node), op.node.args
     found = tuple(items[index] for index in (1, 2) if index in items)
     is_training = args[5 if op.node.target is _FUNCTIONAL_BATCH_NORM else 3]

@@ -1,7 +1,8 @@
 """Fake results of calls that a pass adds to a joint graph or moves to other memory.
 
-A node's `meta["val"]` says what its call returns: shapes, dtypes, layouts, and which tensors share a
-storage. A pass that adds a call, or gives a view another base, keeps that true with these functions.
+A node's `meta["val"]` has the result of its call as fake tensors: shapes, dtypes, layouts, and
+which of them share a storage. A pass that adds a call, or gives a view another base, keeps that
+true with these functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Ops that can write their result into an operand that dies with them, bitwise as if they had not.
+"""In-place forms: an op whose operand has its last read there may write its result into it.
 
-Eager uses in-place forms (a ReLU after a convolution, gradients added up); a functional graph without them starts behind it.
+The result is bitwise that of the op itself. Eager uses such forms, for a ReLU after a convolution
+or a sum of gradients. A functional graph without them needs more memory than eager.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class InPlaceForm:
     """How to run an op on the memory of one of its operands.
 
     Attributes:
-        target: called with the op's own arguments; where `out_name` is set, with the operand again under that name.
+        target: called with the op's own arguments, and with the operand as `out_name` if that is
+            set.
         operands: positions of the arguments whose memory may be taken, best first.
-        out_name: keyword of the `out=` variant, empty for a method that writes into its first argument.
+        out_name: the keyword of an `out=` variant; empty for a method that writes into its first
+            argument.
     """
 
     target: Callable[..., Any]
@@ -38,7 +41,8 @@ class InPlaceForm:
     out_name: str = ""
 
 
-# Elementwise over values of one type, with a kernel of their own for `out=`: others make a temporary and copy it.
+# Elementwise ops over values of one dtype that have a kernel for `out=`. Others make a temporary
+# and copy it.
 _ELEMENTWISE = {
     _aten.abs.default: _aten.abs.out,
     _aten.clamp.default: _aten.clamp.out,
@@ -61,7 +65,7 @@ _ELEMENTWISE = {
     _aten.sqrt.default: _aten.sqrt.out,
 }
 
-# Gradients of elementwise functions, from the gradient of the result and a value that the forward has kept.
+# Gradients of elementwise functions, from the gradient of the result and a saved value.
 _ELEMENTWISE_BACKWARD = {
     _aten.threshold_backward.default: _aten.threshold_backward.grad_input,
     _aten.tanh_backward.default: _aten.tanh_backward.grad_input,
@@ -172,7 +176,7 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
 
 
 def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
-    """Whether autograd may hold it inside a submodule that is not traced, which takes it or returns it."""
+    """Whether an opaque module takes or returns the operand: its own autograd may save it."""
     storage = graph.storage_of[operand]
     ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
     return any(isinstance(op.node.target, OpaqueForward) for op in ops)
@@ -189,7 +193,7 @@ def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def _reads_twice(graph: Graph, op: Op, operand: fx.Node) -> bool:
-    """Whether another argument is a different view of the operand's memory, which would be read while it is overwritten."""
+    """Whether another argument views the operand's memory: it would be read while overwritten."""
     others = [node for node in op.node.all_input_nodes if node is not operand]
     return any(graph.storage_of[node] is graph.storage_of[operand] for node in others)
 

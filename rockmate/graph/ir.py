@@ -4,9 +4,9 @@
 |---|---|
 | storage | memory that one or more tensors share; its identity is the fake tensor's storage |
 | op | a call that makes at least one storage |
-| view | a call that makes none (`view`, `getitem`, `detach`); it belongs to the storage that it views |
+| view | a call that makes none (`view`, `getitem`, `detach`); it belongs to the viewed storage |
 | phase | when an op must run: forward, late, backward |
-| role | what an input or output of the joint graph stands for, such as a parameter or its gradient |
+| role | what an input or output of the joint graph is, such as a parameter or its gradient |
 | static storage | a parameter, buffer, constant or input; live throughout the step, never counted |
 | tangent | the gradient of an output, made by autograd before the backward and held to its end |
 | result | an output, or a gradient that the backward returns; its receiver holds it to the end |
@@ -68,7 +68,7 @@ class Storage:
         root: the node whose tensor the producer makes. Every other node of the storage is a view.
         is_static: a parameter, buffer, constant or input. It is live throughout, never counted.
         is_tangent: autograd makes it before the backward and holds it to the end.
-        is_output: the forward returns it. The user is assumed to hold it to the end of the backward.
+        is_output: the forward returns it. The user is assumed to hold it to the backward's end.
         is_kept_to_end: a gradient that the backward returns.
         is_updated: static, and overwritten when the forward ends.
         producer: the op that makes it. None for static storages and tangents.

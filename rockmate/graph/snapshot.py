@@ -1,9 +1,10 @@
-"""A captured step as plain values: what a plan is made for, what its file holds, and what its reports read.
+"""A captured step as plain values: the subject of a plan, of its file and of its reports.
 
-An outline has no tensor and no fx node, so it can be written to a file and compared with the outline of another capture, on another
-machine. It holds what a plan depends on: the ops with their constants, the shapes, strides and dtypes that they are called with, and
-their wiring through storages. Views count through the shapes and strides in which ops read them. Names, module paths and source
-lines are for readers, and take no part in the comparison. Neither do device indices: a plan of `cuda:0` serves `cuda:1`.
+A snapshot has no tensor and no fx node. It can be written to a file and compared with the snapshot
+of another capture, on another machine. It has all that a plan depends on: the ops with their
+constants, the shapes, strides and dtypes of their arguments, and their wiring through storages.
+Views count by the shapes and strides in which ops read them. Names, module paths and source lines
+are for readers and are not compared. Nor are device indices: a plan of `cuda:0` serves `cuda:1`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NOT_COMPARED = {"name", "aliases", "module", "source"}
 
 
 class StorageKind(StrEnum):
-    """What a storage is to the step; all kinds down to INPUT are static, and never counted."""
+    """The use of a storage in the step. All kinds down to INPUT are static and never counted."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -49,7 +50,7 @@ class StorageKind(StrEnum):
 
     @property
     def is_static(self) -> bool:
-        """Whether it lives throughout and is never counted."""
+        """Whether it is live throughout the step and never counted."""
         return self in (
             StorageKind.PARAMETER,
             StorageKind.BUFFER,
@@ -59,7 +60,7 @@ class StorageKind(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether somebody else holds it until the step ends."""
+        """Whether its receiver holds it until the step ends."""
         return self in (StorageKind.OUTPUT, StorageKind.RETURNED_GRADIENT)
 
 
@@ -69,9 +70,9 @@ class SnapshotStorage:
 
     Attributes:
         name: of the node that makes it.
-        kind: what it is to the step.
+        kind: its use in the step.
         num_bytes: its size.
-        aliases: other nodes that view it, and the parameter, buffer or input that it is.
+        aliases: names of the nodes that view it, and of its parameter, buffer or input.
     """
 
     name: str
@@ -86,7 +87,8 @@ class SnapshotOp:
 
     Attributes:
         name: of its node.
-        call: its target with its arguments: constants as they are, tensors as dtype, shape and (where not contiguous) strides.
+        call: its target with its arguments: constants as they are, tensors as dtype and shape, with
+            strides if they are not contiguous.
         phase: "forward", "late" or "backward".
         reads: indices of the storages of its arguments.
         writes: indices of the storages that it makes.
@@ -94,7 +96,8 @@ class SnapshotOp:
         source: the user's line that called it, empty if unknown.
         is_recomputable: whether it may be recomputed.
         is_random: whether it draws from the generator.
-        state_bytes: what it needs of its first run to run again: the generator's state, or what it has found.
+        state_bytes: bytes of the state that a recomputation takes from the first run: that of the
+            generator, or statistics and positions.
         final_gradients: names of the parameters whose gradients are final with it.
     """
 
@@ -118,8 +121,8 @@ class SnapshotOp:
 
     @property
     def state_name(self) -> str:
-        """What `state_bytes` are of."""
-        return "random state" if self.is_random else "what is kept"
+        """The name of the state that `state_bytes` counts."""
+        return "random state" if self.is_random else "saved state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +132,8 @@ class SnapshotBlock:
     Attributes:
         name: the submodules that its ops come from.
         ops: indices of its ops, forward ones first.
-        input: index of the boundary that enters, None for the first block.
-        output: index of the boundary that leaves, None for the last block.
+        input: index of the storage that crosses the cut before it; None for the first block.
+        output: index of the storage that crosses the cut after it; None for the last block.
     """
 
     name: str
@@ -141,7 +144,7 @@ class SnapshotBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotChain:
-    """The blocks in forward order, and the storages that stay across them (indices)."""
+    """The blocks in forward order, and the indices of the carried storages."""
 
     blocks: tuple[SnapshotBlock, ...]
     carried: tuple[int, ...]
@@ -154,9 +157,10 @@ class StepSnapshot:
     Attributes:
         torch_version: the release family of PyTorch that captured it; not compared.
         call: the signature of the call, in words.
-        inputs: (what it is, tensor) of each parameter, buffer, input and constant.
-        outputs: (what it is, index of its storage) of each value that the step returns.
-        updates: indices of the storages that are copied into a buffer or an input when the forward ends.
+        inputs: (role, tensor) of each parameter, buffer, input and constant.
+        outputs: (role, index of its storage) of each value that the step returns.
+        updates: indices of the storages that are copied into a buffer or an input when the forward
+            ends.
         storages: all storages.
         ops: all ops, in an order that respects every dependency.
     """
@@ -176,7 +180,10 @@ class StepSnapshot:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal steps, in every process and on every machine: SHA-256 of all that is compared, without the call."""
+        """SHA-256 of all that is compared, without the call.
+
+        Equal for equal steps, in every process and on every machine.
+        """
         compared = [
             self.inputs,
             self.outputs,
@@ -203,13 +210,14 @@ class StepSnapshot:
             or "the two steps differ in what they return or keep"
         )
         if self.torch_version != other.torch_version:
-            found += f" (the plan was made with PyTorch {self.torch_version}, and this is {other.torch_version})"
+            found += f". The plan was made with PyTorch {self.torch_version}"
+            found += f", and this is {other.torch_version}"
         return found
 
     def serves_smaller(self, other: StepSnapshot) -> bool:
-        """Whether `other` is wired like this one, on tensors that nowhere take more bytes.
+        """Whether `other` is wired like this one and no tensor of it has more bytes.
 
-        A schedule for this step then is one for `other`.
+        A schedule for this step then serves `other`.
         """
         pairs = zip(self.storages, other.storages, strict=False)
         return self.is_wired_like(other) and all(
@@ -237,7 +245,8 @@ class StepSnapshot:
         mine, theirs = dict(self.inputs), dict(other.inputs)
         for what in {**mine, **theirs}:
             if mine.get(what) != theirs.get(what):
-                return f"{what} is {mine.get(what, 'absent')} in the plan and {theirs.get(what, 'absent')} in this model"
+                planned, present = mine.get(what, "absent"), theirs.get(what, "absent")
+                return f"{what} is {planned} in the plan and {present} in this model"
         return ""
 
     def _different_ops(self, other: StepSnapshot) -> str:
@@ -245,16 +254,16 @@ class StepSnapshot:
             if _compared(mine) != _compared(theirs):
                 where = f"op {index} ({theirs.name} in {theirs.module or 'no single submodule'})"
                 if mine.call != theirs.call:
-                    return f"{where} is\n  {mine.call}\nin the plan and\n  {theirs.call}\nin this model"
-                return f"{where}, {theirs.call}, reads, makes or is needed for other values than in the plan"
+                    planned, present = f"\n  {mine.call}\n", f"\n  {theirs.call}\n"
+                    return f"{where} is{planned}in the plan and{present}in this model"
+                return f"{where}, {theirs.call}, reads, writes or serves other values than planned"
         if len(self.ops) != len(other.ops):
             return f"the plan's step has {len(self.ops)} ops and this model's {len(other.ops)}"
         for mine, theirs in zip(self.storages, other.storages, strict=False):
             if _compared(mine) != _compared(theirs):
-                return (
-                    f"{theirs.name} is {theirs.kind.value} of {theirs.num_bytes:,} bytes and in the plan {mine.kind.value} of "
-                    f"{mine.num_bytes:,} bytes"
-                )
+                present = f"{theirs.kind.value} of {theirs.num_bytes:,} bytes"
+                planned = f"{mine.kind.value} of {mine.num_bytes:,} bytes"
+                return f"{theirs.name} is {present} and in the plan {planned}"
         return ""
 
 
@@ -281,11 +290,11 @@ def _wiring(op: SnapshotOp) -> tuple[Any, ...]:
     )
 
 
-# --- from a captured graph -----------------------------------------------------------------------------
+# --- from a captured graph ------------------------------------------------------------------------
 
 
 def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
-    """The outline of a captured step.
+    """The snapshot of a captured step.
 
     Args:
         graph: its ops and storages.
@@ -308,8 +317,9 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
         )
         for storage in graph.storages
     )
+    # Equal layers share their stack traces.
     traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
-    source_of = {trace: _source(trace) for trace in traces}  # equal layers share their lines
+    source_of = {trace: _source(trace) for trace in traces}
     return StepSnapshot(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
@@ -321,7 +331,7 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
         ),
         updates=tuple(storage.index for storage in graph.updates),
         storages=tuple(storages),
-        ops=tuple(_outline_op(op, source_of) for op in graph.ops),
+        ops=tuple(_snapshot_op(op, source_of) for op in graph.ops),
     )
 
 
@@ -342,7 +352,7 @@ def snapshot_chain(chain: BlockChain) -> SnapshotChain:
 
 
 def _keywords(call: CallSignature) -> dict[int, str]:
-    """The keyword of each input that is one, by the index of its tensor."""
+    """Index of a keyword argument's tensor -> its keyword."""
     places = [object() for _ in call.tensors]
     _, given = call.structure.rebuild(places)
     return {
@@ -352,7 +362,7 @@ def _keywords(call: CallSignature) -> dict[int, str]:
     }
 
 
-def _outline_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
+def _snapshot_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
     return SnapshotOp(
         name=op.name,
         call=_call_text(op.node),
@@ -417,12 +427,15 @@ def _tensor_text(tensor: torch.Tensor) -> str:
 
 
 def _portable(text: str) -> str:
-    """The text without what differs from one process or machine to another: addresses and device indices."""
+    """The text without addresses and device indices, which differ between processes."""
     return re.sub(r"\b(cuda|xpu|mps):\d+", r"\1", re.sub(r" at 0x[0-9a-fA-F]+", "", text))
 
 
 def _source(stack_trace: str) -> str:
-    """The innermost frame of a stack trace, as `file:line in function: code`, its path without the folder that Python found it in."""
+    """The innermost frame of a stack trace, as `file:line in function: code`.
+
+    The path is relative to its entry of `sys.path`.
+    """
     frames = list(_FRAME.finditer(stack_trace))
     if not frames:
         return ""

@@ -115,7 +115,7 @@ class _ValueNumbering:
                 self._replace(node, twin)
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether it lies in memory of an earlier op; an item of an op's result is that op's own."""
+        """Whether it lies in the memory of an earlier op; an item of a result is the op's own."""
         parent = self._parent.get(node)
         if parent is None:
             return False

@@ -5,9 +5,9 @@ touches, where `DefUse` reads a whole schedule. Positions are those of the sched
 `LiveRanges` begins with. A run that is inserted before a position shares its number, so positions
 keep their meaning until `schedule` writes the result.
 
-After removals, live intervals are exact and live bytes are an upper bound. After evictions, both are
-estimates: an interval may be too long, since some memory that an eviction frees beside its own value
-would take long to find. The simulator gives the exact peak.
+After removals, live intervals are exact and live bytes are an upper bound. After evictions, both
+are estimates: an interval may be too long, since some memory that an eviction frees beside its own
+value would take long to find. The simulator gives the exact peak.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OpFacts:
         is_recomputable: whether it may run a second time.
         is_random: whether it draws from the generator.
         has_final_gradient: whether it hands gradients to the gradient sink.
-        state_bytes: bytes of the state that a recomputation replays; see `Op.recompute_state_bytes`.
+        state_bytes: bytes of the state that a recomputation replays (`Op.recompute_state_bytes`).
     """
 
     reads: tuple[int, ...]

@@ -441,7 +441,9 @@ def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["vit-base", "gpt2"])
 def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str) -> None:
-    """A schedule that leaves out what has been merged or dropped computes the step, in as little memory but for what is shared."""
+    """A schedule without the merged and dropped calls computes the step.
+
+    It takes as little memory, except for shared storages."""
     workload = models.tiny(name)
 
     def graph_of(passes: Sequence[Pass[Capture]]) -> Graph:

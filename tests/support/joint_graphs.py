@@ -1,4 +1,4 @@
-"""Captured joint graphs, run as they are: what they return, bitwise, and which tensors share memory."""
+"""Runs captured joint graphs: returned values, bitwise, and which tensors share memory."""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_w
 
 _aten = torch.ops.aten
 HALF_PRECISION = {torch.float16, torch.bfloat16}
+# Calls that make a constant tensor from a shape.
 FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
-MEAN, SUM = 1, 2  # ATen's numbers for reductions
+# ATen's numbers for reductions.
+MEAN, SUM = 1, 2
 VIEWS = {
     _aten.t.default,
     _aten.view.default,
@@ -29,16 +31,16 @@ VIEWS = {
     _aten.detach.default,
 }
 
-
+# Functions with a result of the same layout, for kernels that read values or take many steps: a
+# fake tensor has no values.
 _RESULTS: dict[Any, Any] = {
     dropout_apply: lambda values, mask, _: torch.mul(values, mask),
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
 }
-"""What has the layout of a kernel's result, where the kernel reads values, which fake tensors have none of, or takes many steps."""
 
 
 def copied_capture(capture: Capture) -> Capture:
-    """A capture with a graph of its own; fake tensors are shared."""
+    """A capture with its own graph; fake tensors are shared."""
     graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
     returned = graph.graph_copy(capture.joint.graph, twins)
     graph.output(returned)
@@ -46,7 +48,10 @@ def copied_capture(capture: Capture) -> Capture:
 
 
 def sum_losses(graph: fx.Graph) -> None:
-    """Writes each mean over tokens as a sum and its division by their weight, which follows from the targets alone."""
+    """Writes each mean over tokens as a sum, divided by their weight.
+
+    The weight depends on the targets alone.
+    """
     for node in list(graph.nodes):
         if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
             sum_elements(graph, node)
@@ -75,7 +80,10 @@ def sum_losses(graph: fx.Graph) -> None:
 
 
 def sum_elements(graph: fx.Graph, node: fx.Node) -> None:
-    """Writes a mean over elements as a sum divided by their number, and its gradient as that of the sum for a gradient so divided."""
+    """Writes a mean over elements as a sum, divided by their number.
+
+    Its gradient is that of the sum, for an incoming gradient divided by that number.
+    """
     is_backward = node.target in SUMMED_LOSSES_BACKWARD
     place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
     operands = [
@@ -107,7 +115,7 @@ def insert_call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """A new call with its fake result; where it comes from is said by `like`."""
+    """A call with its fake result; its module and source line are those of `like`."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = {
         key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
@@ -120,7 +128,10 @@ def insert_call(
 
 @contextmanager
 def as_captured(node: fx.Node) -> Iterator[None]:
-    """Calls give the fake results of what will run: in the graph's fake mode, for those that take no tensor, and without autocast."""
+    """Calls give fake results as in the captured graph: in its fake mode and without autocast.
+
+    A call without a tensor argument needs the mode.
+    """
     value = node.meta["val"]
     fake = (
         value
@@ -132,20 +143,20 @@ def as_captured(node: fx.Node) -> Iterator[None]:
 
 
 def maker_of(value: fx.Node) -> fx.Node:
-    """The call that makes the memory that `value` views."""
+    """The call that makes the storage of `value`."""
     while value.target in VIEWS:
         value = value.all_input_nodes[0]
     return value
 
 
 def chunk_bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
-    """First row and the one after the last of each chunk."""
+    """For each chunk, its first row and the row after its last."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return list(itertools.pairwise(edges))
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Puts every node behind what it reads, as soon as all of that is there, and otherwise leaves the order."""
+    """Moves each node behind its operands, as early as possible; keeps the order otherwise."""
     order = list(graph.nodes)
     missing = {node: len(node.all_input_nodes) for node in order}
     reached: set[fx.Node] = set()

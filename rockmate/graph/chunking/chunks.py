@@ -1,4 +1,7 @@
-"""Chunking of a step: in how many chunks its loss block or its feed-forward blocks run, and how."""
+"""Chunking of a step: the number of chunks of its loss block and feed-forward blocks, and the form.
+
+The forms are those of `unroll`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import Literal
 
 from rockmate.capture.roles import Capture
 from rockmate.graph.chunking.calls import copied_capture, sum_losses
+from rockmate.graph.chunking.feed_forward import find_feed_forward
 from rockmate.graph.chunking.forms import InseparableError
 from rockmate.graph.chunking.region import (
     Refusal,
     Region,
-    find_feed_forward,
     find_loss_block,
     region_of,
 )
@@ -21,12 +24,13 @@ from rockmate.graph.chunking.unroll import Unroller
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How a step runs in chunks, of sizes that differ by one row at most.
+    """The chunks of a step; their sizes differ by at most one row.
 
     Attributes:
-        number: of chunks of the loss block; 1 leaves that whole.
-        form: of the loss block; see above.
-        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves those whole.
+        number: of chunks of the loss block; 1 leaves it whole.
+        form: of the loss block.
+        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves them
+            whole.
     """
 
     number: int
@@ -39,9 +43,9 @@ class Chunks:
         )
 
     def describe(self) -> str:
-        """In words."""
+        """The chunks in words."""
         how = (
-            "gradients made in the forward, scaled in the backward"
+            "gradients computed in the forward, scaled in the backward"
             if self.form == "at_once"
             else "forward and backward each by chunks"
         )
@@ -50,10 +54,17 @@ class Chunks:
 
     @classmethod
     def parse(cls, text: str) -> Chunks:
-        """What `str` wrote; `ValueError` for anything else."""
+        """The chunks that `str` wrote.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
         match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
         if match is None or (match[1] == "1" and match[3] in (None, "1")):
-            msg = f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, 4 in layers', with numbers from 2"
+            msg = (
+                f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, "
+                "4 in layers', with numbers from 2"
+            )
             raise ValueError(msg)
         return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
 
@@ -61,12 +72,13 @@ class Chunks:
 def chunk_loss_block(
     capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
 ) -> Capture | Refusal:
-    """The captured step with its loss block, and its feed-forward blocks if that is asked for, in chunks, or why it cannot be.
+    """The captured step in chunks, or the reason against it.
 
     Args:
-        capture: the step, which stays as it is.
-        chunks: how many, and in which form.
-        returned_gradients: the backward returns the gradients of parameters, so that they are accumulated as a whole.
+        capture: the step; it is not changed.
+        chunks: number and form.
+        returned_gradients: the backward returns the gradients of parameters, so they are
+            accumulated as a whole.
     """
     copied = copied_capture(capture)
     if chunks.number > 1:
@@ -90,7 +102,7 @@ def chunk_loss_block(
 def _in_chunks(
     capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
 ) -> Capture | Refusal:
-    """Writes one region of a graph out, in place."""
+    """Writes one region in chunks, in place."""
     if isinstance(region, Refusal):
         return region
     if number > region.num_rows:
@@ -105,14 +117,24 @@ def _in_chunks(
 
 @dataclass(frozen=True, slots=True)
 class SeparableBlocks:
-    """What `chunk_loss_block` takes in chunks, or why not: the loss block, and the blocks that widen a value."""
+    """The blocks that `chunk_loss_block` can run in chunks, or the reasons against them.
+
+    Attributes:
+        loss: the loss block.
+        feed_forward: the blocks that widen a value, in graph order.
+    """
 
     loss: Region | Refusal
     feed_forward: tuple[Region | Refusal, ...]
 
 
 def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
-    """The blocks of a captured step; of those that widen a value, the ones with a value of at least so many bytes."""
+    """The separable blocks of a captured step.
+
+    Args:
+        capture: the step; it is not changed.
+        least_bytes: feed-forward blocks with a smaller widened value are left out.
+    """
     copied = copied_capture(capture)
     sum_losses(copied.joint.graph)
     loss = find_loss_block(copied)

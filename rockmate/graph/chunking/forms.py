@@ -14,22 +14,22 @@ from rockmate.capture.nodes import call_name
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dims `start` to `stop` - 1 run over the rows; none of size 1 stands at either end."""
+    """Dims `start` to `stop` - 1 run over the rows; the first and the last are larger than 1."""
 
     start: int
     stop: int
 
 
 class Whole:
-    """The same for every chunk."""
+    """The value is the same for every chunk."""
 
 
 class Partial:
-    """A sum over the rows, to which the chunks' results add up."""
+    """The value is a sum over the rows: the chunks' results add up to it."""
 
 
 class ChunkRows:
-    """Stands in a call's arguments for the number of rows of the chunk."""
+    """A placeholder in a call's arguments for the number of rows of the chunk."""
 
 
 WHOLE, PARTIAL, CHUNK_ROWS = Whole(), Partial(), ChunkRows()
@@ -41,11 +41,13 @@ class Piece:
     """How a call runs on one chunk.
 
     Attributes:
-        forms: of its result, or of each result if it makes several; None for a result that nobody may read.
-        slices: which operands from outside the region are taken by rows; all others are taken as they are.
-        target: what is called instead, None for the call's own target.
-        args: its arguments instead, with `CHUNK_ROWS` for the number of rows of the chunk; None for its own.
-        divisor: by which the result is divided.
+        forms: of its result, or of each of several results; None for a result that must not be
+            read.
+        slices: the operands from outside the region that are sliced by rows. Others are whole.
+        target: replaces the call's target; None for its own.
+        args: replace the call's arguments, with `CHUNK_ROWS` for the number of rows of the chunk;
+            None for its own.
+        divisor: divides the result.
     """
 
     forms: tuple[Form | None, ...]
@@ -56,7 +58,7 @@ class Piece:
 
 
 class InseparableError(Exception):
-    """A region cannot run in chunks; carries the call and the reason."""
+    """A region cannot run in chunks; has the call and the reason."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         self.call = f"{call_name(node)} ({node.name})"
@@ -66,7 +68,7 @@ class InseparableError(Exception):
 
 
 def rows_within(shape: Sequence[int], start: int, stop: int) -> Rows:
-    """Those dims without the ones of size 1 at either end."""
+    """Dims `start` to `stop` - 1, without those of size 1 at either end."""
     while stop - start > 1 and shape[start] == 1:
         start += 1
     while stop - start > 1 and shape[stop - 1] == 1:
@@ -75,13 +77,21 @@ def rows_within(shape: Sequence[int], start: int, stop: int) -> Rows:
 
 
 def chunk_shape(shape: Sequence[int], rows: Rows, size: Any) -> list[Any]:
-    """The shape of the part of a value that belongs to one chunk."""
+    """The shape of one chunk of a value."""
     return [*shape[: rows.start], *[1] * (rows.stop - rows.start - 1), size, *shape[rows.stop :]]
 
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One call of the region, as its rule sees it."""
+    """One call of a region, as its rule sees it.
+
+    Attributes:
+        node: the call.
+        forms: of the values so far.
+        region: the calls of the region.
+        num_rows: number of rows.
+        joined: see `separate`.
+    """
 
     node: fx.Node
     forms: Mapping[fx.Node, Form]
@@ -91,22 +101,24 @@ class RegionCall:
 
     @property
     def args(self) -> tuple[Any, ...]:
+        """The call's arguments."""
         return self.node.args
 
     def option(self, position: int, default: Any) -> Any:
-        """An argument that may be left out."""
+        """An optional argument."""
         return self.args[position] if len(self.args) > position else default
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """The shape of the result."""
         return tuple(self.node.meta["val"].shape)
 
     def refuse(self, reason: str) -> InseparableError:
+        """The error for this call."""
         return InseparableError(self.node, reason)
 
     def form(self, operand: Any) -> Form | None:
-        """The form of an operand; None for one from outside, which can be taken by rows or whole."""
+        """The form of an operand; None for one from outside, which may be sliced or whole."""
         if not isinstance(operand, fx.Node):
             return None
         form = self.forms.get(operand)
@@ -121,7 +133,7 @@ class RegionCall:
         return form
 
     def rows(self, operand: Any) -> Rows | None:
-        """The dims that run over the rows, None if the operand is whole or from outside."""
+        """The dims that run over the rows; None if the operand is whole or from outside."""
         form = self.form(operand)
         return form if isinstance(form, Rows) else None
 
@@ -130,12 +142,13 @@ class RegionCall:
         return isinstance(operand, fx.Node) and self.form(operand) is None
 
     def must_be_whole(self, *operands: Any) -> None:
+        """Raises if an operand has rows."""
         for operand in operands:
             if self.rows(operand) is not None:
                 raise self.refuse(f"combines rows of {operand.name} with each other")
 
     def at(self, operand: fx.Node, rows: Rows, slices: dict[fx.Node, Rows]) -> None:
-        """Demands that an operand have its rows there: one from outside is sliced."""
+        """Raises if an operand has its rows elsewhere; an operand from outside is sliced."""
         shape = shape_of(operand)
         known = self.form(operand)
         if (
@@ -150,22 +163,23 @@ class RegionCall:
             raise self.refuse(f"takes the rows of {operand.name} in another place")
 
     def only(self, operand: Any) -> Rows:
-        """The rows of the one operand that must have them."""
+        """The rows of an operand; raises if it has none."""
         rows = self.rows(operand)
         if rows is None:
             raise self.refuse("runs over rows that its first operand does not have")
         return rows
 
     def result(self, rows: Form | None, **more: Any) -> Piece:
+        """The piece of a call with one result."""
         return Piece(forms=(rows,), **more)
 
     def getitem(self, pieces: Mapping[fx.Node, Piece]) -> Piece:
-        """One result of a call that makes several."""
+        """The piece of a `getitem`: one result of a call with several."""
         parent, index = self.args
         return Piece(forms=(pieces[parent].forms[index],))
 
     def outside_dims(self, rows: Rows, dims: Iterable[int], num_dims: int) -> None:
-        """Demands that none of the dims run over the rows."""
+        """Raises if one of the dims runs over the rows."""
         if any(rows.start <= dim % num_dims < rows.stop for dim in dims):
             raise self.refuse("runs along the rows")
 
@@ -174,10 +188,12 @@ Rule = Callable[[RegionCall], Piece]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a value."""
     return tuple(node.meta["val"].shape)
 
 
 def tensors_in(values: Iterable[Any]) -> list[fx.Node]:
+    """The nodes among arguments, those of nested lists included."""
     found: list[fx.Node] = []
     for value in values:
         found += (

@@ -1,7 +1,8 @@
-"""Whether calls of a backward are linear in the gradient that comes in, so that it can be multiplied in afterwards.
+"""Whether calls of a backward are linear in the incoming gradient.
 
-Autograd's formulas are; a hook or a function with a backward of its own (which clips, say) need not be. So every call on the way is
-checked against a table, and one that is not in it counts as not linear.
+If they are, gradients may be computed for an incoming gradient of one and multiplied afterwards.
+Autograd's formulas are linear. A hook, or a function with its own backward that clips, need not be.
+So each call is looked up in a table, and a call that is not in it counts as not linear.
 """
 
 from __future__ import annotations
@@ -18,30 +19,39 @@ from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten
 
-_MADE_ANEW = {
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default,
-    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default,
-}  # fmt: skip
-"""Calls that take a tensor's shape and none of its values."""
+# Calls that take a tensor's shape and none of its values.
+_SHAPE_ONLY = {
+    *(_aten.zeros_like.default, _aten.ones_like.default),
+    *(_aten.full_like.default, _aten.empty_like.default),
+    *(_aten.new_zeros.default, _aten.new_ones.default),
+    *(_aten.new_full.default, _aten.new_empty.default),
+}
 
+# Calls that are linear in their first operand, for fixed others.
 _LINEAR_IN_FIRST = {
-    *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default),
-    *(_aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.slice.Tensor, _aten.select.int),
-    *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.neg.default, operator.getitem),
-    *(_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default, _aten.mul.Scalar, _aten.div.Scalar),
-    *(_aten.div.Tensor, _aten.gather.default, _aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
-    *(_aten.tanh_backward.default, _aten.sigmoid_backward.default, _aten.gelu_backward.default, _aten.silu_backward.default),
-    *(_aten.threshold_backward.default, _aten.hardtanh_backward.default, _aten.native_layer_norm_backward.default),
-    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default),
-    *(_aten.soft_margin_loss_backward.default, _aten.binary_cross_entropy_backward.default, _aten.nll_loss2d_backward.default),
-    *(_aten.nll_loss_backward.default, cross_entropy_backward, dropout_apply, _aten.slice_backward.default),
-}  # fmt: skip
+    *(_aten.t.default, _aten.transpose.int, _aten.permute.default),
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default),
+    *(_aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+    *(_aten.slice.Tensor, _aten.slice_backward.default, _aten.select.int, operator.getitem),
+    *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default),
+    *(_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default),
+    *(_aten.neg.default, _aten.mul.Scalar, _aten.div.Scalar, _aten.div.Tensor),
+    *(_aten.gather.default, dropout_apply, _aten.native_layer_norm_backward.default),
+    *(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
+    *(_aten.tanh_backward.default, _aten.sigmoid_backward.default),
+    *(_aten.gelu_backward.default, _aten.silu_backward.default),
+    *(_aten.threshold_backward.default, _aten.hardtanh_backward.default),
+    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default),
+    *(_aten.huber_loss_backward.default, _aten.soft_margin_loss_backward.default),
+    *(_aten.binary_cross_entropy_backward.default, _aten.nll_loss2d_backward.default),
+    *(_aten.nll_loss_backward.default, cross_entropy_backward),
+}
 _BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}
 _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 
 
 def reading_from(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
-    """The gradient, and every call that takes something made from it, if only its shape."""
+    """The gradient, and every call that depends on it, be it only by a shape."""
     found = {gradient}
     for node in graph.nodes:
         if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
@@ -55,7 +65,7 @@ def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if (
             node.op == "call_function"
-            and node.target not in _MADE_ANEW
+            and node.target not in _SHAPE_ONLY
             and not found.isdisjoint(node.all_input_nodes)
         ):
             found.add(node)
@@ -63,14 +73,18 @@ def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
 
 
 def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> None:
-    """Raises `InseparableError` for a call that is not known to be linear in the operands that are in `dependent`."""
+    """Checks that calls are linear in those of their operands that are in `dependent`.
+
+    Raises:
+        InseparableError: a call is not known to be, or is in float16.
+    """
     for node in nodes:
         if not _is_linear(node, dependent):
             raise InseparableError(node, "is not known to be linear in the gradient of the loss")
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and value.dtype is torch.float16:
             raise InseparableError(
-                node, "is in float16, where gradients vanish that are scaled only afterwards"
+                node, "is in float16, where a gradient that is scaled afterwards may vanish"
             )
 
 
@@ -101,7 +115,7 @@ def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
 
 
 def _is_zero(value: Any) -> bool:
-    """Whether it is known to be zero everywhere."""
+    """Whether a value is known to be zero everywhere."""
     if not isinstance(value, fx.Node):
         return isinstance(value, int | float) and value == 0
     if value.target in (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default):

@@ -1,4 +1,4 @@
-"""Rules for losses and their gradients: how a loss runs on some rows of its operands."""
+"""Rules for losses and their gradients on some rows of their operands. See `rules`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rockmate.graph.chunking.rules import broadcast_rows, elementwise_rule
 _aten = torch.ops.aten
 
 
-# --- the loss ------------------------------------------------------------------------------------------
-
-_NONE, _MEAN = 0, 1  # ATen's numbers for reductions
+# ATen's numbers for reductions.
+_NONE, _MEAN = 0, 1
 
 
 def nll_loss_rule(call: RegionCall) -> Piece:
+    """`nll_loss_forward`: by rows if it is not reduced, else partial. A mean has no rule."""
     scores, target, weight, reduction, _ = call.args
     rows, slices = call.only(scores), dict[fx.Node, Rows]()
     if rows != Rows(0, 1):
@@ -31,6 +31,7 @@ def nll_loss_rule(call: RegionCall) -> Piece:
 
 
 def nll_loss_backward_rule(call: RegionCall) -> Piece:
+    """`nll_loss_backward`: each row from the row of the scores, with the weight of all rows."""
     gradient, scores, target, weight, _, _, total_weight = call.args
     rows, slices = Rows(0, 1), dict[fx.Node, Rows]()
     call.at(scores, rows, slices)
@@ -42,7 +43,7 @@ def nll_loss_backward_rule(call: RegionCall) -> Piece:
 
 
 def nll_loss2d_rule(call: RegionCall) -> Piece:
-    """Classes along dim 1 of the scores, which the targets have not."""
+    """`nll_loss2d_forward`: as `nll_loss_rule`; scores have classes along dim 1, targets do not."""
     scores, target, weight, reduction, _ = call.args
     rows, slices = call.only(scores), dict[fx.Node, Rows]()
     call.outside_dims(rows, [1], len(shape_of(scores)))
@@ -55,6 +56,7 @@ def nll_loss2d_rule(call: RegionCall) -> Piece:
 
 
 def nll_loss2d_backward_rule(call: RegionCall) -> Piece:
+    """`nll_loss2d_backward`: as `nll_loss_backward_rule`; scores have classes along dim 1."""
     gradient, scores, target, weight, _, _, total_weight = call.args
     rows, slices = call.rows(scores), dict[fx.Node, Rows]()
     if rows is None:
@@ -72,12 +74,12 @@ def nll_loss2d_backward_rule(call: RegionCall) -> Piece:
 
 
 def _without_classes(rows: Rows) -> Rows:
-    """The rows where dim 1 is missing."""
+    """The rows of a value without dim 1."""
     return Rows(rows.start - (rows.start > 1), rows.stop - (rows.start > 1))
 
 
 def elementwise_loss_rule(call: RegionCall) -> Piece:
-    """A loss of each element, added up or not; `SUMMED_LOSSES` says where its reduction stands."""
+    """A loss of each element: by rows if it is not reduced, else partial. A mean has no rule."""
     reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
     if reduction == _MEAN:
         raise call.refuse("divides by a count of all rows")
@@ -86,6 +88,7 @@ def elementwise_loss_rule(call: RegionCall) -> Piece:
 
 
 def elementwise_loss_backward_rule(call: RegionCall) -> Piece:
+    """The gradient of such a loss: elementwise, except for a mean, which has no rule."""
     if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
         raise call.refuse("divides by a count of all rows")
     return elementwise_rule(call)
@@ -97,6 +100,7 @@ def _broadcast_shape(call: RegionCall) -> tuple[int, ...]:
     )
 
 
+# Losses of single elements -> the position of the reduction among their arguments.
 SUMMED_LOSSES: dict[Any, int] = {
     **dict.fromkeys(
         (
@@ -110,7 +114,8 @@ SUMMED_LOSSES: dict[Any, int] = {
     _aten.binary_cross_entropy.default: 3,
     _aten.binary_cross_entropy_with_logits.default: 4,
 }
-"""Losses of single elements, and the place among their arguments of how they are reduced."""
+
+# The same for their gradients, of arguments (gradient, values, ...).
 SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
     **dict.fromkeys(
         (
@@ -123,4 +128,3 @@ SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
     _aten.soft_margin_loss_backward.default: 3,
     _aten.binary_cross_entropy_backward.default: 4,
 }
-"""Their gradients, of arguments (gradient, values, ...)."""

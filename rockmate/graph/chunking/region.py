@@ -1,11 +1,13 @@
-"""Where in a joint graph chunks are worth while, and what keeps a region from running in them.
+"""The regions of a joint graph that gain from chunks, and the reasons against others.
 
-A region begins with a matrix product whose result is large, and is apart along the rows of that. It is the calls that read or make a
-value by rows of at least half that size (and larger than the product's operand), and what lies between two of them in the same half of
-the step. Further products whose result it reads join it: a second one beside the first, and those with which its backward begins.
+A region begins with a matrix product that has a large result, and is separated along the rows of
+that result. Its calls are those that read or write a value by rows of at least half that size and
+larger than the product's operand, and the calls between two of them in the same half of the step.
+Further products join the region if it reads their result: one beside the first, and those at the
+start of its backward.
 
-The *loss block* begins with the last matrix product before the loss (logits: tokens x vocabulary) and ends with the gradients of its
-operands. A *feed-forward block* begins with a product that widens its operand, and nothing as large leaves it.
+The *loss block* begins with the last matrix product before the loss (logits: tokens x vocabulary)
+and ends with the gradients of its operands. For feed-forward blocks see `feed_forward`.
 """
 
 from __future__ import annotations
@@ -20,22 +22,29 @@ from torch import fx
 
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
-from rockmate.graph.chunking.forms import Form, InseparableError, Piece, Rows, rows_within
+from rockmate.graph.chunking.forms import (
+    Form,
+    InseparableError,
+    Piece,
+    Rows,
+    rows_within,
+    shape_of,
+)
 from rockmate.graph.chunking.separate import add_piece, is_elementwise, separate
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
-_PRODUCTS: dict[Any, int] = {
+# Matrix products -> the position of the operand whose rows the result has.
+PRODUCTS: dict[Any, int] = {
     _aten.mm.default: 0,
     _aten.addmm.default: 1,
     _aten.bmm.default: 0,
     _aten.baddbmm.default: 1,
 }
-"""Matrix products, and the place of the operand whose rows their result has."""
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
-_NOTHING_BEHIND = "has nothing behind it that could run in chunks"
+NOTHING_BEHIND = "has nothing behind it that could run in chunks"
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
@@ -45,12 +54,12 @@ class Region:
 
     Attributes:
         name: path of the submodule of its first product.
-        num_rows: rows along which it comes apart.
-        forward: its calls that the forward runs, in graph order.
-        backward: its calls that run in the backward, in graph order.
-        given: what it is taken apart along: values from outside, and which of their dims run over the rows.
-        pieces: how each of them runs on one chunk.
-        num_bytes: of its largest value, that of which a chunk has a part.
+        num_rows: number of rows.
+        forward: its calls in the forward, in graph order.
+        backward: its calls in the backward, in graph order.
+        given: values from outside -> the dims that run over the rows.
+        pieces: call -> how it runs on one chunk.
+        num_bytes: bytes of its largest value.
     """
 
     name: str
@@ -64,13 +73,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a block cannot run in chunks.
+    """The reason why a block cannot run in chunks.
 
     Attributes:
-        call: the op that stands in the way, empty if there is none.
+        call: the op that prevents it; empty if there is none.
         module: path of its submodule.
-        reason: what it does.
-        block: path of the submodule with which the block begins, empty if there is no block.
+        reason: the fault, as a predicate of the op.
+        block: path of the submodule with which the block begins; empty if there is no block.
     """
 
     call: str
@@ -87,129 +96,50 @@ class Refusal:
 
 
 def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refusal:
-    """The loss block of a captured step, or why it cannot run in chunks.
+    """The loss block of a captured step, or the reason against its chunks.
 
     Args:
-        capture: the joint graph and its ends.
-        at_once: whether the backward of each chunk is to follow its forward, before the sums over all rows are there.
+        capture: the joint graph and its roles.
+        at_once: the backward of each chunk follows its forward, before sums over all rows are
+            known.
     """
     losses = _losses(capture)
     if len(losses) != 1:
-        return Refusal(
-            call="",
-            module="",
-            reason=f"the step has {len(losses)} differentiable outputs, and a loss block has one",
-        )
-    if _numel(losses[0]) != 1:
-        return Refusal(
-            call="",
-            module="",
-            reason="the step's differentiable output is no scalar, so the loss is computed outside of it",
-        )
+        reason = f"the step has {len(losses)} differentiable outputs, and a loss block has one"
+        return Refusal(call="", module="", reason=reason)
+    if numel(losses[0]) != 1:
+        reason = "the step's differentiable output is no scalar: the loss is computed outside of it"
+        return Refusal(call="", module="", reason=reason)
     before_loss = _ancestors(losses, capture)
     products = [
         node
         for node in capture.joint.graph.nodes
-        if node.target in _PRODUCTS and node in before_loss
+        if node.target in PRODUCTS and node in before_loss
     ]
     if not products:
         return Refusal(call="", module="", reason="no matrix product comes before the loss")
     return region_of(capture, products[-1], at_once=at_once)
 
 
-def find_feed_forward(
-    capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0
-) -> dict[fx.Node, Region | Refusal]:
-    """The blocks that widen a value, work on it row by row, and narrow it again, by the matrix products with which they begin.
-
-    Products of the forward that widen a value and cannot run in chunks with what follows are among them, with what keeps them from it.
-
-    Args:
-        capture: the joint graph and its ends.
-        loss_block: what `find_loss_block` says of the same graph; none of its products counts.
-        least_bytes: blocks that begin with a smaller product are left out.
-    """
-    found: dict[fx.Node, Region | Refusal] = {}
-    taken = set(loss_block.pieces) if isinstance(loss_block, Region) else set[fx.Node]()
-    halves = Halves(capture)
-    for node in capture.joint.graph.nodes:
-        if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
-            continue
-        if (
-            isinstance(loss_block, Refusal)
-            and loss_block.block
-            and _module(node) == loss_block.block
-        ):
-            continue
-        block = (
-            region_of(capture, node, halves=halves)
-            if node.target in _PRODUCTS
-            else _refused_product(node)
-        )
-        if isinstance(block, Region):
-            if node in block.forward and block.backward and _is_narrowed(block, _numel(node)):
-                found[node] = block
-                taken.update(block.pieces)
-        elif node in halves.forward and block.reason != _NOTHING_BEHIND:
-            found[node] = block
-    return found
-
-
-def _widens(node: fx.Node) -> bool:
-    """Whether a call is a matrix product, known or by its shapes, whose result is half as large again as its operand, or larger."""
-    if node.target in _PRODUCTS:
-        operand = node.args[_PRODUCTS[node.target]]
-        return isinstance(operand, fx.Node) and 2 * _numel(node) >= 3 * _numel(operand)
-    tensors = [
-        value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and _numel(value)
-    ]
-    if node.op != "call_function" or len(tensors) < 3:
-        return False
-    result, rows, weight = map(_shape, tensors)
-    is_product = len(weight) > 1 and result == (*rows[:-1], weight[-1]) and rows[-1] == weight[-2]
-    return is_product and 2 * _numel(node) >= 3 * _numel(tensors[1])
-
-
-def _refused_product(node: fx.Node) -> Refusal:
-    """Why a matrix product that is none of `_PRODUCTS` has no rows."""
-    module = _module(node)
-    groups = [
-        value
-        for value in node.all_input_nodes
-        if _numel(value) and not value.meta["val"].is_floating_point()
-    ]
-    reason = (
-        "multiplies rows group by group, and which rows a group has depends on values"
-        if groups
-        else "has no rule for rows"
-    )
-    return Refusal(
-        call=InseparableError(node, reason).call, module=module, reason=reason, block=module
-    )
-
-
-def _module(node: fx.Node) -> str:
+def module_of(node: fx.Node) -> str:
+    """The path of a call's submodule; empty if unknown."""
     return node.meta.get("module", "")
-
-
-def _is_narrowed(region: Region, num_elements: int) -> bool:
-    """Whether all that leaves the region by rows has fewer elements."""
-    leaving = [
-        node for node in region.pieces if any(user not in region.pieces for user in node.users)
-    ]
-    return all(
-        _numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows)
-        for node in leaving
-    )
 
 
 def region_of(
     capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None
 ) -> Region | Refusal:
-    """The region of calls that begins with a matrix product, apart along the rows of its result; `halves` saves finding them."""
-    module = _module(product)
+    """The region that begins with a matrix product, separated along the rows of its result.
+
+    Args:
+        capture: the joint graph and its roles.
+        product: the first call.
+        at_once: see `find_loss_block`.
+        halves: of the capture, if they are known.
+    """
+    module = module_of(product)
     halves = halves or Halves(capture)
-    operand = product.args[_PRODUCTS[product.target]]
+    operand = product.args[PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
     refusals: list[Refusal] = []
     for rows in _rows_of_operand(product, operand):
@@ -218,15 +148,18 @@ def region_of(
         except InseparableError as error:
             refusals.append(
                 Refusal(
-                    call=error.call, module=_module(error.node), reason=error.reason, block=module
+                    call=error.call, module=module_of(error.node), reason=error.reason, block=module
                 )
             )
     return refusals[0]
 
 
 def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
-    """What may be the rows of a product's operand: all dims but the last; of a batched one also the middle one alone (experts)."""
-    shape = _shape(operand)
+    """The possible rows of a product's operand: all dims but the last.
+
+    A batched product may also have the middle dim alone, as experts do.
+    """
+    shape = shape_of(operand)
     found = [rows_within(shape, 0, len(shape) - 1)]
     if product.target in _BATCHED and Rows(1, 2) not in found:
         found.append(Rows(1, 2))
@@ -246,11 +179,10 @@ def _region(
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
     joined = frozenset() if at_once else halves.backward
     given = {operand: rows}
-    num_rows, least = prod(_shape(operand)[rows.start : rows.stop]), _numel(product) // 2
-    if _numel(product) > _numel(
-        operand
-    ):  # what is as narrow as the operand is none of the region's large values
-        least = max(least, _numel(operand) + 1)
+    num_rows, least = prod(shape_of(operand)[rows.start : rows.stop]), numel(product) // 2
+    if numel(product) > numel(operand):
+        # A value as narrow as the operand is none of the region's large values.
+        least = max(least, numel(operand) + 1)
     if not num_rows or num_rows < 2:
         raise InseparableError(product, "has a single row")
     starts = [product]
@@ -266,9 +198,10 @@ def _region(
         given |= dict(more.values())
     held = _held_outputs(capture)
     outputs = [
-        node for node in nodes if not held.isdisjoint(storage_ids(node)) and _numel(node) >= least
+        node for node in nodes if not held.isdisjoint(storage_ids(node)) and numel(node) >= least
     ]
-    if outputs:  # the logits are returned, so whole in memory anyway: what follows can still run in chunks of them
+    if outputs:
+        # Returned logits are in memory as a whole. The calls after them can still run in chunks.
         given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
         readers = [user for node in given for user in node.users if user not in given]
         nodes = _members(capture, parts, given, readers, least, joined)
@@ -276,7 +209,7 @@ def _region(
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward or not backward:
-        raise InseparableError(product, _NOTHING_BEHIND)
+        raise InseparableError(product, NOTHING_BEHIND)
     return Region(
         name=module,
         num_rows=num_rows,
@@ -291,17 +224,20 @@ def _region(
 def _further_products(
     pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Products whose large result the region takes by rows from outside, and their operand by rows: they can run in its chunks."""
+    """Further products for the region -> their operand and its rows.
+
+    The region reads their large result by rows, so they can run in its chunks.
+    """
     found = {}
     for value in _large_from_outside(pieces, least):
         made = value
         while made.target in _VIEWS:
             made = made.all_input_nodes[0]
-        operand = made.args[_PRODUCTS[made.target]] if made.target in _PRODUCTS else None
+        operand = made.args[PRODUCTS[made.target]] if made.target in PRODUCTS else None
         if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
             continue
         for rows in _rows_of_operand(made, operand):
-            if prod(_shape(operand)[rows.start : rows.stop]) == num_rows:
+            if prod(shape_of(operand)[rows.start : rows.stop]) == num_rows:
                 found.setdefault(made, (operand, rows))
     return found
 
@@ -309,9 +245,10 @@ def _further_products(
 def _further_elementwise(
     pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Elementwise calls that broadcast small operands to a large value that the region takes by rows, and an operand with the rows.
+    """Further elementwise calls for the region -> an operand and its rows.
 
-    Class weights along the vocabulary times a gradient along the tokens is one: no reason to have it as a whole.
+    They broadcast small operands to a large value that the region reads by rows, such as class
+    weights along the vocabulary times a gradient along the tokens.
     """
     found = {}
     for made, rows in _large_from_outside(pieces, least).items():
@@ -322,29 +259,25 @@ def _further_elementwise(
         ):
             continue
         for operand in made.all_input_nodes:
-            shift = len(_shape(made)) - len(_shape(operand))
+            shift = len(shape_of(made)) - len(shape_of(operand))
             start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
-            if operand not in pieces and prod(_shape(operand)[start:stop]) == num_rows:
-                found[made] = operand, rows_within(_shape(operand), start, stop)
+            if operand not in pieces and prod(shape_of(operand)[start:stop]) == num_rows:
+                found[made] = operand, rows_within(shape_of(operand), start, stop)
     return found
 
 
 def _large_from_outside(pieces: Mapping[fx.Node, Piece], least: int) -> dict[fx.Node, Rows]:
-    """Large values that the region takes by rows from outside, and where they have them."""
+    """Large values from outside that the region slices -> their rows."""
     return {
         value: rows
         for piece in pieces.values()
         for value, rows in piece.slices.items()
-        if _numel(value) >= least
+        if numel(value) >= least
     }
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
 class Halves:
-    """The calls that the forward runs, and those that run in the backward."""
+    """The calls of the forward and those of the backward."""
 
     def __init__(self, capture: Capture) -> None:
         nodes = list(capture.joint.graph.nodes)
@@ -377,7 +310,10 @@ def _members(
     least: int,
     joined: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """The calls of the region that begins with `starts`: those that read or make its large values, and what lies between."""
+    """The calls of the region that begins with `starts`, in graph order.
+
+    They read or write its large values, or lie between two such calls in the same part.
+    """
     calls = [
         node
         for node in capture.joint.graph.nodes
@@ -394,9 +330,7 @@ def _members(
         if node in members or not large.isdisjoint(node.all_input_nodes):
             members.add(node)
             add_piece(node, pieces, forms, members, num_rows, joined)
-            if _makes_several(node) or (
-                _numel(node) >= least and isinstance(forms.get(node), Rows)
-            ):
+            if _makes_several(node) or (numel(node) >= least and isinstance(forms.get(node), Rows)):
                 large.add(node)
     for part in parts:
         inside = members.intersection(part)
@@ -411,7 +345,7 @@ def _reached(
     within: Collection[fx.Node],
     step: Callable[[fx.Node], Iterable[fx.Node]],
 ) -> set[fx.Node]:
-    """What can be reached from `starts` step by step without leaving `within`."""
+    """The nodes that can be reached from `starts` without leaving `within`."""
     found: set[fx.Node] = set()
     pending = list(starts)
     while pending:
@@ -426,13 +360,14 @@ def _makes_several(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
 
-def _numel(node: fx.Node) -> int:
+def numel(node: fx.Node) -> int:
+    """Number of elements of a value; 0 if it is no tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _num_own(node: fx.Node) -> int:
-    """Elements that a value has in memory: fewer than it shows where it is expanded."""
+    """Number of elements in a value's storage; fewer than its own if it is expanded."""
     value = node.meta.get("val")
     return (
         value.untyped_storage().nbytes() // value.element_size()

@@ -1,16 +1,20 @@
-"""Which calls of a joint graph can run on some rows of their operands at a time, and how: the analysis behind chunked execution.
+"""Rules for running a call on some rows of its operands at a time: the analysis behind chunks.
 
-*Rows* are what a region of the graph is taken apart along: tokens, or samples. Seen from them, each value has one of three forms:
+A region of the graph is separated along its *rows*: tokens, or samples. Each value has one of three
+forms:
 
-* `Rows(start, stop)`: dims `start` to `stop` - 1 together run over the rows, in order (one dim, or batch x tokens side by side). The
-  value of a chunk is the part of those rows, with the dims taken to 1 x ... x 1 x rows of the chunk;
-* *whole*: the same for every chunk (weights, counts);
-* *partial*: a sum over the rows. The chunks' results add up to it (a loss, the gradient of a weight).
+- `Rows(start, stop)`: dims `start` to `stop` - 1 together run over the rows, in order; one dim, or
+  batch x tokens side by side. A chunk's value has the chunk's rows, as dims 1 x ... x 1 x rows.
+- *whole*: the value is the same for every chunk, as weights and counts are.
+- *partial*: the value is a sum over the rows, and the chunks' results add up to it, as for a loss
+  or the gradient of a weight.
 
-A rule for each kind of call says what form its result has, given those of its operands, and how the call reads on one chunk. What
-enters the region from outside has no form of its own: where a rule needs it by rows it is sliced, which is always exact, and elsewhere
-it is taken as it is. A call without a rule, or one that mixes rows, makes the region inseparable, and the reason names it.
-docs/internals/algorithms.md states the rules as equations and proves that the chunks give the same result.
+The rule of a call gives the form of its result from the forms of its operands, and the call on one
+chunk. An operand from outside the region has no form. If a rule needs its rows, it is sliced, which
+is exact; otherwise it is whole. A call without a rule, or one that mixes rows, makes the region
+inseparable, and the error names it.
+
+docs/internals/algorithms.md has the rules as equations and proves that chunks give the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from rockmate.graph.chunking.forms import (
 _aten = torch.ops.aten
 
 
-# --- elementwise ---------------------------------------------------------------------------------------
+# --- elementwise ----------------------------------------------------------------------------------
 
 
 def elementwise_rule(call: RegionCall) -> Piece:
@@ -47,7 +51,7 @@ def elementwise_rule(call: RegionCall) -> Piece:
 
 
 def broadcast_rows(call: RegionCall, shape: Sequence[int]) -> tuple[Rows, dict[fx.Node, Rows]]:
-    """Where operands that broadcast to a shape have the rows there, and which of them are sliced."""
+    """The rows of operands that are broadcast to a shape, and those of the sliced operands."""
     operands = tensors_in(call.node.all_input_nodes)
     shifts = {operand: len(shape) - len(shape_of(operand)) for operand in operands}
     found = {
@@ -72,10 +76,11 @@ def broadcast_rows(call: RegionCall, shape: Sequence[int]) -> tuple[Rows, dict[f
     return rows, slices
 
 
-# --- views ---------------------------------------------------------------------------------------------
+# --- views ----------------------------------------------------------------------------------------
 
 
 def view_rule(call: RegionCall) -> Piece:
+    """`view`, `reshape`: dims of the result that together run over exactly the rows."""
     source, rows = call.args[0], call.only(call.args[0])
     before, shape = prod(shape_of(source)[: rows.start]), call.shape
     for start in range(len(shape)):
@@ -98,6 +103,7 @@ def _moved(call: RegionCall, order: Sequence[int]) -> Piece:
 
 
 def transpose_rule(call: RegionCall) -> Piece:
+    """`t`, `transpose`: see `_moved`."""
     order = list(range(len(call.shape)))
     first, second = (call.args[1], call.args[2]) if len(call.args) > 1 else (0, -1)
     if order:
@@ -106,10 +112,12 @@ def transpose_rule(call: RegionCall) -> Piece:
 
 
 def permute_rule(call: RegionCall) -> Piece:
+    """`permute`: see `_moved`."""
     return _moved(call, [dim % len(call.shape) for dim in call.args[1]])
 
 
 def expand_rule(call: RegionCall) -> Piece:
+    """`expand`: leading dims shift the rows."""
     source, shape = call.args[0], call.shape
     rows, shift = call.only(source), len(shape) - len(shape_of(source))
     moved = Rows(rows.start + shift, rows.stop + shift)
@@ -117,6 +125,7 @@ def expand_rule(call: RegionCall) -> Piece:
 
 
 def unsqueeze_rule(call: RegionCall) -> Piece:
+    """`unsqueeze`: a dim before or after the rows, not between them."""
     rows, dim = call.only(call.args[0]), call.args[1] % len(call.shape)
     if rows.start < dim < rows.stop:
         raise call.refuse("takes the dims of the rows apart")
@@ -125,6 +134,7 @@ def unsqueeze_rule(call: RegionCall) -> Piece:
 
 
 def squeeze_rule(call: RegionCall) -> Piece:
+    """`squeeze`: dims other than those of the rows, by number, since a chunk may have one row."""
     source = call.args[0]
     rows, shape = call.only(source), shape_of(source)
     dims = call.args[1] if isinstance(call.args[1], tuple | list) else [call.args[1]]
@@ -139,20 +149,21 @@ def squeeze_rule(call: RegionCall) -> Piece:
 
 
 def along_another_dim_rule(call: RegionCall) -> Piece:
-    """A call (operand, dim, ...) of which each row of the result comes from the same row of the operand."""
+    """A call (operand, dim, ...) along a dim other than the rows'; rows stay where they are."""
     rows = call.only(call.args[0])
     call.outside_dims(rows, [call.option(1, 0)], len(shape_of(call.args[0])))
     return call.result(rows)
 
 
 def split_rule(call: RegionCall) -> Piece:
-    """A call (operand, sizes, dim) that makes several parts along another dim."""
+    """`split`: several results along another dim."""
     rows = call.only(call.args[0])
     call.outside_dims(rows, [call.option(2, 0)], len(shape_of(call.args[0])))
     return Piece(forms=(rows,) * len(call.node.meta["val"]))
 
 
 def select_rule(call: RegionCall) -> Piece:
+    """`select`: one index of another dim."""
     rows, dim = call.only(call.args[0]), call.args[1] % len(shape_of(call.args[0]))
     call.outside_dims(rows, [dim], len(shape_of(call.args[0])))
     shift = int(dim < rows.start)
@@ -160,6 +171,7 @@ def select_rule(call: RegionCall) -> Piece:
 
 
 def pad_rule(call: RegionCall) -> Piece:
+    """`constant_pad_nd`: padding of other dims."""
     source, padding = call.args[0], call.args[1]
     rows, num_dims = call.only(source), len(call.shape)
     call.outside_dims(
@@ -169,6 +181,7 @@ def pad_rule(call: RegionCall) -> Piece:
 
 
 def cat_rule(call: RegionCall) -> Piece:
+    """`cat`: along another dim, of operands with the same rows."""
     operands, dim = call.args[0], call.option(1, 0)
     rows = next((rows for operand in operands if (rows := call.rows(operand)) is not None), None)
     if rows is None:
@@ -180,14 +193,16 @@ def cat_rule(call: RegionCall) -> Piece:
     return call.result(rows, slices=slices)
 
 
-# --- what is made in a value's likeness ----------------------------------------------------------------
+# --- constants of a value's shape -----------------------------------------------------------------
 
 
 def like_rule(call: RegionCall) -> Piece:
+    """`zeros_like` and others: the rows of the operand."""
     return call.result(call.only(call.args[0]))
 
 
 def new_rule(call: RegionCall) -> Piece:
+    """`new_zeros` and others: the rows of the operand, if the shape is the operand's."""
     source, rows = call.args[0], call.only(call.args[0])
     if shape_of(source) != call.shape:
         raise call.refuse("makes a tensor of another shape")
@@ -196,11 +211,11 @@ def new_rule(call: RegionCall) -> Piece:
     )
 
 
-# --- reductions, softmax -------------------------------------------------------------------------------
+# --- reductions, softmax --------------------------------------------------------------------------
 
 
 def _reduced(call: RegionCall, dims: Sequence[int], keeps_dims: bool) -> Rows:
-    """The rows of what is reduced over other dims."""
+    """The rows of the result of a reduction over other dims."""
     rows, num_dims = call.only(call.args[0]), len(shape_of(call.args[0]))
     call.outside_dims(rows, dims, num_dims)
     shift = 0 if keeps_dims else sum(dim % num_dims < rows.start for dim in dims)
@@ -208,7 +223,7 @@ def _reduced(call: RegionCall, dims: Sequence[int], keeps_dims: bool) -> Rows:
 
 
 def _dims_of(call: RegionCall) -> list[int]:
-    """Over which a reduction goes; all of them if it names none."""
+    """The dims of a reduction; all of them if it names none."""
     named = call.option(1, None)
     num_dims = len(shape_of(call.args[0]))
     dims = [] if named is None else named if isinstance(named, tuple | list) else [named]
@@ -216,6 +231,7 @@ def _dims_of(call: RegionCall) -> list[int]:
 
 
 def sum_rule(call: RegionCall) -> Piece:
+    """`sum`: by rows over other dims, partial over all dims of the rows."""
     source = call.args[0]
     rows, dims = call.only(source), _dims_of(call)
     across = [dim for dim in dims if rows.start <= dim < rows.stop]
@@ -227,6 +243,7 @@ def sum_rule(call: RegionCall) -> Piece:
 
 
 def mean_rule(call: RegionCall) -> Piece:
+    """`mean`: as `sum_rule`; a partial one is a sum, divided by the number of elements."""
     piece = sum_rule(call)
     if piece.forms[0] is not PARTIAL:
         return piece
@@ -245,19 +262,23 @@ def _keeps_dims(call: RegionCall) -> bool:
 
 
 def reduction_rule(call: RegionCall) -> Piece:
+    """A reduction (operand, dims, keepdim) over other dims."""
     return call.result(_reduced(call, _dims_of(call), _keeps_dims(call)))
 
 
 def reduction_with_indices_rule(call: RegionCall) -> Piece:
+    """`max.dim`, `min.dim`: as `reduction_rule`, with two results."""
     rows = _reduced(call, _dims_of(call), _keeps_dims(call))
     return Piece(forms=(rows, rows))
 
 
 def softmax_rule(call: RegionCall) -> Piece:
+    """`_softmax`, `_log_softmax`: along another dim."""
     return along_another_dim_rule(call)
 
 
 def softmax_backward_rule(call: RegionCall) -> Piece:
+    """The gradient of a softmax: gradient and result by the same rows."""
     gradient, output, dim, _ = call.args
     rows = call.rows(gradient) or call.rows(output)
     if rows is None:
@@ -270,7 +291,7 @@ def softmax_backward_rule(call: RegionCall) -> Piece:
 
 
 def indexed_rule(call: RegionCall) -> Piece:
-    """`gather`, `scatter`, `scatter_add`: (operand, dim, index, ...), all tensors by the same rows."""
+    """`gather`, `scatter`, `scatter_add`: all tensors by the same rows, along another dim."""
     operands = tensors_in(call.args)
     rows = next((rows for operand in operands if (rows := call.rows(operand)) is not None), None)
     if rows is None:
@@ -283,10 +304,11 @@ def indexed_rule(call: RegionCall) -> Piece:
     return call.result(rows, slices=slices)
 
 
-# --- normalisation -------------------------------------------------------------------------------------
+# --- normalization --------------------------------------------------------------------------------
 
 
 def layer_norm_rule(call: RegionCall) -> Piece:
+    """`native_layer_norm`: over other dims; the result and both statistics by rows."""
     rows, num_dims = call.only(call.args[0]), len(shape_of(call.args[0]))
     call.outside_dims(rows, range(num_dims - len(call.args[1]), num_dims), num_dims)
     call.must_be_whole(*call.args[2:4])
@@ -294,6 +316,7 @@ def layer_norm_rule(call: RegionCall) -> Piece:
 
 
 def layer_norm_backward_rule(call: RegionCall) -> Piece:
+    """`native_layer_norm_backward`: input gradient by rows, weight and bias gradient partial."""
     gradient, source, normalized, mean, deviation, weight, bias, _ = call.args
     rows = call.rows(gradient) or call.rows(source)
     if rows is None:
@@ -307,11 +330,14 @@ def layer_norm_backward_rule(call: RegionCall) -> Piece:
     return Piece(forms=(rows, PARTIAL, PARTIAL), slices=slices)
 
 
-# --- products ------------------------------------------------------------------------------------------
+# --- matrix products ------------------------------------------------------------------------------
 
 
 def _product(call: RegionCall, left: fx.Node, right: fx.Node) -> tuple[Form, dict[fx.Node, Rows]]:
-    """Form of a matrix product, possibly batched: (..., i, k) x (..., k, j)."""
+    """The form of a matrix product (..., i, k) x (..., k, j), and the sliced operands.
+
+    Rows along i, j or a batch dim stay. Rows along k make the product partial.
+    """
     num_dims = len(call.shape)
     slices: dict[fx.Node, Rows] = {}
     row, column = Rows(num_dims - 2, num_dims - 1), Rows(num_dims - 1, num_dims)
@@ -322,7 +348,7 @@ def _product(call: RegionCall, left: fx.Node, right: fx.Node) -> tuple[Form, dic
     if of_right == column:
         call.must_be_whole(left)
         return column, slices
-    if of_left == column or of_right == row:  # both run over the rows, along which the product sums
+    if of_left == column or of_right == row:
         call.at(left, column, slices)
         call.at(right, row, slices)
         return PARTIAL, slices
@@ -337,12 +363,13 @@ def _product(call: RegionCall, left: fx.Node, right: fx.Node) -> tuple[Form, dic
 
 
 def matrix_product_rule(call: RegionCall) -> Piece:
+    """`mm`, `bmm`: see `_product`."""
     form, slices = _product(call, *call.args)
     return call.result(form, slices=slices)
 
 
 def product_and_sum_rule(call: RegionCall) -> Piece:
-    """`addmm`, `baddbmm`: a value, broadcast, plus a product."""
+    """`addmm`, `baddbmm`: a broadcast value plus a product, which must not be partial."""
     value, left, right = call.args
     form, slices = _product(call, left, right)
     if not isinstance(form, Rows):

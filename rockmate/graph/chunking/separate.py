@@ -1,4 +1,4 @@
-"""Which calls of a region can run on some rows at a time: one walk, one rule a call."""
+"""How the calls of a region run on some rows at a time: one walk, one rule for each call."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def separate(
 
     Args:
         nodes: the calls of the region, in graph order.
-        given: the form of values from outside that it is taken apart along.
-        num_rows: how many rows there are.
-        joined: calls of the region that run when the sums that other calls of it make over all rows are there, so may read those (the
-            calls of the backward, which run after all chunks of the forward).
+        given: values from outside -> their rows.
+        num_rows: number of rows.
+        joined: calls of the region that may read sums over all rows: those of the backward, which
+            run after all chunks of the forward.
 
     Raises:
         InseparableError: a call has no rule, or mixes rows.
@@ -89,7 +89,7 @@ def add_piece(
     num_rows: int,
     joined: Collection[fx.Node],
 ) -> None:
-    """Adds how one more call of a region runs on a chunk, and the form of its result."""
+    """Adds the piece of one more call of a region, and the form of its result."""
     call = RegionCall(node, forms, region, num_rows, joined)
     piece = pieces[node] = (
         call.getitem(pieces) if node.target is operator.getitem else rule_of(node)(call)
@@ -99,6 +99,11 @@ def add_piece(
 
 
 def rule_of(node: fx.Node) -> Rule:
+    """The rule of a call.
+
+    Raises:
+        InseparableError: it has none.
+    """
     target = node.target
     found = _RULES.get(target)
     if found is not None:
@@ -109,7 +114,7 @@ def rule_of(node: fx.Node) -> Rule:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of its result is made from the elements at the same place of its operands, broadcast."""
+    """Whether each element of the result depends on the operands' elements at the same place."""
     target = node.target
     if not is_op(target):
         return _RULES.get(target) is elementwise_rule

@@ -1,16 +1,19 @@
-"""Runs a region of a joint graph in chunks: a rewrite before planning, so that every chunk's values are values like any other.
+"""Writes a region of a joint graph out in chunks. The rewrite comes before planning.
 
-The calls of the region (`region.py`) are written out once for each chunk, on a part of the rows (`separation.py`): what enters by rows
-is sliced, sums over the rows are accumulated, and values by rows that leave are put together again. Whether a chunk's values are kept or
-recomputed is the planner's choice, as for all others. Two forms:
+Each call of the region (`region`) is written once for each chunk, on the chunk's rows (`separate`).
+Values that enter by rows are sliced. Sums over the rows are accumulated. Values that leave by rows
+are concatenated. The planner treats a chunk's values as any others: it saves or recomputes them.
+There are two forms:
 
-* `"recompute"`: the chunks of the forward give the loss, those of the backward the gradients, each from its own logits, kept or made
-  again. The gradient of a weight is added to `.grad` chunk by chunk and never exists as a whole;
-* `"at_once"`: a loss is linear in its gradient, so each chunk's gradients are made in the forward right after its logits, for a
-  gradient of one, and the backward multiplies them by the true one (which changes nothing where that is one). No logits are ever made
-  again; the gradients of the region's weights wait in memory from the forward to the backward.
+- `"recompute"`: the chunks of the forward give the loss, and those of the backward the gradients,
+  each from its own logits, saved or recomputed. The gradient of a weight is added to `.grad` chunk
+  by chunk and never exists as a whole.
+- `"at_once"`: a loss is linear in its gradient. So each chunk's gradients are computed in the
+  forward, right after its logits, for a gradient of one. The backward multiplies them by the true
+  gradient, which is exact if that is one. No logits are recomputed. The gradients of the region's
+  weights stay in memory from the forward to the backward.
 
-Sums in half precision are made and accumulated in float32, and rounded once, as kernels do it over all rows.
+Sums in half precision are accumulated in float32 and rounded once, as kernels do over all rows.
 """
 
 from __future__ import annotations
@@ -36,9 +39,7 @@ from rockmate.graph.chunking.calls import (
 )
 from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
 from rockmate.graph.chunking.linearity import check_linear, depending_on, reading_from
-from rockmate.graph.chunking.region import (
-    Region,
-)
+from rockmate.graph.chunking.region import Region
 from rockmate.graph.ir import IN_FORWARD
 from rockmate.graph.value_numbering import remove_dead_calls
 
@@ -46,7 +47,14 @@ _aten = torch.ops.aten
 
 
 class Unroller:
-    """Writes a region out chunk by chunk."""
+    """Writes a region out chunk by chunk, in the graph of its capture.
+
+    Args:
+        capture: the step; its graph is changed.
+        region: the calls.
+        num_chunks: number of chunks.
+        returned_gradients: the backward returns the gradients of parameters, as wholes.
+    """
 
     def __init__(
         self, capture: Capture, region: Region, num_chunks: int, *, returned_gradients: bool
@@ -60,10 +68,18 @@ class Unroller:
         self.total: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, Rows, int], fx.Node] = {}
         self.instead: dict[fx.Node, fx.Node] = {}
-        self.handed_over = {} if returned_gradients else self._handed_over()
+        self.emitted = {} if returned_gradients else self._emitted_products()
         self.more_outputs: list[tuple[fx.Node, Role]] = []
 
     def run(self, form: str) -> Capture:
+        """The capture with the region in chunks.
+
+        Args:
+            form: "recompute" or "at_once".
+
+        Raises:
+            InseparableError: a call is not linear, as "at_once" needs.
+        """
         if form == "at_once":
             self._run_at_once()
         else:
@@ -82,7 +98,7 @@ class Unroller:
             output_roles=(*self.capture.output_roles, *(role for _, role in self.more_outputs)),
         )
 
-    # --- both forms ----------------------------------------------------------------------------------------------------------
+    # --- both forms ---
 
     def _write_out(self, calls: Sequence[fx.Node]) -> None:
         for chunk in range(len(self.bounds)):
@@ -95,7 +111,7 @@ class Unroller:
         kwargs = self._of_chunk(node, dict(node.kwargs), chunk)
         target = piece.target or node.target
         is_sum = piece.forms == (PARTIAL,)
-        if is_sum and node not in self.handed_over:
+        if is_sum and node not in self.emitted:
             self._accumulate(node, target, args, kwargs)
         else:
             self.parts.setdefault(node, []).append(self._new(target, args, kwargs, like=node))
@@ -133,7 +149,10 @@ class Unroller:
     def _in_float32(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-        """A call on half precision that gives its sum in float32, as kernels add it up: rounding each chunk's would add to the error."""
+        """A call in half precision with its sum in float32.
+
+        Kernels accumulate in float32. To round each chunk's sum would add to the error.
+        """
         if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
             return _aten.mm.dtype, (*args, torch.float32), kwargs
         if target is _aten.mm.default:
@@ -150,7 +169,7 @@ class Unroller:
         return target, args, kwargs
 
     def _of_chunk(self, node: fx.Node, value: Any, chunk: int) -> Any:
-        """What stands in the place of an argument."""
+        """An argument of one chunk."""
         if value is CHUNK_ROWS:
             start, stop = self.bounds[chunk]
             return stop - start
@@ -175,7 +194,7 @@ class Unroller:
         return self.slices[key]
 
     def _sliced(self, value: fx.Node, rows: Rows, start: int, stop: int) -> fx.Node:
-        """The part of a value from outside that belongs to a chunk: a view, or for a constant a smaller one."""
+        """A chunk of a value from outside: a view, or a smaller constant."""
         shape = tuple(value.meta["val"].shape)
         part = chunk_shape(shape, rows, stop - start)
         if value.target in FILLS:
@@ -191,9 +210,9 @@ class Unroller:
         return self._new(_aten.view.default, (cut, part), like=value)
 
     def _join(self, calls: Iterable[fx.Node]) -> None:
-        """Makes the whole of what is read outside the region, or by another half of it, from its chunks."""
+        """Joins the chunks of values that are read outside the region or by its other half."""
         for node in calls:
-            if node in self.handed_over:
+            if node in self.emitted:
                 continue
             if node in self.total:
                 total = self.total[node]
@@ -214,19 +233,19 @@ class Unroller:
                 self.total[node] = whole
 
     def _replace(self) -> None:
-        for node, (views, role) in self.handed_over.items():
-            self._hand_over(node, views, role)
+        for node, (views, role) in self.emitted.items():
+            self._emit_parts(node, views, role)
         for node in [
             node for node in self.graph.nodes if node in self.total and node in self.calls
         ]:
             outside = [user for user in node.users if user not in self.calls]
             if outside:
-                self._give_way(node, self.total[node], outside)
+                self._replace_reads(node, self.total[node], outside)
         for node in reversed([node for node in self.graph.nodes if node in self.calls]):
             self.graph.erase_node(node)
 
-    def _give_way(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
-        """Lets readers outside the region read `whole` instead of `node`; their views are taken anew."""
+    def _replace_reads(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
+        """Replaces `node` by `whole` for readers outside the region; their views get new bases."""
         memory = set(storage_ids(node))
         for reader in readers:
             reader.replace_input_with(node, whole)
@@ -241,10 +260,10 @@ class Unroller:
                     reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 pending += [user for user in reader.users if user.op == "call_function"]
 
-    # --- gradients that are handed over chunk by chunk -----------------------------------------------------------------------
+    # --- gradients that are emitted chunk by chunk ---
 
-    def _handed_over(self) -> dict[fx.Node, tuple[list[fx.Node], Role]]:
-        """Products that are a parameter's gradient and nothing else, with the views that lead there."""
+    def _emitted_products(self) -> dict[fx.Node, tuple[list[fx.Node], Role]]:
+        """Products that are only a parameter's gradient -> the views between, and the role."""
         found = {}
         roles = {
             node: role
@@ -264,8 +283,8 @@ class Unroller:
                 found[node] = (views, roles[last])
         return found
 
-    def _hand_over(self, node: fx.Node, views: Sequence[fx.Node], role: Role) -> None:
-        """Returns each chunk's product as a gradient of its own, which is added to those before it."""
+    def _emit_parts(self, node: fx.Node, views: Sequence[fx.Node], role: Role) -> None:
+        """Makes each chunk's product a partial gradient of the parameter."""
         output = self.graph.output_node()
         gradients = []
         for part in self.parts[node]:
@@ -284,13 +303,13 @@ class Unroller:
         for view in reversed(views):
             self.graph.erase_node(view)
 
-    # --- gradients in the forward --------------------------------------------------------------------------------------------
+    # --- gradients in the forward ---
 
     def _run_at_once(self) -> None:
         tangents = [node for node, role in self.capture.inputs if role.kind is RoleKind.TANGENT]
         assert len(tangents) == 1, "a loss block has one loss"
         tangent = tangents[0]
-        self.handed_over = {}
+        self.emitted = {}
         dependent, reading = depending_on(tangent, self.graph), reading_from(tangent, self.graph)
         check_linear(
             [node for node in self.graph.nodes if node in dependent and node in self.calls],
@@ -315,12 +334,12 @@ class Unroller:
     def _for_gradient_of_one(
         self, node: fx.Node, dependent: set[fx.Node], reading: set[fx.Node]
     ) -> fx.Node:
-        """What `node` would be if the loss had a gradient of one."""
+        """A copy of `node` for a gradient of one of the loss."""
         if node not in reading:
             return node
         if node not in self.instead:
             if node in self.calls:
-                raise InseparableError(node, "gives a gradient to a value from which it follows")
+                raise InseparableError(node, "gives a gradient to a value that it depends on")
             if node.op == "placeholder":
                 fake = node.meta["val"]
                 made = self._new(

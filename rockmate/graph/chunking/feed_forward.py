@@ -1,0 +1,103 @@
+"""Feed-forward blocks: they widen a value, work on it row by row, and narrow it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from rockmate.capture.roles import Capture
+from rockmate.graph.chunking.forms import InseparableError, Rows, shape_of
+from rockmate.graph.chunking.region import (
+    NOTHING_BEHIND,
+    PRODUCTS,
+    Halves,
+    Refusal,
+    Region,
+    module_of,
+    numel,
+    region_of,
+)
+
+
+def find_feed_forward(
+    capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0
+) -> dict[fx.Node, Region | Refusal]:
+    """First matrix product of a block that widens and narrows a value -> the block.
+
+    A product of the forward that widens a value and cannot run in chunks has a refusal.
+
+    Args:
+        capture: the joint graph and its roles.
+        loss_block: the result of `find_loss_block`; its products are left out.
+        least_bytes: blocks with a smaller first product are left out.
+    """
+    found: dict[fx.Node, Region | Refusal] = {}
+    taken = set(loss_block.pieces) if isinstance(loss_block, Region) else set[fx.Node]()
+    halves = Halves(capture)
+    for node in capture.joint.graph.nodes:
+        if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
+            continue
+        if (
+            isinstance(loss_block, Refusal)
+            and loss_block.block
+            and module_of(node) == loss_block.block
+        ):
+            continue
+        block = (
+            region_of(capture, node, halves=halves)
+            if node.target in PRODUCTS
+            else _refused_product(node)
+        )
+        if isinstance(block, Region):
+            if node in block.forward and block.backward and _is_narrowed(block, numel(node)):
+                found[node] = block
+                taken.update(block.pieces)
+        elif node in halves.forward and block.reason != NOTHING_BEHIND:
+            found[node] = block
+    return found
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a call is a matrix product with a result of at least 1.5 times its operand's size.
+
+    A call that is none of `PRODUCTS` is judged by its shapes.
+    """
+    if node.target in PRODUCTS:
+        operand = node.args[PRODUCTS[node.target]]
+        return isinstance(operand, fx.Node) and 2 * numel(node) >= 3 * numel(operand)
+    tensors = [
+        value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and numel(value)
+    ]
+    if node.op != "call_function" or len(tensors) < 3:
+        return False
+    result, rows, weight = map(shape_of, tensors)
+    is_product = len(weight) > 1 and result == (*rows[:-1], weight[-1]) and rows[-1] == weight[-2]
+    return is_product and 2 * numel(node) >= 3 * numel(tensors[1])
+
+
+def _refused_product(node: fx.Node) -> Refusal:
+    """The refusal of a matrix product that is none of `PRODUCTS`."""
+    module = module_of(node)
+    groups = [
+        value
+        for value in node.all_input_nodes
+        if numel(value) and not value.meta["val"].is_floating_point()
+    ]
+    reason = (
+        "multiplies rows group by group, and which rows a group has depends on values"
+        if groups
+        else "has no rule for rows"
+    )
+    return Refusal(
+        call=InseparableError(node, reason).call, module=module, reason=reason, block=module
+    )
+
+
+def _is_narrowed(region: Region, num_elements: int) -> bool:
+    """Whether every value that leaves the region by rows has fewer elements."""
+    leaving = [
+        node for node in region.pieces if any(user not in region.pieces for user in node.users)
+    ]
+    return all(
+        numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows)
+        for node in leaving
+    )

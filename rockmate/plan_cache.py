@@ -18,11 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from rockmate.budget import size_text
+from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.signature import (
     CallSignature,
-    ModelSignature,
-    ModelWatch,
     SampleCall,
     check_call,
     differs_in_keywords,

@@ -15,14 +15,11 @@ from torch import nn
 
 from rockmate._torch.members import is_compiled
 from rockmate.bound.protocol import StoredBound
+from rockmate.capture.model_signature import ModelSignature, hook_keys
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.roles import Capture
 from rockmate.capture.sample import read_sample, trace_sample
-from rockmate.capture.signature import (
-    CallSignature,
-    ModelSignature,
-    hook_keys,
-)
+from rockmate.capture.signature import CallSignature
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
 from rockmate.graph.build import build_graph

@@ -25,7 +25,13 @@ import torch
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
-UNIT = ("tests/rotor/", "tests/checkmate/", "tests/test_layers.py", "tests/test_private_names.py")
+UNIT = (
+    "tests/rotor/",
+    "tests/checkmate/",
+    "tests/test_layers.py",
+    "tests/test_limits.py",
+    "tests/test_private_names.py",
+)
 BENCH = ("tests/bench/",)
 CUDA = ("tests/cuda/",)
 TIERS = ("unit", "slow", "bench", "cuda")

@@ -107,19 +107,10 @@ def rotary(
             linear layers are trained (LoRA, Hu et al., 2021).
     """
     if tiny:
-        num_layers, width, heads, key_value_heads, inner = (
-            2,
-            32,
-            2 * heads // key_value_heads,
-            2,
-            48,
-        )
+        num_layers, width, inner = 2, 32, 48
+        heads, key_value_heads = 2 * heads // key_value_heads, 2
         experts, vocabulary, shape = min(experts, 4), 97, (2, 16)
-    mixture = (
-        {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
-        if experts
-        else {}
-    )
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=num_layers,
         hidden_size=width,
@@ -133,7 +124,7 @@ def rotary(
         eos_token_id=2,
         pad_token_id=0,
         use_cache=False,
-        **mixture,
+        **(mixture if experts else {}),
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     # Held apart from the model, since adapters move it.

@@ -1,34 +1,35 @@
-"""Submodules that run as they are.
+"""Opaque modules: submodules that are not traced and run as they are.
 
-Those that the user names, since they cannot be traced, and recurrent layers.
+They are the submodules that the user names, and recurrent layers.
 
-Such a submodule is one op of the graph, and its backward another. The forward op runs the submodule
-with gradients on and returns its outputs and a *handle*, a small tensor that holds the autograd
-graph of this one run. In the plan the handle has the size of what that graph saves, so it is kept
-or made again like any other value: dropping it frees the submodule's memory, and making it again
-runs the submodule once more, from the same random state. The backward op differentiates the graph
-that the handle holds.
+An opaque module is one op of the graph, and its backward is another. The forward op runs the module
+with gradients enabled. It returns the outputs and a *handle*: a small tensor that holds the
+autograd graph of this run. In the plan, the handle has the size of the tensors that the autograd
+graph saves, so it is saved or recomputed like any other value. To release it frees the module's
+memory. To recompute it runs the module from the same random state. The backward op differentiates
+the graph of the handle.
 
-What the graph saves of the op's own inputs and outputs is the plan's to count, and the backward op
-reads it like any other op's would. Outputs need no more than that: they are made with the handle,
-so they are in memory while it is. An input may be dropped and made again in between, so the graph
-does not hold it: it *borrows* the input, and finds it among the backward's arguments.
+The plan counts the op's own inputs and outputs, which the autograd graph may save, too. The
+backward op reads them like any other op. Outputs are live as long as the handle, since both are
+written together. An input may be released and recomputed in between. So the autograd graph does not
+hold it but *borrows* it, and finds it among the backward's arguments.
 
-What the tracer cannot know is read off one run of the whole model on the sample, without gradients,
-before the capture: the submodule's inputs and outputs, what it saves, whether it draws random
-numbers and whether it changes its buffers. Time and workspace are measured on those inputs, since a
-submodule whose control flow depends on values may not run on made-up ones.
+Before the capture, the whole model runs once on the sample, without gradients. This run gives the
+module's inputs and outputs, the saved tensors, and whether it draws random numbers or changes its
+buffers. Time and workspace are measured on the sample's inputs, since a module whose control flow
+depends on values may fail on synthetic ones.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate.capture.opaque_call import (
@@ -54,33 +55,15 @@ def record_calls(
 
     Raises:
         InvalidSampleError: there is no submodule of such a name, or the forward does not call it.
-        UnsupportedModelError: what goes in or comes out is no nesting of tensors and constants.
+        UnsupportedModelError: an argument or result is no nesting of tensors and constants.
     """
     modules = opaque_modules(model, names)
     if not modules:
         return {}
-    seen: list[tuple[str, nn.Module, Any, Any, dict[str, torch.dtype]]] = []
-    handles = []
-    given_versions: dict[str, list[int]] = {}
-    for path, module in modules.items():
-
-        def begin(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            given_versions[path] = versions_of(
-                flatten((args, kwargs), what=f"the arguments of {path}")[0]
-            )
-
-        def note(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
-            if (
-                versions_of(flatten((args, kwargs), what=f"the arguments of {path}")[0])
-                != given_versions[path]
-            ):
-                raise input_change_error(path)
-            seen.append((path, module, (args, kwargs), result, autocast_dtypes()))
-
-        handles += [
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(note, with_kwargs=True),
-        ]
+    seen: list[_Seen] = []
+    handles = [
+        handle for path, module in modules.items() for handle in _watch_calls(module, path, seen)
+    ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
     devices = sorted(
@@ -92,10 +75,8 @@ def record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    named, called = (
-        {model.get_submodule(name) for name in names},
-        {module for _, module, *_ in seen},
-    )
+    named = {model.get_submodule(name) for name in names}
+    called = {call.module for call in seen}
     missing = [path for path, module in modules.items() if module in named and module not in called]
     if missing:
         msg = (
@@ -105,11 +86,42 @@ def record_calls(
         raise InvalidSampleError(msg)
     numbers: dict[str, int] = {}
     calls = {}
-    for path, module, arguments, result, autocast in seen:
-        numbers[path] = numbers.get(path, 0) + 1
-        name = path if numbers[path] == 1 else f"{path} ({numbers[path]})"
-        calls[name] = _recorded(name, module, arguments, result, autocast)
+    for call in seen:
+        number = numbers[call.path] = numbers.get(call.path, 0) + 1
+        name = call.path if number == 1 else f"{call.path} ({number})"
+        calls[name] = _recorded(name, call.module, call.arguments, call.result, call.autocast)
     return calls
+
+
+class _Seen(NamedTuple):
+    """One call of an opaque submodule."""
+
+    path: str
+    module: nn.Module
+    arguments: tuple[Any, Any]
+    result: Any
+    autocast: dict[str, torch.dtype]
+
+
+def _watch_calls(module: nn.Module, path: str, seen: list[_Seen]) -> list[RemovableHandle]:
+    """Has each call of a submodule added to `seen`; a call that changes an input is refused."""
+    given_versions: list[list[int]] = []
+
+    def versions(args: Any, kwargs: Any) -> list[int]:
+        return versions_of(flatten((args, kwargs), what=f"the arguments of {path}")[0])
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given_versions.append(versions(args, kwargs))
+
+    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if versions(args, kwargs) != given_versions.pop():
+            raise input_change_error(path)
+        seen.append(_Seen(path, module, (args, kwargs), result, autocast_dtypes()))
+
+    return [
+        module.register_forward_pre_hook(begin, with_kwargs=True),
+        module.register_forward_hook(note, with_kwargs=True),
+    ]
 
 
 def opaque_names(options: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""What a plan is made for.
-
-The metadata of a call, and the state of the module, that the captured graph depends on.
-"""
+"""The signature of a call: the metadata of its arguments that the captured graph depends on."""
 
 from __future__ import annotations
 
@@ -9,31 +6,17 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import (
-    forward_hooks,
-    has_tensor_hooks,
-    member_tables_of,
-    module_hooks_of,
-    other_hook_keys,
-    tensor_hooks_of,
-)
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 
 _ONLY_TENSORS = {torch.Tensor}
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
-_STATE = attrgetter("requires_grad", "dtype", "device", "shape")
-_IS_TRAINING = attrgetter("training")  # a scripted module has it elsewhere than other attributes
-# Whose hooks a Hugging Face model adds to itself when it is first called.
-_RECORDERS = "transformers.utils.output_capturing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,155 +286,3 @@ def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return result.permute([order.index(dim) for dim in range(tensor.ndim)]).requires_grad_(
         tensor.requires_grad
     )
-
-
-def hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Keys of the hooks around the module's forward and backward.
-
-    Hooks that only record hidden states are left out.
-    """
-    acting = [
-        key
-        for key, hook in forward_hooks(module).items()
-        if getattr(hook, "__module__", None) != _RECORDERS
-    ]
-    return (*acting, *other_hook_keys(module))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSignature:
-    """State of the module that the graph depends on.
-
-    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters
-    and buffers and which names share one, who is in training mode, autocast. Other attributes are
-    fixed when the graph is captured, and not watched. Which parameters have a tensor hook
-    (`hooked`) is no difference, since it changes no number.
-    """
-
-    modules: tuple[nn.Module, ...]
-    tensors: tuple[tuple[str, TensorSignature], ...]
-    training: tuple[bool, ...]
-    numbers: tuple[dict[str, float], ...]
-    hooks: tuple[tuple[int, ...], ...]
-    autocast: tuple[torch.dtype | None, torch.dtype | None]
-    sharing: tuple[int, ...] = ()
-    hooked: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelSignature:
-        """The present state of `model`."""
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-        return cls(
-            tuple(model.modules()),
-            tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
-            tuple(module.training for module in model.modules()),
-            tuple(
-                {name: value for name, value in vars(module).items() if type(value) is float}
-                for module in model.modules()
-            ),
-            tuple(hook_keys(module) for module in model.modules()),
-            _autocast_state(),
-            _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if has_tensor_hooks(tensor)),
-        )
-
-    def difference(self, now: ModelSignature) -> str:
-        """What has changed, in words; empty if nothing has."""
-        if len(self.modules) != len(now.modules) or any(
-            a is not b for a, b in zip(self.modules, now.modules, strict=True)
-        ):
-            return "a submodule has been replaced, added or removed"
-        planned, present = dict(self.tensors), dict(now.tensors)
-        for name in planned.keys() | present.keys():
-            if planned.get(name) != present.get(name):
-                return (
-                    f"{name} was {planned.get(name, 'absent')} and is {present.get(name, 'absent')}"
-                )
-        if self.sharing != now.sharing:
-            return "names that stood for one tied tensor stand for several, or the other way"
-        if self.training != now.training:
-            return "a submodule has changed between train and eval mode"
-        for module, before, after in zip(self.modules, self.numbers, now.numbers, strict=True):
-            changed = [
-                name
-                for name in before
-                if after.get(name) != before[name] and before[name] == before[name]
-            ]
-            if changed:
-                return (
-                    f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is "
-                    f"{after.get(changed[0])}"
-                )
-        if self.hooks != now.hooks:
-            return "a hook of a submodule has been added or removed"
-        if self.autocast != now.autocast:
-            return (
-                f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None "
-                "is off)"
-            )
-        return ""
-
-
-class ModelWatch:
-    """Notices that a module has changed, faster than a comparison of `ModelSignature`s.
-
-    It runs with every call, so loops over tensors and modules are those of C functions.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Takes the present state of `model`."""
-        self._watched = tuple(model.modules())
-        self._attributes = [vars(module) for module in self._watched]
-        self._numbers = [
-            (attributes, name, value)
-            for attributes in self._attributes
-            for name, value in attributes.items()
-            if type(value) is float and value == value
-        ]
-        members = self._members()
-        self._identities = list(map(id, members))
-        self._tensor_places = [
-            place for place, member in enumerate(members) if isinstance(member, torch.Tensor)
-        ]
-        self._seen = self._state_of(members)
-
-    def has_changed(self) -> bool:
-        """Whether the module's signature may be another than it was; False is certain."""
-        members = self._members()
-        if list(map(id, members)) != self._identities or self._state_of(members) != self._seen:
-            return True
-        return any(attributes.get(name) != value for attributes, name, value in self._numbers)
-
-    def _members(self) -> list[Any]:
-        """Submodules, parameters and buffers of each module, each after its mapping."""
-        parts = list(chain.from_iterable(map(member_tables_of, self._attributes)))
-        return [member for part in parts if part for member in (part, *part.values())]
-
-    def _state_of(self, members: list[Any]) -> tuple[Any, ...]:
-        """What else can change about members that are the same objects."""
-        tensors = [members[place] for place in self._tensor_places]
-        return (
-            list(map(_STATE, tensors)),
-            list(map(torch.Tensor.stride, tensors)),
-            list(map(bool, map(tensor_hooks_of, tensors))),
-            list(map(_IS_TRAINING, self._watched)),
-            list(map(hook_keys, self._watched))
-            if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
-            else [],
-            _autocast_state(),
-        )
-
-
-def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the place where it stands first."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
-
-
-def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtype of autocast on CPU and on CUDA, None where it is off."""
-    enabled = autocast_dtypes()
-    return enabled.get("cpu"), enabled.get("cuda")

@@ -132,7 +132,10 @@ def run(options: DemoOptions) -> DemoResult:
     say("measuring eager's activation peak")
     eager_memory = _memory_of_step(model, model, batches[0])
     budget_bytes = math.floor(options.budget * eager_memory.peak_bytes)
-    say(f"eager's peak is {_mib(eager_memory.peak_bytes)}; planning for {_mib(budget_bytes)}")
+    say(
+        f"eager's peak is {mebibytes(eager_memory.peak_bytes)}; planning for "
+        f"{mebibytes(budget_bytes)}"
+    )
     module, planner, planning_s = _plan(
         ours, batches[0], budget_bytes, eager_memory.peak_bytes, progress=not options.quiet
     )
@@ -331,105 +334,6 @@ def standard_library_text() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
 
 
-# --- what a person reads --------------------------------------------------------------------------
-
-
-def report(result: DemoResult) -> str:
-    """The one table, and what follows from it."""
-    plan, eager, planned = result.plan, result.eager, result.planned
-    eager_bytes = eager.memory.peak_bytes
-    eager_ms, planned_ms = statistics.median(eager.times_ms), statistics.median(planned.times_ms)
-    rows = [("", "eager", "RockmateModule", "ratio")]
-    for index, (theirs, own) in enumerate(zip(eager.losses, planned.losses, strict=True)):
-        verdict = "identical" if theirs == own else "DIFFERENT"
-        rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
-    rows += [
-        (),
-        (
-            "activation budget",
-            "",
-            _mib(plan.budget_bytes),
-            f"{plan.budget_bytes / eager_bytes:.3f}",
-        ),
-        (
-            "activation peak, predicted",
-            _mib(plan.baseline_peak_bytes),
-            _mib(plan.predicted_peak_bytes),
-            f"{plan.predicted_peak_bytes / plan.baseline_peak_bytes:.3f}",
-        ),
-        (
-            "activation peak, measured",
-            _mib(eager_bytes),
-            _mib(planned.memory.peak_bytes),
-            f"{planned.memory.peak_bytes / eager_bytes:.3f}",
-        ),
-        (
-            "step time, predicted",
-            _ms(plan.baseline_ms),
-            _ms(plan.predicted_ms),
-            f"{plan.predicted_ms / plan.baseline_ms:.3f}",
-        ),
-        (
-            "step time, measured (median)",
-            _ms(eager_ms),
-            _ms(planned_ms),
-            f"{result.measured_ratio:.3f}",
-        ),
-        ("planning time", "", f"{result.planning_s:.1f} s", ""),
-    ]
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
-    lines = [result.title, "", *_table(rows)]
-    if stages:
-        lines += ["", f"Planning: {stages}."]
-    lines.append(
-        "Measured times are medians; their ratio is the median over steps of one step's time over "
-        "the other's right before it."
-    )
-    return "\n".join([*lines, *_verdicts(result)]) + "\n"
-
-
-def _verdicts(result: DemoResult) -> list[str]:
-    num_steps = len(result.eager.losses)
-    if result.equal_losses and result.equal_weights:
-        lines = [
-            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit "
-            "by bit."
-        ]
-    elif result.equal_losses:
-        lines = [
-            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after "
-            "them are not."
-        ]
-    else:
-        lines = ["FAILED: the losses are not identical."]
-    measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
-    if result.fits:
-        lines.append(
-            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to "
-            "spare."
-        )
-    else:
-        lines.append(f"FAILED: the measured peak is {measured - budget:,} bytes above the budget.")
-    return lines
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-aligned first column, the others right-aligned.
-
-    An empty row is a rule, and one follows the head.
-    """
-    filled = [row for row in rows if row]
-    widths = [max(len(row[column]) for row in filled) for column in range(len(filled[0]))]
-    rule = "  ".join("-" * width for width in widths)
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        cells[:1] = [cell.ljust(widths[0]) for cell in row[:1]]
-        lines.append("  ".join(cells).rstrip() if row else rule)
-    lines.insert(1, rule)
-    return lines
-
-
 def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shape = f"{options.batch_size} x {options.sequence_length} tokens"
@@ -437,12 +341,9 @@ def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
     return f"{kind}: {num_parameters / 1e6:.1f} M parameters, {shape}, {machine}"
 
 
-def _mib(num_bytes: int) -> str:
+def mebibytes(num_bytes: int) -> str:
+    """A size in MiB, to one decimal."""
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.1f} ms"
 
 
 def _first_line(error: BaseException) -> str:

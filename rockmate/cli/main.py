@@ -128,7 +128,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="B",
         help="first:last:count, as 0.2:1.0:9 or 1GiB:4GiB:7, or a list, as 2GiB,4GiB or 0.25,0.5; "
         "a number up to 1 is a fraction of the "
-        "peak with nothing recomputed (default: every tenth of that, down to the smallest peak "
+        "peak without recomputation (default: every tenth of that, down to the smallest peak "
         "without chunks)",
     )
     sweep.add_argument(
@@ -164,7 +164,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument(
         "--budget",
         required=True,
-        help="a fraction up to 1 of the peak with nothing recomputed, a size as 2GiB, or bytes",
+        help="a fraction up to 1 of the peak without recomputation, a size as 2GiB, or bytes",
     )
     plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
@@ -235,16 +235,15 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    from rockmate.cli import demo, plot
+    from rockmate.cli import demo, demo_report, plot
     from rockmate.extras import require
 
     options = _demo_options(arguments)
-    require(
-        "matplotlib.figure", extra="plot", purpose="the demonstration"
-    )  # now rather than after the training
+    # Now rather than after the training.
+    require("matplotlib.figure", extra="plot", purpose="the demonstration")
     _make_folder(arguments.out)
     result = demo.run(options)
-    sys.stdout.write(demo.report(result))
+    sys.stdout.write(demo_report.report(result))
     path = arguments.out / _PLOT_NAME
     plot.save_memory_plot(result, path, backward_mark=demo.BACKWARD_MARK)
     sys.stdout.write(f"Plot: {path}\n")

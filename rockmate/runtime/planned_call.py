@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from rockmate.capture.signature import CallSignature, ModelSignature
+from rockmate.capture.model_signature import ModelSignature
+from rockmate.capture.signature import CallSignature
 from rockmate.capture.structure import Structure
 from rockmate.plan.plan import Plan
 from rockmate.runtime.program import Program

@@ -14,20 +14,17 @@ from importlib import resources
 from string import Template
 
 from rockmate.budget import size_text
-from rockmate.costs.cost import Costs
 from rockmate.plan.block_table import BlockRow
 from rockmate.plan.plan import Plan
-from rockmate.schedule.schedule import Schedule
+from rockmate.sweeps.report_charts import curve_chart, memory_chart, peak_text, row_key
 from rockmate.sweeps.result import Sweep
 from rockmate.sweeps.row import SweepRow
-from rockmate.sweeps.svg_chart import Chart, Point
 from rockmate.sweeps.table import cost_below, gradients_text
 
-_MIB = 2**20
-_MAX_POINTS = 500
+# Number of storages listed for a peak.
 _NUM_NAMED = 12
-_HEADROOM = 1.06
-_PANEL = "budget-"  # and the key: the id of a panel
+# The id of a panel begins with it; the key of the row follows.
+_PANEL = "budget-"
 
 
 def report_html(sweep: Sweep) -> str:
@@ -37,17 +34,17 @@ def report_html(sweep: Sweep) -> str:
     )
     feasible = [row for row in sweep.rows if row.is_feasible]
     shown = sweep.recommended or feasible[-1:]
-    first = _key(shown[0]) if shown else ""
+    first = row_key(shown[0]) if shown else ""
     return template.substitute(
         title=escape(sweep.title),
         facts=_facts(sweep),
         verdict=_verdict(sweep),
-        curve=_curve(sweep) if feasible else "<p>No budget of this sweep is feasible.</p>",
+        curve=curve_chart(sweep) if feasible else "<p>No budget of this sweep is feasible.</p>",
         legend=_legend(sweep),
         recommended=_recommended(sweep),
         rows=_rows(sweep),
-        choices="".join(_choice(row, is_first=_key(row) == first) for row in feasible),
-        panels="\n".join(_panel(sweep, row, is_first=_key(row) == first) for row in feasible),
+        choices="".join(_choice(row, is_first=row_key(row) == first) for row in feasible),
+        panels="\n".join(_panel(sweep, row, is_first=row_key(row) == first) for row in feasible),
     )
 
 
@@ -118,77 +115,6 @@ def _verdict(sweep: Sweep) -> str:
     return "".join(lines)
 
 
-# --- the curve ------------------------------------------------------------------------------------
-
-
-def _curve(sweep: Sweep) -> str:
-    feasible = [row for row in sweep.rows if row.is_feasible]
-    eager_bytes = next(
-        (row.eager_peak_bytes for row in sweep.rows if row.eager_peak_bytes is not None), None
-    )
-    peaks = [
-        *(row.predicted_peak_bytes or 0 for row in feasible),
-        sweep.baseline.baseline_peak_bytes,
-        eager_bytes or 0,
-    ]
-    ratios = [
-        ratio
-        for row in feasible
-        for ratio in (row.predicted_ratio, row.measured_ratio)
-        if ratio is not None
-    ]
-    low, high = min([*ratios, 1.0]), max([*ratios, 1.1])
-    y_range = (low - 0.08 * (high - low), high + 0.12 * (high - low))
-    chart = Chart(x_range=(0.0, _HEADROOM * max(peaks) / _MIB), y_range=y_range, height=420)
-    y_label = "time of a step, times that of nothing recomputed"
-    chart.axes(
-        x_label="activation peak",
-        y_label=y_label,
-        x_text=_mebibytes,
-        y_text=lambda value: f"{value:.2f}x",
-    )
-    if eager_bytes is not None:
-        chart.vertical(eager_bytes / _MIB, "eager", f"eager {size_text(eager_bytes)}", anchor="end")
-    for index, strategy in enumerate(sweep.strategies):
-        rows = [row for row in feasible if row.strategy == strategy]
-        if index == 0:
-            chart.line(
-                [
-                    (row.budget_bytes / _MIB, row.lower_bound_ratio)
-                    for row in rows
-                    if row.lower_bound_ratio
-                ],
-                "bound",
-            )
-        chart.line([_predicted(row) for row in rows], f"curve s{index}")
-        for row in rows:
-            chart.dot(
-                _predicted(row),
-                f"dot s{index}{' knee' if row.is_recommended else ''}",
-                _row_title(row),
-                key=_key(row),
-            )
-            if row.measured_peak_bytes is not None and row.measured_ratio is not None:
-                title = (
-                    f"measured: {size_text(row.measured_peak_bytes)}, {row.measured_ratio:.3f}x of "
-                    "eager"
-                )
-                chart.diamond(
-                    (row.measured_peak_bytes / _MIB, row.measured_ratio),
-                    f"measured s{index}",
-                    title,
-                    key=_key(row),
-                )
-    for row in sweep.recommended:  # over all curves; one strategy's, or they cover each other
-        if row.strategy == sweep.strategies[0]:
-            chart.note(
-                _predicted(row),
-                f"{size_text(row.budget_bytes)}, {row.predicted_ratio:.2f}x",
-                "knee-note",
-            )
-    return chart.svg("Time of a step against activation peak, a curve for each strategy")
-
-
 def _legend(sweep: Sweep) -> str:
     entries = [
         f'<span><i class="key s{index}"></i>{escape(strategy)}</span>'
@@ -201,17 +127,6 @@ def _legend(sweep: Sweep) -> str:
     if any(row.lower_bound_ratio for row in sweep.rows):
         entries.append('<span><i class="key dashes"></i>no schedule is faster</span>')
     return "".join(entries)
-
-
-def _predicted(row: SweepRow) -> Point:
-    return (row.predicted_peak_bytes or 0) / _MIB, row.predicted_ratio or 0.0
-
-
-def _row_title(row: SweepRow) -> str:
-    return (
-        f"{row.strategy}, budget {size_text(row.budget_bytes)}: peak "
-        f"{_size(row.predicted_peak_bytes)}, {row.predicted_ratio:.3f}x"
-    )
 
 
 def _recommended(sweep: Sweep) -> str:
@@ -230,8 +145,8 @@ def _recommended(sweep: Sweep) -> str:
             if cost is not None
         ]
         cards.append(
-            f'<a class="card" href="#{_PANEL}{_key(row)}" '
-            f'data-key="{_key(row)}"><b>{escape(size_text(row.budget_bytes))}</b>'
+            f'<a class="card" href="#{_PANEL}{row_key(row)}" '
+            f'data-key="{row_key(row)}"><b>{escape(size_text(row.budget_bytes))}</b>'
             f"<span>{row.budget_share:.0%} of the peak, {row.predicted_ratio:.3f}x the time</span>"
             f"<small>{escape(row.strategy)}{''.join(f'; {text}' for text in texts)}</small></a>"
         )
@@ -272,7 +187,7 @@ def _row_html(row: SweepRow, *, with_measured: bool) -> str:
         row.strategy,
         size_text(row.budget_bytes),
         f"{row.budget_share:.3f}",
-        _size(row.predicted_peak_bytes),
+        peak_text(row.predicted_peak_bytes),
         _number(row.predicted_ms, ",.1f"),
         _number(row.predicted_ratio, ".3f", "x"),
         _number(row.lower_bound_ratio or None, ".3f", "x"),
@@ -287,7 +202,7 @@ def _row_html(row: SweepRow, *, with_measured: bool) -> str:
         )
         ratio = _number(row.measured_ratio, ".3f", "x")
         cells += [
-            _size(row.measured_peak_bytes),
+            peak_text(row.measured_peak_bytes),
             _number(row.measured_ms, ",.1f"),
             ratio + spread,
             gradients_text(row) or row.problem,
@@ -295,9 +210,9 @@ def _row_html(row: SweepRow, *, with_measured: bool) -> str:
     kind = " ".join(
         ["row", *(["knee"] if row.is_recommended else []), *(["bad"] if row.broken_promise else [])]
     )
-    linked = [cells[0], f'<a href="#{_PANEL}{_key(row)}">{escape(cells[1])}</a>']
+    linked = [cells[0], f'<a href="#{_PANEL}{row_key(row)}">{escape(cells[1])}</a>']
     inner = "".join(f"<td>{cell}</td>" for cell in [linked[0], linked[1], *map(escape, cells[2:])])
-    return f'<tr class="{kind}" data-key="{_key(row)}">{inner}</tr>'
+    return f'<tr class="{kind}" data-key="{row_key(row)}">{inner}</tr>'
 
 
 def _infeasible_html(row: SweepRow, *, num_columns: int) -> str:
@@ -314,7 +229,9 @@ def _choice(row: SweepRow, *, is_first: bool) -> str:
         f"{row.strategy}, {size_text(row.budget_bytes)}, "
         f"{row.predicted_ratio:.3f}x{', knee' if row.is_recommended else ''}"
     )
-    return f'<option value="{_key(row)}"{" selected" if is_first else ""}>{escape(text)}</option>'
+    return (
+        f'<option value="{row_key(row)}"{" selected" if is_first else ""}>{escape(text)}</option>'
+    )
 
 
 # --- one budget -----------------------------------------------------------------------------------
@@ -323,9 +240,9 @@ def _choice(row: SweepRow, *, is_first: bool) -> str:
 def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
     plan = sweep.plans[row.key]
     return (
-        f'<section class="panel{" shown" if is_first else ""}" id="{_PANEL}{_key(row)}">'
+        f'<section class="panel{" shown" if is_first else ""}" id="{_PANEL}{row_key(row)}">'
         f"<h3>{escape(row.strategy)}, budget {escape(size_text(row.budget_bytes))}</h3>"
-        f"{_memory_chart(sweep.baseline, plan)}"
+        f"{memory_chart(sweep.baseline, plan)}"
         '<p class="legend"><span><i class="key s0"></i>this plan</span><span><i class="key '
         'grey"></i>nothing recomputed</span></p>'
         f"<div class=two><div><h4>In memory at the peak</h4>{_live_html(plan)}</div>"
@@ -335,64 +252,6 @@ def _panel(sweep: Sweep, row: SweepRow, *, is_first: bool) -> str:
         "<h4>Parts within parts</h4><div "
         f"class=scroll><pre>{escape(plan.tree())}</pre></div></section>"
     )
-
-
-def _memory_chart(baseline: Plan, plan: Plan) -> str:
-    # Both with the plan's op times: a plan of an earlier run has those of that run.
-    lanes = [memory_points(each, plan.costs) for each in (baseline, plan)]
-    begins = times_ms(plan.schedule, plan.costs)
-    ends = [times_ms(baseline.schedule, plan.costs)[-1], begins[-1]]
-    top = max(baseline.predicted_peak_bytes, plan.budget_bytes) / _MIB
-    chart = Chart(x_range=(0.0, max(ends)), y_range=(0.0, top * 1.12), height=340)
-    x_label = "predicted time since the forward was called (ms)"
-    chart.axes(
-        x_label=x_label,
-        y_label="activation memory",
-        x_text=lambda value: f"{value:,g}",
-        y_text=_mebibytes,
-    )
-    for points, end, kind in zip(lanes, ends, ("step grey", "step s0"), strict=True):
-        chart.steps(points, end, kind)
-    chart.vertical(begins[len(plan.schedule.forward)], "half", "forward | backward")
-    chart.horizontal(plan.budget_bytes / _MIB, "budget", f"budget {size_text(plan.budget_bytes)}")
-    position = plan.simulation.peak_position
-    peak: Point = (begins[position], plan.predicted_peak_bytes / _MIB)
-    chart.dot(
-        peak,
-        "dot s0 knee",
-        f"peak {size_text(plan.predicted_peak_bytes)} in {plan.peak_place()}",
-        radius=4,
-    )
-    chart.note(peak, "peak", "knee-note")
-    return chart.svg("Activation memory over one training step")
-
-
-def memory_points(plan: Plan, costs: Costs) -> list[Point]:
-    """(predicted ms at which a run begins, MiB in use while it goes on).
-
-    Of long schedules the highest of each stretch of runs.
-    """
-    points = [
-        (ms, live / _MIB)
-        for ms, live in zip(
-            times_ms(plan.schedule, costs), plan.simulation.live_bytes, strict=False
-        )
-    ]
-    stretch = -(-len(points) // _MAX_POINTS)
-    return [
-        max(points[begin : begin + stretch], key=lambda point: point[1])
-        for begin in range(0, len(points), stretch)
-    ]
-
-
-def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
-    """When each run of the schedule begins, and when the last one ends."""
-    times, seen = [0.0], set()
-    for index in schedule.steps:
-        cost = (costs.recompute if index in seen else costs.first)[index]
-        seen.add(index)
-        times.append(times[-1] + cost.time_ms)
-    return times
 
 
 def _live_html(plan: Plan) -> str:
@@ -441,22 +300,6 @@ def _blocks_html(rows: Sequence[BlockRow]) -> str:
 
 
 # --- words ----------------------------------------------------------------------------------------
-
-
-def _key(row: SweepRow) -> str:
-    """By which a mark, a row and a panel find each other.
-
-    No element has it as its id: the page must not jump there.
-    """
-    return f"{row.strategy}-{row.budget_bytes}"
-
-
-def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else size_text(num_bytes)
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value:,g} MiB"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

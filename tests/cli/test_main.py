@@ -17,7 +17,7 @@ import torch
 
 from rockmate import Plan
 from rockmate._torch.allocator import Timeline, timeline
-from rockmate.cli import demo
+from rockmate.cli import demo, demo_report
 from rockmate.cli.main import main
 
 TINY = [
@@ -506,7 +506,7 @@ def test_success_is_all_three_promises() -> None:
     result = example_result()
     assert result.succeeded
     assert result.measured_ratio == pytest.approx((1.2 + 1.1) / 2)
-    assert "FAILED" not in demo.report(result)
+    assert "FAILED" not in demo_report.report(result)
 
 
 def test_a_loss_that_differs_fails() -> None:
@@ -515,14 +515,14 @@ def test_a_loss_that_differs_fails() -> None:
         result, planned=dataclasses.replace(result.planned, losses=[2.0, 1.0000001])
     )
     assert not result.succeeded
-    assert "DIFFERENT" in demo.report(result)
-    assert "FAILED: the losses" in demo.report(result)
+    assert "DIFFERENT" in demo_report.report(result)
+    assert "FAILED: the losses" in demo_report.report(result)
 
 
 def test_weights_that_differ_fail() -> None:
     result = example_result(equal_weights=False)
     assert not result.succeeded
-    assert "the weights after them are not" in demo.report(result)
+    assert "the weights after them are not" in demo_report.report(result)
 
 
 def test_a_peak_above_the_budget_fails() -> None:
@@ -530,7 +530,7 @@ def test_a_peak_above_the_budget_fails() -> None:
     above = Timeline(points=[(0.0, 1234)], marks={}, duration_s=0.1)
     result = dataclasses.replace(result, planned=dataclasses.replace(result.planned, memory=above))
     assert not result.succeeded
-    assert "FAILED: the measured peak is 234 bytes above the budget" in demo.report(result)
+    assert "FAILED: the measured peak is 234 bytes above the budget" in demo_report.report(result)
 
 
 # --- the timeline ---------------------------------------------------------------------------------

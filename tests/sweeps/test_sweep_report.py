@@ -14,7 +14,8 @@ import torch
 
 from rockmate import SweepRow
 from rockmate.sweeps.knees import knees, lower_hull
-from rockmate.sweeps.report import memory_points, report_html, times_ms
+from rockmate.sweeps.report import report_html
+from rockmate.sweeps.report_charts import memory_points, times_ms
 from rockmate.sweeps.result import Sweep, SweepOptions
 from rockmate.sweeps.row import compared
 from rockmate.sweeps.run import run_sweep
@@ -262,7 +263,7 @@ def test_memory_over_the_step_is_the_plans(found: Sweep) -> None:
 def test_long_schedules_keep_their_peak_in_the_drawing(
     found: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rockmate.sweeps.report._MAX_POINTS", 7)
+    monkeypatch.setattr("rockmate.sweeps.report_charts._MAX_POINTS", 7)
     plan = next(iter(found.plans.values()))
     points = memory_points(plan, plan.costs)
     assert len(points) <= 7

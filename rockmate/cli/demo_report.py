@@ -1,0 +1,108 @@
+"""The report of the demonstration: one table, and the verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rockmate.cli.demo import DemoResult, mebibytes
+
+
+def report(result: DemoResult) -> str:
+    """The one table, and what follows from it."""
+    plan, eager, planned = result.plan, result.eager, result.planned
+    eager_bytes = eager.memory.peak_bytes
+    eager_ms, planned_ms = statistics.median(eager.times_ms), statistics.median(planned.times_ms)
+    rows = [("", "eager", "RockmateModule", "ratio")]
+    for index, (theirs, own) in enumerate(zip(eager.losses, planned.losses, strict=True)):
+        verdict = "identical" if theirs == own else "DIFFERENT"
+        rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
+    rows += [
+        (),
+        (
+            "activation budget",
+            "",
+            mebibytes(plan.budget_bytes),
+            f"{plan.budget_bytes / eager_bytes:.3f}",
+        ),
+        (
+            "activation peak, predicted",
+            mebibytes(plan.baseline_peak_bytes),
+            mebibytes(plan.predicted_peak_bytes),
+            f"{plan.predicted_peak_bytes / plan.baseline_peak_bytes:.3f}",
+        ),
+        (
+            "activation peak, measured",
+            mebibytes(eager_bytes),
+            mebibytes(planned.memory.peak_bytes),
+            f"{planned.memory.peak_bytes / eager_bytes:.3f}",
+        ),
+        (
+            "step time, predicted",
+            _ms(plan.baseline_ms),
+            _ms(plan.predicted_ms),
+            f"{plan.predicted_ms / plan.baseline_ms:.3f}",
+        ),
+        (
+            "step time, measured (median)",
+            _ms(eager_ms),
+            _ms(planned_ms),
+            f"{result.measured_ratio:.3f}",
+        ),
+        ("planning time", "", f"{result.planning_s:.1f} s", ""),
+    ]
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
+    lines = [result.title, "", *_table(rows)]
+    if stages:
+        lines += ["", f"Planning: {stages}."]
+    lines.append(
+        "Measured times are medians; their ratio is the median over steps of one step's time over "
+        "the other's right before it."
+    )
+    return "\n".join([*lines, *_verdicts(result)]) + "\n"
+
+
+def _verdicts(result: DemoResult) -> list[str]:
+    num_steps = len(result.eager.losses)
+    if result.equal_losses and result.equal_weights:
+        lines = [
+            f"Losses: identical in all {num_steps} steps, and so is every weight after them, bit "
+            "by bit."
+        ]
+    elif result.equal_losses:
+        lines = [
+            f"FAILED: the losses are identical in all {num_steps} steps, but the weights after "
+            "them are not."
+        ]
+    else:
+        lines = ["FAILED: the losses are not identical."]
+    measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
+    if result.fits:
+        lines.append(
+            f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to "
+            "spare."
+        )
+    else:
+        lines.append(f"FAILED: the measured peak is {measured - budget:,} bytes above the budget.")
+    return lines
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned first column, the others right-aligned.
+
+    An empty row is a rule, and one follows the head.
+    """
+    filled = [row for row in rows if row]
+    widths = [max(len(row[column]) for row in filled) for column in range(len(filled[0]))]
+    rule = "  ".join("-" * width for width in widths)
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+        cells[:1] = [cell.ljust(widths[0]) for cell in row[:1]]
+        lines.append("  ".join(cells).rstrip() if row else rule)
+    lines.insert(1, rule)
+    return lines
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms"

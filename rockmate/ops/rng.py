@@ -18,6 +18,12 @@ from rockmate.ops.kernels import dropout_mask
 
 # Size of a CPU generator's state.
 CPU_STATE_BYTES = 5056
+# These have the tag of random ops and draw nothing: they take the seed and the offset of the
+# forward as arguments.
+_SEEDED = {
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+}
 
 
 def is_random(target: Any) -> bool:
@@ -27,7 +33,8 @@ def is_random(target: Any) -> bool:
     """
     if target is dropout_mask or getattr(target, "draws", False):
         return True
-    return is_op(target) and torch.Tag.nondeterministic_seeded in target.tags
+    has_tag = is_op(target) and torch.Tag.nondeterministic_seeded in target.tags
+    return has_tag and target not in _SEEDED
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -624,6 +624,10 @@ def test_random_state_of_a_recomputation() -> None:
     assert random_state.is_random(dropout_mask)
     assert not random_state.is_random(aten.mm.default)
     assert not random_state.is_random(dropout_apply)
+    seeded = ("efficient", "cudnn")
+    for kernel in seeded:
+        backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+        assert not random_state.is_random(backward), "it takes the seed of the forward"
 
 
 def test_forms_with_a_number_are_not_offered_in_half_precision() -> None:

@@ -30,6 +30,7 @@ Adafactor is of Shazeer and Stern (2018), 8-bit Adam of Dettmers et al. (2022).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.cuda import make_workspaces, used_bytes
 from rockmate.budget import parse_budget, size_text
 from rockmate.errors import InfeasibleMemoryLimitError, InvalidBudgetError
 
@@ -109,7 +111,7 @@ class MemoryLimit:
                 parameter.nbytes for parameter in parameters if parameter.grad is None
             )
         return Holdings(
-            present_bytes=present_bytes(next(model.parameters()).device),
+            present_bytes=present_bytes(device_of(model)),
             gradient_bytes=gradient_bytes,
             state_bytes=missing_state_bytes(self.optimizer, parameters),
         )
@@ -138,14 +140,22 @@ class MemoryLimit:
 
 
 def present_bytes(device: torch.device) -> int:
-    """What is allocated on a CUDA device by this process.
+    """Memory of a device that is in use.
 
-    On the CPU the process's resident memory, and what that soon may grow by.
+    On CUDA all but what this process's allocator can still give: live tensors, workspaces, context,
+    and other processes. On the CPU the process's resident memory, and a reserve for its growth.
     """
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        make_workspaces(device)
+        return used_bytes(device)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") + _CPU_RESERVE_BYTES
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU if there is none."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> int:

@@ -191,13 +191,21 @@ def num_bytes(node: fx.Node) -> int:
 
 
 def _cost(node: fx.Node, target: Any, machine: Machine) -> Cost:
-    time_ms = machine.launch_ms + max(
+    time_ms = _num_launches(node) * machine.launch_ms + max(
         _compute_ms(node, machine),
         machine.memory_ms(num_bytes(node)),
         _elements_ms(node, target, machine),
     )
     overhead_bytes = sum(machine.rounded_bytes(size) for size in _workspaces(node, machine))
     return Cost(time_ms=time_ms, overhead_bytes=overhead_bytes)
+
+
+def _num_launches(node: fx.Node) -> int:
+    """Number of kernels that a call runs one after the other: two for each chunk, else one."""
+    if _packet(node.target) is not kernels.cross_entropy_backward:
+        return 1
+    scores = node.meta["val"]
+    return 2 * -(-scores.shape[0] // kernels.chunk_rows(scores))
 
 
 def _compute_ms(node: fx.Node, machine: Machine) -> float:
@@ -238,9 +246,8 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     if packet is kernels.cross_entropy_backward:
         result = node.meta["val"]
         row_bytes = max(1, result.shape[1] * result.element_size())
-        chunk_rows = max(1, kernels.CHUNK_BYTES // row_bytes)
         # One chunk is made while the one before it is still live.
-        yield min(result.shape[0], 2 * chunk_rows) * row_bytes
+        yield min(result.shape[0], 2 * kernels.chunk_rows(result)) * row_bytes
     elif packet is kernels.dropout_apply:
         values, mask = (argument.meta["val"] for argument in node.all_input_nodes)
         yield kernels.converted_numel(values, mask) * values.element_size()

@@ -4,13 +4,17 @@ Equal calls (op, shapes, strides, dtypes, constants) cost the same, so each dist
 alone, on synthetic inputs. The model as a whole never runs. An op's time is the median over rounds;
 a round goes over all distinct calls, so that no call finds its own data in the cache.
 
-Clocks: CUDA events on CUDA; on a CPU the thread's processor time if PyTorch has one thread, else
-the wall clock. On a CPU results go to memory that the process already has, as within a step. Pages
-fresh from the system may take longer than the op, and whether a call gets such pages is chance.
+On CUDA the time is that of an op's kernels. Launches run ahead of the device, so they count only if
+they are the slower of the two over the whole step: then each op takes at least its launch.
+
+On a CPU the clock is the thread's processor time if PyTorch has one thread, else the wall clock.
+Results go to memory that the process already has, as within a step. Pages fresh from the system may
+take longer than the op, and whether a call gets such pages is chance.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,12 +27,14 @@ from tqdm import tqdm
 
 from rockmate._torch.allocator import is_out_of_memory, workspace_bytes
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.cuda import kernel_ms, make_workspaces
 from rockmate._torch.engine import is_profiling
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
+from rockmate.ops.rng import is_random
 
 _ADD = torch.ops.aten.add_.Tensor
 # Number of rounds in which each call is timed.
@@ -83,7 +89,8 @@ def measure_costs(
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         _run_rounds(unknown, progress=progress)
-    costs.update({call.key: call.cost() for call in unknown})
+    is_host_bound = sum(call.launch_ms for call in first) > sum(call.kernel_ms for call in first)
+    costs.update({call.key: call.cost(is_host_bound=is_host_bound) for call in unknown})
 
     def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
         pairs = zip(calls, further, strict=True)
@@ -191,6 +198,7 @@ class _Call:
         times_ms: the measured times.
         overhead_bytes: the measured workspace.
         first_ms: time of the run that measured the workspace; 0 on CUDA.
+        launches_ms: on CUDA, the host's times of issuing the call.
     """
 
     def __init__(
@@ -210,10 +218,21 @@ class _Call:
         self.times_ms: list[float] = []
         self.overhead_bytes = 0
         self.first_ms = 0.0
+        self.launches_ms: list[float] = []
 
-    def cost(self) -> Cost:
-        """The median of the times, and the workspace."""
-        time_ms = statistics.median_low(self.times_ms)
+    @property
+    def kernel_ms(self) -> float:
+        """The median of the times; 0 if the call is known and was not timed."""
+        return statistics.median_low(self.times_ms) if self.times_ms else 0.0
+
+    @property
+    def launch_ms(self) -> float:
+        """The median of the host's times; 0 on a CPU."""
+        return statistics.median_low(self.launches_ms) if self.launches_ms else 0.0
+
+    def cost(self, *, is_host_bound: bool) -> Cost:
+        """The call's time, at least its launch if the host bounds the step, and its workspace."""
+        time_ms = max(self.kernel_ms, self.launch_ms) if is_host_bound else self.kernel_ms
         return Cost(time_ms=time_ms, overhead_bytes=self.overhead_bytes)
 
     def measure_overhead(self) -> None:
@@ -234,6 +253,10 @@ class _Call:
     def _measured_overhead_bytes(self) -> int:
         fake = self.op.node.meta["val"]
         released_bytes = getattr(self.target, "released_bytes", 0)
+        if self.device.type == "cuda":
+            # Loads kernels and lets cuDNN choose its algorithm, by the settings of the training.
+            make_workspaces(self.device)
+            self._run_once()
         # The allocator must see the allocation of inputs that the call releases.
         made = None if released_bytes else self._make_call()
         if self.device.type == "cpu":
@@ -273,18 +296,24 @@ class _Call:
         """Measures the time once more."""
         target, args, kwargs = self._make_call()
         if self.device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            target(*args, **kwargs)
-            end.record()
-            end.synchronize()
-            self.times_ms.append(start.elapsed_time(end))
+
+            def launch() -> Any:
+                begin = time.perf_counter()
+                result = target(*args, **kwargs)
+                self.launches_ms.append((time.perf_counter() - begin) * 1e3)
+                return result
+
+            self.times_ms.append(kernel_ms(launch, self.device))
             return
         self._warm_heap()
         begin = _seconds()
         result = target(*args, **kwargs)
         self.times_ms.append((_seconds() - begin) * 1e3)
         del result
+
+    def _run_once(self) -> None:
+        target, args, kwargs = self._make_call()
+        target(*args, **kwargs)
 
     def _warm_heap(self) -> None:
         """Leaves as many bytes in the heap as the call allocates."""
@@ -295,7 +324,7 @@ class _Call:
 
         def make(node: fx.Node) -> torch.Tensor:
             if node not in made:
-                made[node] = _synthetic_tensor(node.meta["val"])
+                made[node] = _synthetic_value(node)
             return made[node]
 
         if hasattr(self.target, "on_sample"):
@@ -317,6 +346,24 @@ def _tracked_results(result: Any, fake: Any) -> Any:
     if not are_lists or len(result) != len(fake):
         return result
     return [value for value, known in zip(result, fake, strict=True) if known is not None]
+
+
+def _synthetic_value(node: fx.Node) -> torch.Tensor:
+    """A synthetic input of an op.
+
+    Attention with dropout returns its seed and offset, which the kernel of the backward may read on
+    the host. Where they are then is known from a run of the forward alone.
+    """
+    fake = node.meta["val"]
+    is_item = node.op == "call_function" and node.target is operator.getitem
+    if not (is_item and fake.is_cuda and not fake.is_floating_point() and fake.numel() <= 2):
+        return _synthetic_tensor(fake)
+    producer, index = node.args
+    assert isinstance(producer, fx.Node)
+    if not is_random(producer.target):
+        return _synthetic_tensor(fake)
+    args, kwargs = fx.map_arg((producer.args, producer.kwargs), _synthetic_value)
+    return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
 def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:

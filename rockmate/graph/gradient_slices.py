@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -23,14 +24,24 @@ from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient
 
 _aten = torch.ops.aten
 
-# Gradients of fewer bytes are made as a whole.
-_MIN_SLICED_BYTES = 1 << 22
 
-# Bytes of a slice of a matrix product.
-_SLICE_BYTES = 1 << 21
+class _Sizes(NamedTuple):
+    """The sizes of slices on one kind of device.
 
-# Least rows or columns of a slice: thinner products are slow.
-_MIN_SLICE_ROWS = 512
+    Attributes:
+        min_sliced_bytes: gradients of fewer bytes are computed as a whole.
+        slice_bytes: bytes of a slice of a matrix product.
+        min_slice_rows: least rows or columns of a slice; thinner products are slow.
+    """
+
+    min_sliced_bytes: int
+    slice_bytes: int
+    min_slice_rows: int
+
+
+_CPU_SIZES = _Sizes(min_sliced_bytes=1 << 22, slice_bytes=1 << 21, min_slice_rows=512)
+# A GPU needs larger products to be busy: here its rate is far from that of its memory.
+_CUDA_SIZES = _Sizes(min_sliced_bytes=1 << 26, slice_bytes=1 << 25, min_slice_rows=2048)
 
 
 def assign_sink_forms(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
@@ -49,7 +60,7 @@ def assign_sink_forms(graph: Graph, *, like: Graph | None = None, but: Collectio
         if op in but or not makes_one_gradient or op.writes[0] in read:
             continue
         name = op.final_gradients[0][1].name
-        is_large = op.writes[0].num_bytes >= _MIN_SLICED_BYTES
+        is_large = op.writes[0].num_bytes >= _sizes_on(op.device).min_sliced_bytes
         if op.node.target is _aten.mm.default:
             if num_contributions[name] > 1:
                 _accumulate_product(op)
@@ -57,6 +68,10 @@ def assign_sink_forms(graph: Graph, *, like: Graph | None = None, but: Collectio
                 _slice_product(op)
         elif op.node.target is _aten.embedding_dense_backward.default and is_large:
             _keep_touched_rows(op)
+
+
+def _sizes_on(device: torch.device) -> _Sizes:
+    return _CUDA_SIZES if device.type == "cuda" else _CPU_SIZES
 
 
 def _candidates(graph: Graph, like: Graph | None) -> list[Op]:
@@ -83,7 +98,9 @@ def _slice_product(op: Op) -> None:
     rows, columns = fake.shape
     is_same, is_flipped = _orientation(op)
     longer = max(rows, columns)
-    num_slices = min(-(-op.writes[0].num_bytes // _SLICE_BYTES), longer // _MIN_SLICE_ROWS)
+    sizes = _sizes_on(op.device)
+    wanted = -(-op.writes[0].num_bytes // sizes.slice_bytes)
+    num_slices = min(wanted, longer // sizes.min_slice_rows)
     if num_slices >= 2 and (is_same or is_flipped):
         size = -(-longer // num_slices)
         dim = 0 if rows >= columns else 1

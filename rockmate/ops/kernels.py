@@ -21,6 +21,8 @@ _aten = torch.ops.aten
 # Size of a chunk of dropout or of the cross-entropy gradient. It is large enough that calls cost
 # little, and small beside the whole tensor.
 CHUNK_BYTES = 1 << 20
+# The same on a GPU, where a kernel on fewer bytes takes less time than its launch.
+CUDA_CHUNK_BYTES = 1 << 25
 # Mask elements drawn at a time. Their random numbers, eight bytes each, stay in the cache.
 DRAW_CHUNK_NUMEL = 1 << 15
 # Bits of a float64's fraction, the implicit one included.
@@ -321,8 +323,7 @@ def cross_entropy_backward(
     """
     num_rows = log_probabilities.shape[0]
     result = torch.empty_like(log_probabilities) if out is None else out
-    row_bytes = max(1, log_probabilities.shape[1] * log_probabilities.element_size())
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = chunk_rows(log_probabilities)
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         scores = log_probabilities[rows]
@@ -334,6 +335,16 @@ def cross_entropy_backward(
             score_gradient, scores, 1, scores.dtype, out=result[rows]
         )
     return result
+
+
+def chunk_rows(scores: torch.Tensor) -> int:
+    """Number of rows that `cross_entropy_backward` computes at a time.
+
+    Args:
+        scores: (rows, classes); only the metadata is read.
+    """
+    chunk_bytes = CUDA_CHUNK_BYTES if scores.device.type == "cuda" else CHUNK_BYTES
+    return max(1, chunk_bytes // max(1, scores.shape[1] * scores.element_size()))
 
 
 def target_weight(

@@ -48,6 +48,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.cuda import join_stream_at_end
 from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
@@ -243,6 +244,8 @@ class PlannedStep(torch.autograd.Function):
         with profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
             values = program.backward(arguments)
             sink.close()
+        if ctx.anchor.leaf.is_cuda:
+            join_stream_at_end(ctx.anchor.leaf.device)
         inputs: list[torch.Tensor | None] = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
             inputs[index] = _defined(values[place])

@@ -202,10 +202,10 @@ class GradientSink:
             self.accumulate(name, whole, is_final=is_final)
             return
         self._begin(parameter, is_final=is_final)
-        tokens, row_of_position = torch.unique(indices, return_inverse=True)
+        tokens, row_of_position = _numbered(indices)
         rows = backward(gradient, row_of_position, tokens.numel(), -1, False)
         if padding_idx >= 0:
-            rows[tokens == padding_idx] = 0.0
+            rows.masked_fill_((tokens == padding_idx).unsqueeze(1), 0.0)
         _grad_or_zeros(parameter).index_add_(0, tokens, rows)
         if is_final:
             self._fire_hooks(parameter)
@@ -263,6 +263,28 @@ class GradientSink:
     ) -> None:
         """Lets the engine accumulate gradients and fire the hooks of their parameters."""
         engine.accumulate(parameters, gradients, self._dispatch_keys)
+
+
+def _numbered(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of a batch, and for each position the number of its token among them.
+
+    Their number depends on the batch. On CUDA the host would have to wait for it, so there is an
+    entry for each position instead. Entries beyond the last token are token 0 and have no position.
+    """
+    return (
+        _numbered_on_device(indices)
+        if indices.is_cuda
+        else torch.unique(indices, return_inverse=True)
+    )
+
+
+def _numbered_on_device(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `_numbered`; no size depends on a value."""
+    ordered, order = indices.flatten().sort()
+    is_next = ordered.diff(prepend=ordered[:1]) != 0
+    numbers = is_next.cumsum(0)
+    tokens = torch.zeros_like(ordered).scatter_(0, numbers, ordered)
+    return tokens, torch.empty_like(numbers).scatter_(0, order, numbers).view(indices.shape)
 
 
 def _add_slices(

@@ -28,6 +28,7 @@ from rockmate._torch.aot import (
     without_decompositions,
 )
 from rockmate._torch.autocast import autocast_dtypes, autocast_off
+from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces, used_bytes
 from rockmate._torch.dispatch import dispatched_call, generated_functions
 from rockmate._torch.distributed import (
     active_data_parallel,
@@ -188,6 +189,53 @@ def test_autocast() -> None:
         assert autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast_off():
             assert autocast_dtypes() == {}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCuda:
+    device = torch.device("cuda", 0)
+
+    def test_kernel_time_excludes_launches(self) -> None:
+        values = torch.ones(1 << 26, device=self.device)
+        assert kernel_ms(lambda: None, self.device) < 0.01
+        one, ten = (
+            min(
+                kernel_ms(lambda n=n: [values.neg() for _ in range(n)], self.device)
+                for _ in range(5)
+            )
+            for n in (1, 10)
+        )
+        assert 8 * one < ten < 12 * one
+
+    def test_used_bytes_are_those_of_live_tensors(self) -> None:
+        make_workspaces(self.device)
+        before = used_bytes(self.device)
+        values = torch.ones(1 << 26, device=self.device)
+        assert values.nbytes <= used_bytes(self.device) - before <= 1.1 * values.nbytes
+
+    def test_the_callers_stream_waits_for_a_backward_on_another(self) -> None:
+        joined = []
+
+        class Identity(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+                return values.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                joined.append(torch.cuda.current_stream(self.device))
+                torch.cuda._sleep(100_000_000)
+                join_stream_at_end(self.device)
+                return gradient
+
+        values = torch.ones(3, device=self.device, requires_grad=True)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            loss = Identity.apply(values).sum()
+        loss.backward()
+        end = torch.cuda.current_stream(self.device).record_event()
+        assert joined[0] != torch.cuda.current_stream(self.device)
+        assert not end.query(), "the caller's stream has a wait before this event"
 
 
 class TestDispatch:

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from rockmate import InfeasibleMemoryLimitError, InvalidBudgetError, RockmateModule
-from rockmate.memory_limit import MemoryLimit, missing_state_bytes, present_bytes
+from rockmate.memory_limit import MemoryLimit, device_of, missing_state_bytes, present_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,3 +202,10 @@ def test_the_memory_of_a_process_stays_below_the_limit() -> None:
     assert planned["recomputed"] > 0
     assert inside["peak"] <= limit_bytes
     assert inside["budget"] > planned["budget"]
+
+
+def test_a_model_of_buffers_and_one_of_nothing_have_a_device() -> None:
+    model = nn.Module()
+    assert device_of(model) == torch.device("cpu")
+    model.register_buffer("values", torch.ones(3, device="meta"))
+    assert device_of(model) == torch.device("meta")

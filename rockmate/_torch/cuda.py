@@ -1,0 +1,84 @@
+"""CUDA: the time of kernels, the workspaces of libraries, and streams at the end of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# Cycles for which a spinning kernel keeps the stream busy: about a millisecond.
+_SPIN_CYCLES = 2_000_000
+
+
+def kernel_ms(function: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that the kernels of a function take on a device, without their launches.
+
+    A spinning kernel runs first. Until it ends, the host has launched the function's kernels, so
+    that the time between two events around them has no wait for the host. The time of an empty pair
+    of events is subtracted. A function that synchronizes is timed from there on with its launches.
+
+    The inputs should have been written just before, so that the cache of the GPU has of them what
+    it has in training. PyTorch has no public way to keep a stream busy.
+    """
+    return max(0.0, _between_events_ms(function, device) - _empty_ms(device))
+
+
+@lru_cache(maxsize=16)
+def _empty_ms(device: torch.device) -> float:
+    return min(_between_events_ms(lambda: None, device) for _ in range(10))
+
+
+def _between_events_ms(function: Callable[[], Any], device: torch.device) -> float:
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SPIN_CYCLES)
+        start.record()
+        result = function()
+        end.record()
+        end.synchronize()
+        del result
+    return start.elapsed_time(end)
+
+
+@lru_cache(maxsize=16)
+def make_workspaces(device: torch.device) -> None:
+    """Has cuBLAS allocate its workspaces for this thread and for the thread of backwards.
+
+    They stay allocated. Made here, they are no part of the first step that is measured.
+    """
+    left, right = (torch.ones(8, 8, device=device, requires_grad=True) for _ in range(2))
+    with torch.enable_grad():
+        total = (left @ right).sum()
+    torch.autograd.grad(total, (left, right))
+    torch.cuda.synchronize(device)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes of a device that are not available to this process's allocator.
+
+    These are its live tensors, its context and libraries, and all of other processes. The
+    allocator's unused reserve is available.
+    """
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return total_bytes - free_bytes - unused_bytes
+
+
+def join_stream_at_end(device: torch.device) -> None:
+    """Has the caller's stream wait for the present one when the running backward ends.
+
+    The engine does so for streams of leaves that it visits. A planned step accumulates gradients
+    itself, on the stream of its forward. Nothing is done on the default stream, which is the
+    caller's unless it chose another.
+    """
+    stream = torch.cuda.current_stream(device)
+    if stream == torch.cuda.default_stream(device):
+        return
+    event = stream.record_event()
+
+    def join() -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    torch.autograd.Variable._execution_engine.queue_callback(join)

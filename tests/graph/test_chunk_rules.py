@@ -19,12 +19,12 @@ from torch.nn import functional
 from rockmate.graph.chunking.forms import (
     CHUNK_ROWS,
     PARTIAL,
+    ChunkedCall,
     InseparableError,
-    Piece,
     Rows,
     rows_within,
 )
-from rockmate.graph.chunking.linearity import check_linear, depending_on
+from rockmate.graph.chunking.linearity import check_linear, value_dependents
 from rockmate.graph.chunking.separate import separate
 
 _aten = torch.ops.aten
@@ -48,11 +48,11 @@ def traced(call: Call, inputs: list[Tensor]) -> fx.Graph:
 
 def separated(
     call: Call, inputs: list[Tensor], start: int, stop: int
-) -> tuple[fx.Graph, dict[fx.Node, Piece], fx.Node]:
+) -> tuple[fx.Graph, dict[fx.Node, ChunkedCall], fx.Node]:
     """The traced call with its first input by rows."""
     graph = traced(call, inputs)
     first = next(iter(graph.nodes))
-    reached = depending_on(first, graph)
+    reached = value_dependents(first, graph)
     nodes = [
         node
         for node in graph.nodes
@@ -70,7 +70,7 @@ def part(value: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
 
 
 def of_chunk(
-    pieces: dict[fx.Node, Piece],
+    chunked_calls: dict[fx.Node, ChunkedCall],
     whole: dict[fx.Node, Any],
     given: dict[fx.Node, Rows],
     begin: int,
@@ -89,20 +89,20 @@ def of_chunk(
         rows = slices.get(value)
         return whole[value] if rows is None else part(whole[value], rows, begin, end)
 
-    for node, piece in pieces.items():
+    for node, chunked_call in chunked_calls.items():
         args = [
-            argument(value, {**piece.slices, **given})
-            for value in (node.args if piece.args is None else piece.args)
+            argument(value, {**chunked_call.slices, **given})
+            for value in (node.args if chunked_call.args is None else chunked_call.args)
         ]
-        target: Any = piece.target or node.target
+        target: Any = chunked_call.target or node.target
         values[node] = target(*args, **node.kwargs)
     return values
 
 
-def joined(piece: Piece, parts: list[Tensor], node: fx.Node) -> Tensor:
-    (form,) = piece.forms
+def joined(chunked_call: ChunkedCall, parts: list[Tensor], node: fx.Node) -> Tensor:
+    (form,) = chunked_call.forms
     if form is PARTIAL:
-        return torch.stack(parts).sum(0) / piece.divisor
+        return torch.stack(parts).sum(0) / chunked_call.divisor
     assert isinstance(form, Rows)
     return torch.cat(parts, form.stop - 1).reshape(node.meta["val"].shape)
 
@@ -261,16 +261,17 @@ CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_parts_give_the_whole(name: str) -> None:
     call, inputs, stop = CALLS[name]
-    graph, pieces, first = separated(call, inputs, 0, stop)
+    graph, chunked_calls, first = separated(call, inputs, 0, stop)
     whole = values_of(graph, inputs)
     given = {first: rows_within(inputs[0].shape, 0, stop)}
     edges = [0, *itertools.accumulate(_SIZES)]
     chunks = [
-        of_chunk(pieces, whole, given, begin, end) for begin, end in itertools.pairwise(edges)
+        of_chunk(chunked_calls, whole, given, begin, end)
+        for begin, end in itertools.pairwise(edges)
     ]
-    for node, piece in pieces.items():
+    for node, chunked_call in chunked_calls.items():
         if isinstance(whole[node], Tensor):
-            found = joined(piece, [values[node] for values in chunks], node)
+            found = joined(chunked_call, [values[node] for values in chunks], node)
             torch.testing.assert_close(found, whole[node], rtol=1e-12, atol=1e-12)
 
 
@@ -285,8 +286,13 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
     "pad": (lambda x: functional.pad(x, (0, 0, 1, 0)), tensors(FLAT), 1, "runs along the rows"),
     "sum of some": (lambda x: x.sum(0), tensors(SPLIT), 2, "some of the rows' dims"),
     "rows into columns": (lambda x: x.view(4, 10), tensors(FLAT), 1, "merges the rows"),
-    "rows with rows": (lambda x: x @ x.t(), tensors(FLAT), 1, "combines rows|another place"),
-    "rows against columns": (lambda x: x + x.t(), tensors((_ROWS, _ROWS)), 1, "different places"),
+    "rows with rows": (lambda x: x @ x.t(), tensors(FLAT), 1, "combines rows|along other dims"),
+    "rows against columns": (
+        lambda x: x + x.t(),
+        tensors((_ROWS, _ROWS)),
+        1,
+        "along different dims",
+    ),
     "a sum read again": (lambda x: x - x.sum(0), tensors(FLAT), 1, "a sum over all rows"),
     "one row for all": (
         lambda x, y: x + y,
@@ -323,7 +329,7 @@ MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
         lambda g, x, i: _aten.nll_loss2d_backward(g[None, None], x, i, None, 0, 1, x.sum()),
         [*tensors((_ROWS,), (1, 5, 1, _ROWS)), torch.zeros(1, 1, _ROWS, dtype=torch.int64)],
         1,
-        "side by side",
+        "not contiguous",
     ),
     "classes along the rows": (
         lambda x, i: _aten.nll_loss2d_forward(x, i, None, 2, 1)[0],
@@ -375,7 +381,7 @@ def test_linearity(name: str) -> None:
     call, inputs = {**LINEAR, **NOT_LINEAR}[name], tensors(FLAT, FLAT)
     graph = traced(call, inputs)
     gradient = next(iter(graph.nodes))
-    dependent = depending_on(gradient, graph)
+    dependent = value_dependents(gradient, graph)
     nodes = [node for node in graph.nodes if node in dependent and node is not gradient]
     if name in LINEAR:
         check_linear(nodes, dependent)

@@ -292,7 +292,7 @@ def shifted(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 INSEPARABLE: Mapping[str, tuple[Loss, str]] = {
-    "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|takes rows)"),
+    "contrastive": (contrastive, r"aten\.mm\.default .* (combines rows|has the rows)"),
     "normalised over tokens": (normalised_over_tokens, r"reads mean.*, a sum over all rows"),
     "softmax over tokens": (
         softmax_over_tokens,
@@ -320,7 +320,7 @@ def test_refused_where_the_loss_is_outside() -> None:
 def test_more_chunks_than_rows() -> None:
     found = capture_step(make(cross_entropy()), sample()).in_chunks(Chunks.parse("23 recompute"))
     assert isinstance(found, Refusal)
-    assert "22 rows cannot be 23 chunks" in str(found)
+    assert "22 rows cannot be split into 23 chunks" in str(found)
 
 
 class Clipped(torch.autograd.Function):
@@ -369,7 +369,7 @@ def test_a_sum_of_the_backward_is_not_read_before_it_is_complete() -> None:
     )  # pyright: ignore
     found = capture_step(model, sample()).in_chunks(Chunks.parse("2 recompute"))
     assert isinstance(found, Refusal)
-    assert "a sum over all rows, where only a part of them is known" in str(found)
+    assert "a sum over all rows, before all chunks have been added" in str(found)
 
 
 @pytest.mark.parametrize("text", ["", "1 recompute", "x at_once", "4 both", "4"])

@@ -150,7 +150,7 @@ def test_grouped_experts_stay_whole(name: str) -> None:
     ):
         assert re.search(
             r"^block that widens model\.layers\.0\.mlp\.experts: not in chunks: \S*grouped_mm\S* \(grouped_mm_fallback\) in "  # noqa: E501
-            r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and which rows a group has depends on values$",  # noqa: E501
+            r"model\.layers\.0\.mlp\.experts multiplies rows group by group, and the rows of a group depend on values$",  # noqa: E501
             told,
             re.MULTILINE,
         )

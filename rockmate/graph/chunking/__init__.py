@@ -1,1 +1,1 @@
-"""Runs a region of the joint graph in chunks of its rows: a rewrite before planning."""
+"""Rewrites a region of a joint graph in chunks of its rows, before planning."""

@@ -1,4 +1,4 @@
-"""Calls written into a joint graph during a rewrite, with the fake tensors of their results."""
+"""Inserts calls into a joint graph during a rewrite, with the fake tensors of their results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_w
 
 _aten = torch.ops.aten
 HALF_PRECISION = {torch.float16, torch.bfloat16}
-# Calls that make a constant tensor from a shape.
+# Calls that create a constant tensor from a shape.
 FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
-# ATen's numbers for reductions.
+# The values of ATen's argument `reduction`.
 MEAN, SUM = 1, 2
 VIEWS = {
     _aten.t.default,
@@ -31,8 +31,8 @@ VIEWS = {
     _aten.detach.default,
 }
 
-# Functions with a result of the same layout, for kernels that read values or take many steps: a
-# fake tensor has no values.
+# Kernel -> a function with a result of the same layout, for kernels that read values or run many
+# ops. The function runs on fake tensors, which have no values.
 _RESULTS: dict[Any, Any] = {
     dropout_apply: lambda values, mask, _: torch.mul(values, mask),
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
@@ -40,17 +40,17 @@ _RESULTS: dict[Any, Any] = {
 
 
 def copied_capture(capture: Capture) -> Capture:
-    """A capture with its own graph; fake tensors are shared."""
-    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-    returned = graph.graph_copy(capture.joint.graph, twins)
+    """Returns a copy of a capture with its own graph. The fake tensors are shared."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = graph.graph_copy(capture.joint.graph, copies)
     graph.output(returned)
-    return with_graph(capture, graph, twins)
+    return with_graph(capture, graph, copies)
 
 
 def sum_losses(graph: fx.Graph) -> None:
-    """Writes each mean over tokens as a sum, divided by their weight.
+    """Rewrites each mean of a loss as a sum and a division.
 
-    The weight depends on the targets alone.
+    A mean over tokens is divided by their total weight, which depends on the targets alone.
     """
     for node in list(graph.nodes):
         if node.target in SUMMED_LOSSES or node.target in SUMMED_LOSSES_BACKWARD:
@@ -80,9 +80,10 @@ def sum_losses(graph: fx.Graph) -> None:
 
 
 def sum_elements(graph: fx.Graph, node: fx.Node) -> None:
-    """Writes a mean over elements as a sum, divided by their number.
+    """Rewrites a mean over elements as a sum divided by the number of elements.
 
-    Its gradient is that of the sum, for an incoming gradient divided by that number.
+    The gradient of the mean is the gradient of the sum. Its incoming gradient is divided by the
+    number of elements.
     """
     is_backward = node.target in SUMMED_LOSSES_BACKWARD
     place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
@@ -115,7 +116,7 @@ def insert_call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """A call with its fake result; its module and source line are those of `like`."""
+    """Inserts a call with its fake result. Module and source line are those of `like`."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = {
         key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
@@ -128,9 +129,9 @@ def insert_call(
 
 @contextmanager
 def as_captured(node: fx.Node) -> Iterator[None]:
-    """Calls give fake results as in the captured graph: in its fake mode and without autocast.
+    """Runs calls as the capture did: in the fake mode of `node` and without autocast.
 
-    A call without a tensor argument needs the mode.
+    The mode is set because a call without a tensor argument gives no fake result otherwise.
     """
     value = node.meta["val"]
     fake = (
@@ -142,21 +143,21 @@ def as_captured(node: fx.Node) -> Iterator[None]:
         yield
 
 
-def maker_of(value: fx.Node) -> fx.Node:
-    """The call that makes the storage of `value`."""
+def producer_of(value: fx.Node) -> fx.Node:
+    """Returns the call that allocates the storage of `value`."""
     while value.target in VIEWS:
         value = value.all_input_nodes[0]
     return value
 
 
 def chunk_bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
-    """For each chunk, its first row and the row after its last."""
+    """Returns the first row of each chunk and the row after its last."""
     edges = [num_rows * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return list(itertools.pairwise(edges))
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Moves each node behind its operands, as early as possible; keeps the order otherwise."""
+    """Moves each node after its operands, as early as possible. The order is the same otherwise."""
     order = list(graph.nodes)
     missing = {node: len(node.all_input_nodes) for node in order}
     reached: set[fx.Node] = set()

@@ -1,6 +1,6 @@
-"""Chunking of a step: the number of chunks of its loss block and feed-forward blocks, and the form.
+"""Rewrites a captured step in chunks of its loss block and of its feed-forward blocks.
 
-The forms are those of `unroll`.
+`Chunks` has the numbers of chunks and the form of the loss block. `unroll` defines the forms.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rockmate.graph.chunking.unroll import Unroller
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks of a step; their sizes differ by at most one row.
+    """Numbers of chunks of a step. The sizes of the chunks of a block differ by at most one row.
 
     Attributes:
-        number: of chunks of the loss block; 1 leaves it whole.
-        form: of the loss block.
-        layers: number of chunks of each feed-forward block, in the form "recompute"; 1 leaves them
-            whole.
+        number: number of chunks of the loss block. 1 leaves it whole.
+        form: form of the loss block.
+        layers: number of chunks of each feed-forward block. Their form is "recompute". 1 leaves
+            them whole.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Chunks:
         )
 
     def describe(self) -> str:
-        """The chunks in words."""
+        """Describes the chunks for a person."""
         how = (
             "gradients computed in the forward, scaled in the backward"
             if self.form == "at_once"
@@ -54,16 +54,16 @@ class Chunks:
 
     @classmethod
     def parse(cls, text: str) -> Chunks:
-        """The chunks that `str` wrote.
+        """Reads the text of `str(chunks)`.
 
         Raises:
-            ValueError: the text is not of that form.
+            ValueError: the text has another format.
         """
         match = re.fullmatch(r"([1-9]\d*) (recompute|at_once)(?:, ([1-9]\d*) in layers)?", text)
         if match is None or (match[1] == "1" and match[3] in (None, "1")):
             msg = (
-                f"loss_chunks is {text!r}; write it as '8 recompute', '8 at_once' or '8 recompute, "
-                "4 in layers', with numbers from 2"
+                f"loss_chunks is {text!r}. Write '8 recompute', '8 at_once' or '8 recompute, 4 in "
+                "layers', with numbers of at least 2"
             )
             raise ValueError(msg)
         return cls(int(match[1]), match[2], int(match[3] or 1))  # pyright: ignore[reportArgumentType]
@@ -72,13 +72,13 @@ class Chunks:
 def chunk_loss_block(
     capture: Capture, chunks: Chunks, *, returned_gradients: bool = False
 ) -> Capture | Refusal:
-    """The captured step in chunks, or the reason against it.
+    """Returns the captured step in chunks, or the reason why it cannot run in chunks.
 
     Args:
-        capture: the step; it is not changed.
-        chunks: number and form.
-        returned_gradients: the backward returns the gradients of parameters, so they are
-            accumulated as a whole.
+        capture: the step. It is not changed.
+        chunks: the numbers of chunks and the form.
+        returned_gradients: whether the backward returns the gradients of parameters. They are then
+            accumulated over all chunks before they are returned.
     """
     copied = copied_capture(capture)
     if chunks.number > 1:
@@ -102,11 +102,11 @@ def chunk_loss_block(
 def _in_chunks(
     capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
 ) -> Capture | Refusal:
-    """Writes one region in chunks, in place."""
+    """Rewrites one region in chunks, in place."""
     if isinstance(region, Refusal):
         return region
     if number > region.num_rows:
-        reason = f"{region.num_rows} rows cannot be {number} chunks"
+        reason = f"{region.num_rows} rows cannot be split into {number} chunks"
         return Refusal(call="", module=region.name, reason=reason, block=region.name)
     try:
         return Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
@@ -117,11 +117,11 @@ def _in_chunks(
 
 @dataclass(frozen=True, slots=True)
 class SeparableBlocks:
-    """The blocks that `chunk_loss_block` can run in chunks, or the reasons against them.
+    """The blocks that `chunk_loss_block` can run in chunks; a refusal for each other block.
 
     Attributes:
         loss: the loss block.
-        feed_forward: the blocks that widen a value, in graph order.
+        feed_forward: the feed-forward blocks, in graph order.
     """
 
     loss: Region | Refusal
@@ -129,11 +129,11 @@ class SeparableBlocks:
 
 
 def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
-    """The separable blocks of a captured step.
+    """Finds the separable blocks of a captured step.
 
     Args:
-        capture: the step; it is not changed.
-        least_bytes: feed-forward blocks with a smaller widened value are left out.
+        capture: the step. It is not changed.
+        least_bytes: feed-forward blocks are left out if their widened value has fewer bytes.
     """
     copied = copied_capture(capture)
     sum_losses(copied.joint.graph)

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: they widen a value, work on it row by row, and narrow it."""
+"""Finds feed-forward blocks. Such a block widens a value, computes row by row, and narrows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import fx
 from rockmate.capture.roles import Capture
 from rockmate.graph.chunking.forms import InseparableError, Rows, shape_of
 from rockmate.graph.chunking.region import (
-    NOTHING_BEHIND,
+    EMPTY_REGION,
     PRODUCTS,
     Halves,
     Refusal,
@@ -21,17 +21,17 @@ from rockmate.graph.chunking.region import (
 def find_feed_forward(
     capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0
 ) -> dict[fx.Node, Region | Refusal]:
-    """First matrix product of a block that widens and narrows a value -> the block.
+    """Maps the first matrix product of each feed-forward block to the block.
 
-    A product of the forward that widens a value and cannot run in chunks has a refusal.
+    A product of the forward has a refusal if it widens a value and cannot run in chunks.
 
     Args:
         capture: the joint graph and its roles.
-        loss_block: the result of `find_loss_block`; its products are left out.
-        least_bytes: blocks with a smaller first product are left out.
+        loss_block: the result of `find_loss_block`. Its products are left out.
+        least_bytes: blocks are left out if the result of their first product has fewer bytes.
     """
     found: dict[fx.Node, Region | Refusal] = {}
-    taken = set(loss_block.pieces) if isinstance(loss_block, Region) else set[fx.Node]()
+    taken = set(loss_block.chunked_calls) if isinstance(loss_block, Region) else set[fx.Node]()
     halves = Halves(capture)
     for node in capture.joint.graph.nodes:
         if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
@@ -50,16 +50,16 @@ def find_feed_forward(
         if isinstance(block, Region):
             if node in block.forward and block.backward and _is_narrowed(block, numel(node)):
                 found[node] = block
-                taken.update(block.pieces)
-        elif node in halves.forward and block.reason != NOTHING_BEHIND:
+                taken.update(block.chunked_calls)
+        elif node in halves.forward and block.reason != EMPTY_REGION:
             found[node] = block
     return found
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a call is a matrix product with a result of at least 1.5 times its operand's size.
+    """Whether a call is a matrix product with at least 1.5 times its operand's elements.
 
-    A call that is none of `PRODUCTS` is judged by its shapes.
+    For a call outside `PRODUCTS`, the shapes decide whether it is a product.
     """
     if node.target in PRODUCTS:
         operand = node.args[PRODUCTS[node.target]]
@@ -75,7 +75,7 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _refused_product(node: fx.Node) -> Refusal:
-    """The refusal of a matrix product that is none of `PRODUCTS`."""
+    """Refuses a matrix product that is not in `PRODUCTS`."""
     module = module_of(node)
     groups = [
         value
@@ -83,7 +83,7 @@ def _refused_product(node: fx.Node) -> Refusal:
         if numel(value) and not value.meta["val"].is_floating_point()
     ]
     reason = (
-        "multiplies rows group by group, and which rows a group has depends on values"
+        "multiplies rows group by group, and the rows of a group depend on values"
         if groups
         else "has no rule for rows"
     )
@@ -93,11 +93,13 @@ def _refused_product(node: fx.Node) -> Refusal:
 
 
 def _is_narrowed(region: Region, num_elements: int) -> bool:
-    """Whether every value that leaves the region by rows has fewer elements."""
+    """Whether every value that leaves the region by rows has fewer than `num_elements`."""
     leaving = [
-        node for node in region.pieces if any(user not in region.pieces for user in node.users)
+        node
+        for node in region.chunked_calls
+        if any(user not in region.chunked_calls for user in node.users)
     ]
     return all(
-        numel(node) < num_elements or not isinstance(region.pieces[node].forms[0], Rows)
+        numel(node) < num_elements or not isinstance(region.chunked_calls[node].forms[0], Rows)
         for node in leaving
     )

@@ -1,4 +1,4 @@
-"""Forms of values seen from the rows of a region, and a call as its rule sees it."""
+"""Forms of values with respect to the rows of a region, and the view of a call that rules read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rockmate.capture.nodes import call_name
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dims `start` to `stop` - 1 run over the rows; the first and the last are larger than 1."""
+    """Dims `start` to `stop` - 1 run over the rows. The first and the last are larger than 1."""
 
     start: int
     stop: int
@@ -25,11 +25,11 @@ class Whole:
 
 
 class Partial:
-    """The value is a sum over the rows: the chunks' results add up to it."""
+    """The value is a sum over the rows. It is the sum of the chunks' results."""
 
 
 class ChunkRows:
-    """A placeholder in a call's arguments for the number of rows of the chunk."""
+    """Stands in a call's arguments for the number of rows of the chunk."""
 
 
 WHOLE, PARTIAL, CHUNK_ROWS = Whole(), Partial(), ChunkRows()
@@ -37,17 +37,17 @@ Form = Rows | Whole | Partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ChunkedCall:
     """How a call runs on one chunk.
 
     Attributes:
-        forms: of its result, or of each of several results; None for a result that must not be
-            read.
-        slices: the operands from outside the region that are sliced by rows. Others are whole.
-        target: replaces the call's target; None for its own.
-        args: replace the call's arguments, with `CHUNK_ROWS` for the number of rows of the chunk;
-            None for its own.
-        divisor: divides the result.
+        forms: form of each result. None means that no call of the region may read the result.
+        slices: operands from outside the region that are sliced -> their rows. Other operands from
+            outside are whole.
+        target: replaces the call's target. None keeps it.
+        args: replace the call's arguments, with `CHUNK_ROWS` for the number of rows of the chunk.
+            None keeps them.
+        divisor: the sum of the chunks' results is divided by it.
     """
 
     forms: tuple[Form | None, ...]
@@ -58,7 +58,7 @@ class Piece:
 
 
 class InseparableError(Exception):
-    """A region cannot run in chunks; has the call and the reason."""
+    """A region cannot run in chunks. The error has the call and the reason."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         self.call = f"{call_name(node)} ({node.name})"
@@ -68,7 +68,7 @@ class InseparableError(Exception):
 
 
 def rows_within(shape: Sequence[int], start: int, stop: int) -> Rows:
-    """Dims `start` to `stop` - 1, without those of size 1 at either end."""
+    """Returns dims `start` to `stop` - 1, without dims of size 1 at either end."""
     while stop - start > 1 and shape[start] == 1:
         start += 1
     while stop - start > 1 and shape[stop - 1] == 1:
@@ -77,27 +77,27 @@ def rows_within(shape: Sequence[int], start: int, stop: int) -> Rows:
 
 
 def chunk_shape(shape: Sequence[int], rows: Rows, size: Any) -> list[Any]:
-    """The shape of one chunk of a value."""
+    """Returns the shape of a chunk of `size` rows of a value."""
     return [*shape[: rows.start], *[1] * (rows.stop - rows.start - 1), size, *shape[rows.stop :]]
 
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One call of a region, as its rule sees it.
+    """One call of a region, with the forms that its rule reads.
 
     Attributes:
         node: the call.
-        forms: of the values so far.
+        forms: forms of the values before the call.
         region: the calls of the region.
         num_rows: number of rows.
-        joined: see `separate`.
+        sum_readers: see `separate`.
     """
 
     node: fx.Node
     forms: Mapping[fx.Node, Form]
     region: Collection[fx.Node]
     num_rows: int
-    joined: Collection[fx.Node]
+    sum_readers: Collection[fx.Node]
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -105,50 +105,50 @@ class RegionCall:
         return self.node.args
 
     def option(self, position: int, default: Any) -> Any:
-        """An optional argument."""
+        """Returns an optional argument, or its default."""
         return self.args[position] if len(self.args) > position else default
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """The shape of the call's result."""
         return tuple(self.node.meta["val"].shape)
 
     def refuse(self, reason: str) -> InseparableError:
-        """The error for this call."""
+        """Returns the error that refuses this call."""
         return InseparableError(self.node, reason)
 
     def form(self, operand: Any) -> Form | None:
-        """The form of an operand; None for one from outside, which may be sliced or whole."""
+        """Returns the form of an operand. None means from outside: it may be sliced or whole."""
         if not isinstance(operand, fx.Node):
             return None
         form = self.forms.get(operand)
         if form is PARTIAL:
-            if self.node not in self.joined or operand in self.joined:
+            if self.node not in self.sum_readers or operand in self.sum_readers:
                 raise self.refuse(
-                    f"reads {operand.name}, a sum over all rows, where only a part of them is known"
+                    f"reads {operand.name}, a sum over all rows, before all chunks have been added"
                 )
             return None
         if form is None and operand in self.region:
-            raise self.refuse(f"reads {operand.name}, which is a result that chunks cannot give")
+            raise self.refuse(f"reads {operand.name}, and chunks cannot compute that result")
         return form
 
     def rows(self, operand: Any) -> Rows | None:
-        """The dims that run over the rows; None if the operand is whole or from outside."""
+        """Returns the dims of an operand over the rows. None means whole or from outside."""
         form = self.form(operand)
         return form if isinstance(form, Rows) else None
 
     def is_outside(self, operand: Any) -> bool:
-        """Whether it comes from outside the region and may be sliced."""
+        """Whether an operand comes from outside the region. It may then be sliced."""
         return isinstance(operand, fx.Node) and self.form(operand) is None
 
-    def must_be_whole(self, *operands: Any) -> None:
-        """Raises if an operand has rows."""
+    def require_whole(self, *operands: Any) -> None:
+        """Raises `InseparableError` if one of the operands has rows."""
         for operand in operands:
             if self.rows(operand) is not None:
                 raise self.refuse(f"combines rows of {operand.name} with each other")
 
-    def at(self, operand: fx.Node, rows: Rows, slices: dict[fx.Node, Rows]) -> None:
-        """Raises if an operand has its rows elsewhere; an operand from outside is sliced."""
+    def require_rows(self, operand: fx.Node, rows: Rows, slices: dict[fx.Node, Rows]) -> None:
+        """Raises `InseparableError` if an operand has no such rows. Slices one from outside."""
         shape = shape_of(operand)
         known = self.form(operand)
         if (
@@ -160,40 +160,40 @@ class RegionCall:
             if slices.setdefault(operand, wanted) == wanted:
                 return
         if known != rows:
-            raise self.refuse(f"takes the rows of {operand.name} in another place")
+            raise self.refuse(f"reads the rows of {operand.name} along other dims")
 
-    def only(self, operand: Any) -> Rows:
-        """The rows of an operand; raises if it has none."""
+    def known_rows(self, operand: Any) -> Rows:
+        """Returns the rows of an operand. Raises `InseparableError` if it has none."""
         rows = self.rows(operand)
         if rows is None:
-            raise self.refuse("runs over rows that its first operand does not have")
+            raise self.refuse("needs rows in its first operand, which has none")
         return rows
 
-    def result(self, rows: Form | None, **more: Any) -> Piece:
-        """The piece of a call with one result."""
-        return Piece(forms=(rows,), **more)
+    def result(self, rows: Form | None, **more: Any) -> ChunkedCall:
+        """Returns how a call with one result runs on one chunk."""
+        return ChunkedCall(forms=(rows,), **more)
 
-    def getitem(self, pieces: Mapping[fx.Node, Piece]) -> Piece:
-        """The piece of a `getitem`: one result of a call with several."""
+    def getitem(self, chunked_calls: Mapping[fx.Node, ChunkedCall]) -> ChunkedCall:
+        """Returns how a `getitem` runs: its form is that of the selected result."""
         parent, index = self.args
-        return Piece(forms=(pieces[parent].forms[index],))
+        return ChunkedCall(forms=(chunked_calls[parent].forms[index],))
 
-    def outside_dims(self, rows: Rows, dims: Iterable[int], num_dims: int) -> None:
-        """Raises if one of the dims runs over the rows."""
+    def require_other_dims(self, rows: Rows, dims: Iterable[int], num_dims: int) -> None:
+        """Raises `InseparableError` if one of the dims runs over the rows."""
         if any(rows.start <= dim % num_dims < rows.stop for dim in dims):
             raise self.refuse("runs along the rows")
 
 
-Rule = Callable[[RegionCall], Piece]
+Rule = Callable[[RegionCall], ChunkedCall]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a value."""
+    """Returns the shape of a value."""
     return tuple(node.meta["val"].shape)
 
 
 def tensors_in(values: Iterable[Any]) -> list[fx.Node]:
-    """The nodes among arguments, those of nested lists included."""
+    """Returns the nodes among arguments and in their nested lists."""
     found: list[fx.Node] = []
     for value in values:
         found += (

@@ -1,8 +1,8 @@
-"""Whether calls of a backward are linear in the incoming gradient.
+"""Checks that calls of a backward are linear in the incoming gradient.
 
-If they are, gradients may be computed for an incoming gradient of one and multiplied afterwards.
-Autograd's formulas are linear. A hook, or a function with its own backward that clips, need not be.
-So each call is looked up in a table, and a call that is not in it counts as not linear.
+If they are linear, gradients can be computed for an incoming gradient of one and scaled afterwards.
+Autograd's formulas are linear. A hook or a custom backward can be nonlinear, for example by
+clipping. So each call is looked up in a table, and a call outside the table counts as nonlinear.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten
 
-# Calls that take a tensor's shape and none of its values.
+# Calls that read a tensor's shape and no values.
 _SHAPE_ONLY = {
     *(_aten.zeros_like.default, _aten.ones_like.default),
     *(_aten.full_like.default, _aten.empty_like.default),
@@ -27,7 +27,7 @@ _SHAPE_ONLY = {
     *(_aten.new_full.default, _aten.new_empty.default),
 }
 
-# Calls that are linear in their first operand, for fixed others.
+# Calls that are linear in their first operand if the other operands are fixed.
 _LINEAR_IN_FIRST = {
     *(_aten.t.default, _aten.transpose.int, _aten.permute.default),
     *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default),
@@ -50,8 +50,8 @@ _BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}
 _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 
 
-def reading_from(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
-    """The gradient, and every call that depends on it, be it only by a shape."""
+def all_dependents(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
+    """Returns the gradient and every call that depends on its values or its shape."""
     found = {gradient}
     for node in graph.nodes:
         if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
@@ -59,8 +59,8 @@ def reading_from(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
-    """The gradient, and every call whose values depend on it."""
+def value_dependents(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
+    """Returns the gradient and every call whose values depend on it."""
     found = {gradient}
     for node in graph.nodes:
         if (
@@ -73,10 +73,10 @@ def depending_on(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
 
 
 def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> None:
-    """Checks that calls are linear in those of their operands that are in `dependent`.
+    """Checks that calls are linear in their operands in `dependent`.
 
     Raises:
-        InseparableError: a call is not known to be, or is in float16.
+        InseparableError: a call is not known to be linear, or its result is in float16.
     """
     for node in nodes:
         if not _is_linear(node, dependent):
@@ -84,7 +84,8 @@ def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> No
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and value.dtype is torch.float16:
             raise InseparableError(
-                node, "is in float16, where a gradient that is scaled afterwards may vanish"
+                node,
+                "is in float16, and a gradient that is scaled afterwards may underflow to zero",
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules for losses and their gradients on some rows of their operands. See `rules`."""
+"""Rules of losses and their gradients. `rules` defines forms and rules."""
 
 from __future__ import annotations
 
@@ -7,90 +7,90 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.graph.chunking.forms import PARTIAL, Piece, RegionCall, Rows, shape_of
+from rockmate.graph.chunking.forms import PARTIAL, ChunkedCall, RegionCall, Rows, shape_of
 from rockmate.graph.chunking.rules import broadcast_rows, elementwise_rule
 
 _aten = torch.ops.aten
 
 
-# ATen's numbers for reductions.
+# The values of ATen's argument `reduction`.
 _NONE, _MEAN = 0, 1
 
 
-def nll_loss_rule(call: RegionCall) -> Piece:
-    """`nll_loss_forward`: by rows if it is not reduced, else partial. A mean has no rule."""
+def nll_loss_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss_forward`: unreduced by rows, a sum partial, a mean refused. Weight sum partial."""
     scores, target, weight, reduction, _ = call.args
-    rows, slices = call.only(scores), dict[fx.Node, Rows]()
+    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
     if rows != Rows(0, 1):
-        raise call.refuse("takes classes along the rows")
+        raise call.refuse("has its classes along the rows")
     if reduction == _MEAN:
-        raise call.refuse("divides by a count of all rows")
-    call.at(target, rows, slices)
-    call.must_be_whole(weight)
-    return Piece(forms=(rows if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+        raise call.refuse("divides by a count over all rows")
+    call.require_rows(target, rows, slices)
+    call.require_whole(weight)
+    return ChunkedCall(forms=(rows if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
 
 
-def nll_loss_backward_rule(call: RegionCall) -> Piece:
-    """`nll_loss_backward`: each row from the row of the scores, with the weight of all rows."""
+def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
     gradient, scores, target, weight, _, _, total_weight = call.args
     rows, slices = Rows(0, 1), dict[fx.Node, Rows]()
-    call.at(scores, rows, slices)
-    call.at(target, rows, slices)
+    call.require_rows(scores, rows, slices)
+    call.require_rows(target, rows, slices)
     if shape_of(gradient):
-        call.at(gradient, rows, slices)
-    call.must_be_whole(weight, total_weight)
+        call.require_rows(gradient, rows, slices)
+    call.require_whole(weight, total_weight)
     return call.result(rows, slices=slices)
 
 
-def nll_loss2d_rule(call: RegionCall) -> Piece:
-    """`nll_loss2d_forward`: as `nll_loss_rule`; scores have classes along dim 1, targets do not."""
+def nll_loss2d_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss2d_forward`: as `nll_loss_rule`. Only the scores have a dim 1, of classes."""
     scores, target, weight, reduction, _ = call.args
-    rows, slices = call.only(scores), dict[fx.Node, Rows]()
-    call.outside_dims(rows, [1], len(shape_of(scores)))
+    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
+    call.require_other_dims(rows, [1], len(shape_of(scores)))
     if reduction == _MEAN:
-        raise call.refuse("divides by a count of all rows")
+        raise call.refuse("divides by a count over all rows")
     of_target = _without_classes(rows)
-    call.at(target, of_target, slices)
-    call.must_be_whole(weight)
-    return Piece(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+    call.require_rows(target, of_target, slices)
+    call.require_whole(weight)
+    return ChunkedCall(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
 
 
-def nll_loss2d_backward_rule(call: RegionCall) -> Piece:
-    """`nll_loss2d_backward`: as `nll_loss_backward_rule`; scores have classes along dim 1."""
+def nll_loss2d_backward_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss2d_backward`: as `nll_loss_backward_rule`. The scores have classes along dim 1."""
     gradient, scores, target, weight, _, _, total_weight = call.args
     rows, slices = call.rows(scores), dict[fx.Node, Rows]()
     if rows is None:
-        of_target = call.only(gradient if shape_of(gradient) else target)
+        of_target = call.known_rows(gradient if shape_of(gradient) else target)
         rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
-    call.outside_dims(rows, [1], len(shape_of(scores)))
-    call.at(scores, rows, slices)
+    call.require_other_dims(rows, [1], len(shape_of(scores)))
+    call.require_rows(scores, rows, slices)
     if rows.start and scores in slices:
-        raise call.refuse(f"wants {scores.name} side by side, which its slices are not")
-    call.at(target, _without_classes(rows), slices)
+        raise call.refuse(f"needs a contiguous {scores.name}, and its slices are not contiguous")
+    call.require_rows(target, _without_classes(rows), slices)
     if shape_of(gradient):
-        call.at(gradient, _without_classes(rows), slices)
-    call.must_be_whole(weight, total_weight)
+        call.require_rows(gradient, _without_classes(rows), slices)
+    call.require_whole(weight, total_weight)
     return call.result(rows, slices=slices)
 
 
 def _without_classes(rows: Rows) -> Rows:
-    """The rows of a value without dim 1."""
+    """Returns the rows of a value after dim 1 is removed."""
     return Rows(rows.start - (rows.start > 1), rows.stop - (rows.start > 1))
 
 
-def elementwise_loss_rule(call: RegionCall) -> Piece:
-    """A loss of each element: by rows if it is not reduced, else partial. A mean has no rule."""
+def elementwise_loss_rule(call: RegionCall) -> ChunkedCall:
+    """Elementwise losses: unreduced by rows, a sum partial, a mean refused."""
     reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
     if reduction == _MEAN:
-        raise call.refuse("divides by a count of all rows")
+        raise call.refuse("divides by a count over all rows")
     rows, slices = broadcast_rows(call, _broadcast_shape(call))
     return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
 
 
-def elementwise_loss_backward_rule(call: RegionCall) -> Piece:
-    """The gradient of such a loss: elementwise, except for a mean, which has no rule."""
+def elementwise_loss_backward_rule(call: RegionCall) -> ChunkedCall:
+    """Gradients of elementwise losses: by rows as `elementwise_rule`, a mean refused."""
     if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
-        raise call.refuse("divides by a count of all rows")
+        raise call.refuse("divides by a count over all rows")
     return elementwise_rule(call)
 
 
@@ -100,7 +100,7 @@ def _broadcast_shape(call: RegionCall) -> tuple[int, ...]:
     )
 
 
-# Losses of single elements -> the position of the reduction among their arguments.
+# Elementwise losses -> the position of the argument `reduction`.
 SUMMED_LOSSES: dict[Any, int] = {
     **dict.fromkeys(
         (
@@ -115,7 +115,8 @@ SUMMED_LOSSES: dict[Any, int] = {
     _aten.binary_cross_entropy_with_logits.default: 4,
 }
 
-# The same for their gradients, of arguments (gradient, values, ...).
+# Gradients of elementwise losses -> the position of the argument `reduction`. The arguments begin
+# with the incoming gradient.
 SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
     **dict.fromkeys(
         (

@@ -1,13 +1,16 @@
-"""The regions of a joint graph that gain from chunks, and the reasons against others.
+"""Finds regions of a joint graph that gain from chunks, and the reasons that refuse others.
 
-A region begins with a matrix product that has a large result, and is separated along the rows of
-that result. Its calls are those that read or write a value by rows of at least half that size and
-larger than the product's operand, and the calls between two of them in the same half of the step.
-Further products join the region if it reads their result: one beside the first, and those at the
-start of its backward.
+A region begins with a matrix product with a large result. It is separated along the rows of that
+result. A value by rows is *large* if it has at least half as many elements as the result, and more
+than the product's operand. The region has the calls that read or write large values, and the calls
+between two of them in the same half of the step.
 
-The *loss block* begins with the last matrix product before the loss (logits: tokens x vocabulary)
-and ends with the gradients of its operands. For feed-forward blocks see `feed_forward`.
+A further product joins the region if the region reads its large result. One can stand beside the
+first product, and others at the start of the backward.
+
+The *loss block* begins with the last matrix product before the loss, the logits of tokens x
+vocabulary. It ends with the gradients of that product's operands. `feed_forward` finds feed-forward
+blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +26,19 @@ from torch import fx
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.forms import (
+    ChunkedCall,
     Form,
     InseparableError,
-    Piece,
     Rows,
     rows_within,
     shape_of,
 )
-from rockmate.graph.chunking.separate import add_piece, is_elementwise, separate
+from rockmate.graph.chunking.separate import add_chunked_call, is_elementwise, separate
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
 _FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
-# Matrix products -> the position of the operand whose rows the result has.
+# Matrix products -> the position of the left operand. The result has its rows.
 PRODUCTS: dict[Any, int] = {
     _aten.mm.default: 0,
     _aten.addmm.default: 1,
@@ -44,7 +47,7 @@ PRODUCTS: dict[Any, int] = {
 }
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
 
-NOTHING_BEHIND = "has nothing behind it that could run in chunks"
+EMPTY_REGION = "begins no region with calls in both the forward and the backward"
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
@@ -53,21 +56,21 @@ class Region:
     """Calls that can run in chunks.
 
     Attributes:
-        name: path of the submodule of its first product.
+        name: path of the submodule of the first product.
         num_rows: number of rows.
-        forward: its calls in the forward, in graph order.
-        backward: its calls in the backward, in graph order.
-        given: values from outside -> the dims that run over the rows.
-        pieces: call -> how it runs on one chunk.
-        num_bytes: bytes of its largest value.
+        forward: calls in the forward, in graph order.
+        backward: calls in the backward, in graph order.
+        input_rows: values from outside -> the dims that run over the rows.
+        chunked_calls: call -> how it runs on one chunk.
+        num_bytes: bytes of the result of the first product.
     """
 
     name: str
     num_rows: int
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
-    given: Mapping[fx.Node, Rows]
-    pieces: Mapping[fx.Node, Piece]
+    input_rows: Mapping[fx.Node, Rows]
+    chunked_calls: Mapping[fx.Node, ChunkedCall]
     num_bytes: int
 
 
@@ -76,10 +79,10 @@ class Refusal:
     """The reason why a block cannot run in chunks.
 
     Attributes:
-        call: the op that prevents it; empty if there is none.
-        module: path of its submodule.
-        reason: the fault, as a predicate of the op.
-        block: path of the submodule with which the block begins; empty if there is no block.
+        call: the op that prevents chunks. Empty if no single op does.
+        module: path of the op's submodule.
+        reason: a predicate of `call`, or a whole clause if `call` is empty.
+        block: path of the submodule of the block's first product. Empty if there is no block.
     """
 
     call: str
@@ -96,19 +99,19 @@ class Refusal:
 
 
 def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refusal:
-    """The loss block of a captured step, or the reason against its chunks.
+    """Returns the loss block of a captured step, or the reason why it cannot run in chunks.
 
     Args:
         capture: the joint graph and its roles.
-        at_once: the backward of each chunk follows its forward, before sums over all rows are
-            known.
+        at_once: whether the backward of each chunk directly follows its forward. Sums over all
+            rows are then not complete.
     """
     losses = _losses(capture)
     if len(losses) != 1:
-        reason = f"the step has {len(losses)} differentiable outputs, and a loss block has one"
+        reason = f"the step has {len(losses)} differentiable outputs, and a loss block needs one"
         return Refusal(call="", module="", reason=reason)
     if numel(losses[0]) != 1:
-        reason = "the step's differentiable output is no scalar: the loss is computed outside of it"
+        reason = "the step's output is no scalar, so the loss is computed outside the step"
         return Refusal(call="", module="", reason=reason)
     before_loss = _ancestors(losses, capture)
     products = [
@@ -122,20 +125,20 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of a call's submodule; empty if unknown."""
+    """Returns the path of a call's submodule. Empty if unknown."""
     return node.meta.get("module", "")
 
 
 def region_of(
     capture: Capture, product: fx.Node, *, at_once: bool = False, halves: Halves | None = None
 ) -> Region | Refusal:
-    """The region that begins with a matrix product, separated along the rows of its result.
+    """Returns the region of a matrix product, separated along the rows of its result.
 
     Args:
         capture: the joint graph and its roles.
-        product: the first call.
-        at_once: see `find_loss_block`.
-        halves: of the capture, if they are known.
+        product: the first call of the region.
+        at_once: as for `find_loss_block`.
+        halves: forward and backward of the capture. None computes them.
     """
     module = module_of(product)
     halves = halves or Halves(capture)
@@ -155,9 +158,9 @@ def region_of(
 
 
 def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
-    """The possible rows of a product's operand: all dims but the last.
+    """Returns the possible rows of a product's operand: all dims but the last.
 
-    A batched product may also have the middle dim alone, as experts do.
+    The rows of a batched product may also be the middle dim alone, for example in experts.
     """
     shape = shape_of(operand)
     found = [rows_within(shape, 0, len(shape) - 1)]
@@ -177,107 +180,120 @@ def _region(
     at_once: bool,
 ) -> Region:
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
-    joined = frozenset() if at_once else halves.backward
-    given = {operand: rows}
-    num_rows, least = prod(shape_of(operand)[rows.start : rows.stop]), numel(product) // 2
+    sum_readers = frozenset() if at_once else halves.backward
+    input_rows = {operand: rows}
+    num_rows, min_elements = prod(shape_of(operand)[rows.start : rows.stop]), numel(product) // 2
     if numel(product) > numel(operand):
-        # A value as narrow as the operand is none of the region's large values.
-        least = max(least, numel(operand) + 1)
+        # A value as narrow as the operand is not large.
+        min_elements = max(min_elements, numel(operand) + 1)
     if not num_rows or num_rows < 2:
         raise InseparableError(product, "has a single row")
     starts = [product]
     while True:
-        nodes = _members(capture, parts, given, starts, least, joined)
-        pieces = separate(nodes, given, num_rows, joined=joined)
-        more = _further_elementwise(pieces, num_rows, least) or (
-            {} if at_once else _further_products(pieces, num_rows, least)
+        nodes = _calls_of_region(capture, parts, input_rows, starts, min_elements, sum_readers)
+        chunked_calls = separate(nodes, input_rows, num_rows, sum_readers=sum_readers)
+        further = _further_elementwise(chunked_calls, num_rows, min_elements) or (
+            {} if at_once else _further_products(chunked_calls, num_rows, min_elements)
         )
-        if not more:
+        if not further:
             break
-        starts += more
-        given |= dict(more.values())
-    held = _held_outputs(capture)
+        starts += further
+        input_rows |= dict(further.values())
+    returned = _returned_storages(capture)
     outputs = [
-        node for node in nodes if not held.isdisjoint(storage_ids(node)) and numel(node) >= least
+        node
+        for node in nodes
+        if not returned.isdisjoint(storage_ids(node)) and numel(node) >= min_elements
     ]
     if outputs:
-        # Returned logits are in memory as a whole. The calls after them can still run in chunks.
-        given = {node: form for node in outputs if isinstance(form := pieces[node].forms[0], Rows)}
-        readers = [user for node in given for user in node.users if user not in given]
-        nodes = _members(capture, parts, given, readers, least, joined)
-        pieces = separate(nodes, given, num_rows, joined=joined)
+        # Returned logits are whole in memory. The calls after them can still run in chunks.
+        input_rows = {
+            node: form for node in outputs if isinstance(form := chunked_calls[node].forms[0], Rows)
+        }
+        readers = [user for node in input_rows for user in node.users if user not in input_rows]
+        nodes = _calls_of_region(capture, parts, input_rows, readers, min_elements, sum_readers)
+        chunked_calls = separate(nodes, input_rows, num_rows, sum_readers=sum_readers)
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward or not backward:
-        raise InseparableError(product, NOTHING_BEHIND)
+        raise InseparableError(product, EMPTY_REGION)
     return Region(
         name=module,
         num_rows=num_rows,
         forward=forward,
         backward=backward,
-        given=given,
-        pieces=pieces,
+        input_rows=input_rows,
+        chunked_calls=chunked_calls,
         num_bytes=product.meta["val"].nbytes,
     )
 
 
 def _further_products(
-    pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
+    chunked_calls: Mapping[fx.Node, ChunkedCall], num_rows: int, min_elements: int
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Further products for the region -> their operand and its rows.
+    """Maps further products of the region to their operand and its rows.
 
-    The region reads their large result by rows, so they can run in its chunks.
+    The region reads their large results by rows, so they can run in its chunks.
     """
     found = {}
-    for value in _large_from_outside(pieces, least):
-        made = value
-        while made.target in _VIEWS:
-            made = made.all_input_nodes[0]
-        operand = made.args[PRODUCTS[made.target]] if made.target in PRODUCTS else None
-        if not isinstance(operand, fx.Node) or operand in pieces or made in pieces:
+    for value in _large_from_outside(chunked_calls, min_elements):
+        producer = value
+        while producer.target in _VIEWS:
+            producer = producer.all_input_nodes[0]
+        operand = producer.args[PRODUCTS[producer.target]] if producer.target in PRODUCTS else None
+        if (
+            not isinstance(operand, fx.Node)
+            or operand in chunked_calls
+            or producer in chunked_calls
+        ):
             continue
-        for rows in _rows_of_operand(made, operand):
+        for rows in _rows_of_operand(producer, operand):
             if prod(shape_of(operand)[rows.start : rows.stop]) == num_rows:
-                found.setdefault(made, (operand, rows))
+                found.setdefault(producer, (operand, rows))
     return found
 
 
 def _further_elementwise(
-    pieces: Mapping[fx.Node, Piece], num_rows: int, least: int
+    chunked_calls: Mapping[fx.Node, ChunkedCall], num_rows: int, min_elements: int
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Further elementwise calls for the region -> an operand and its rows.
+    """Maps further elementwise calls of the region to an operand and its rows.
 
-    They broadcast small operands to a large value that the region reads by rows, such as class
-    weights along the vocabulary times a gradient along the tokens.
+    They broadcast small operands to a large value, and the region reads it by rows. An example is
+    the product of class weights along the vocabulary and a gradient along the tokens.
     """
     found = {}
-    for made, rows in _large_from_outside(pieces, least).items():
+    for producer, rows in _large_from_outside(chunked_calls, min_elements).items():
         if (
-            made in pieces
-            or not is_elementwise(made)
-            or any(_num_own(operand) >= least for operand in made.all_input_nodes)
+            producer in chunked_calls
+            or not is_elementwise(producer)
+            or any(
+                _num_stored_elements(operand) >= min_elements
+                for operand in producer.all_input_nodes
+            )
         ):
             continue
-        for operand in made.all_input_nodes:
-            shift = len(shape_of(made)) - len(shape_of(operand))
+        for operand in producer.all_input_nodes:
+            shift = len(shape_of(producer)) - len(shape_of(operand))
             start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
-            if operand not in pieces and prod(shape_of(operand)[start:stop]) == num_rows:
-                found[made] = operand, rows_within(shape_of(operand), start, stop)
+            if operand not in chunked_calls and prod(shape_of(operand)[start:stop]) == num_rows:
+                found[producer] = operand, rows_within(shape_of(operand), start, stop)
     return found
 
 
-def _large_from_outside(pieces: Mapping[fx.Node, Piece], least: int) -> dict[fx.Node, Rows]:
-    """Large values from outside that the region slices -> their rows."""
+def _large_from_outside(
+    chunked_calls: Mapping[fx.Node, ChunkedCall], min_elements: int
+) -> dict[fx.Node, Rows]:
+    """Maps large values from outside that the region slices to their rows."""
     return {
         value: rows
-        for piece in pieces.values()
-        for value, rows in piece.slices.items()
-        if numel(value) >= least
+        for chunked_call in chunked_calls.values()
+        for value, rows in chunked_call.slices.items()
+        if numel(value) >= min_elements
     }
 
 
 class Halves:
-    """The calls of the forward and those of the backward."""
+    """The calls of a joint graph, partitioned into forward and backward."""
 
     def __init__(self, capture: Capture) -> None:
         nodes = list(capture.joint.graph.nodes)
@@ -290,6 +306,7 @@ class Halves:
 
 
 def _losses(capture: Capture) -> list[fx.Node]:
+    """Returns the differentiable outputs of the step."""
     differentiable = {role.index for _, role in capture.inputs if role.kind is RoleKind.TANGENT}
     return [
         node
@@ -302,35 +319,37 @@ def _ancestors(ends: Iterable[fx.Node], capture: Capture) -> set[fx.Node]:
     return _reached(ends, set(capture.joint.graph.nodes), lambda node: node.all_input_nodes)
 
 
-def _members(
+def _calls_of_region(
     capture: Capture,
     parts: Sequence[Collection[fx.Node]],
-    given: Mapping[fx.Node, Rows],
+    input_rows: Mapping[fx.Node, Rows],
     starts: Sequence[fx.Node],
-    least: int,
-    joined: Collection[fx.Node],
+    min_elements: int,
+    sum_readers: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """The calls of the region that begins with `starts`, in graph order.
+    """Returns the calls of the region of `starts`, in graph order.
 
-    They read or write its large values, or lie between two such calls in the same part.
+    They read or write large values, or lie between two such calls in the same one of `parts`.
     """
     calls = [
         node
         for node in capture.joint.graph.nodes
-        if node.op == "call_function" and node not in given
+        if node.op == "call_function" and node not in input_rows
     ]
     num_rows = next(
-        prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in given.items()
+        prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in input_rows.items()
     )
     members: set[fx.Node] = set(starts)
     large: set[fx.Node] = set()
-    pieces: dict[fx.Node, Piece] = {}
-    forms: dict[fx.Node, Form] = dict(given)
+    chunked_calls: dict[fx.Node, ChunkedCall] = {}
+    forms: dict[fx.Node, Form] = dict(input_rows)
     for node in calls:
         if node in members or not large.isdisjoint(node.all_input_nodes):
             members.add(node)
-            add_piece(node, pieces, forms, members, num_rows, joined)
-            if _makes_several(node) or (numel(node) >= least and isinstance(forms.get(node), Rows)):
+            add_chunked_call(node, chunked_calls, forms, members, num_rows, sum_readers)
+            if _has_several_results(node) or (
+                numel(node) >= min_elements and isinstance(forms.get(node), Rows)
+            ):
                 large.add(node)
     for part in parts:
         inside = members.intersection(part)
@@ -345,7 +364,7 @@ def _reached(
     within: Collection[fx.Node],
     step: Callable[[fx.Node], Iterable[fx.Node]],
 ) -> set[fx.Node]:
-    """The nodes that can be reached from `starts` without leaving `within`."""
+    """Returns the nodes of `within` on paths of `step` from `starts` that stay in `within`."""
     found: set[fx.Node] = set()
     pending = list(starts)
     while pending:
@@ -356,18 +375,18 @@ def _reached(
     return found
 
 
-def _makes_several(node: fx.Node) -> bool:
+def _has_several_results(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
 
 def numel(node: fx.Node) -> int:
-    """Number of elements of a value; 0 if it is no tensor."""
+    """Returns the number of elements of a value. 0 if it is no tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
-def _num_own(node: fx.Node) -> int:
-    """Number of elements in a value's storage; fewer than its own if it is expanded."""
+def _num_stored_elements(node: fx.Node) -> int:
+    """Returns the number of elements in a value's storage: fewer than `numel` if expanded."""
     value = node.meta.get("val")
     return (
         value.untyped_storage().nbytes() // value.element_size()
@@ -376,10 +395,11 @@ def _num_own(node: fx.Node) -> int:
     )
 
 
-def _held_outputs(capture: Capture) -> set[int]:
+def _returned_storages(capture: Capture) -> set[int]:
+    """Returns the storages of the outputs of the forward."""
     return {
-        memory
+        storage
         for node, role in capture.outputs
         if role.kind is RoleKind.OUTPUT
-        for memory in storage_ids(node)
+        for storage in storage_ids(node)
     }

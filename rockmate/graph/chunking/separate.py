@@ -1,4 +1,4 @@
-"""How the calls of a region run on some rows at a time: one walk, one rule for each call."""
+"""Separates the calls of a region along its rows, by one rule for each op, in graph order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
-from rockmate.graph.chunking.forms import Form, InseparableError, Piece, RegionCall, Rows, Rule
+from rockmate.graph.chunking.forms import (
+    ChunkedCall,
+    Form,
+    InseparableError,
+    RegionCall,
+    Rows,
+    Rule,
+)
 from rockmate.graph.chunking.loss_rules import (
     SUMMED_LOSSES,
     SUMMED_LOSSES_BACKWARD,
@@ -56,53 +63,53 @@ _aten = torch.ops.aten
 
 def separate(
     nodes: Sequence[fx.Node],
-    given: Mapping[fx.Node, Rows],
+    input_rows: Mapping[fx.Node, Rows],
     num_rows: int,
     *,
-    joined: Collection[fx.Node] = (),
-) -> dict[fx.Node, Piece]:
-    """How each call of a region runs on one chunk.
+    sum_readers: Collection[fx.Node] = (),
+) -> dict[fx.Node, ChunkedCall]:
+    """Derives how each call of a region runs on one chunk.
 
     Args:
         nodes: the calls of the region, in graph order.
-        given: values from outside -> their rows.
+        input_rows: values from outside -> their rows.
         num_rows: number of rows.
-        joined: calls of the region that may read sums over all rows: those of the backward, which
-            run after all chunks of the forward.
+        sum_readers: calls of the region that may read sums of other calls over all rows. These are
+            the calls of the backward if they run after all chunks of the forward.
 
     Raises:
         InseparableError: a call has no rule, or mixes rows.
     """
-    forms: dict[fx.Node, Form] = dict(given)
-    pieces: dict[fx.Node, Piece] = {}
+    forms: dict[fx.Node, Form] = dict(input_rows)
+    chunked_calls: dict[fx.Node, ChunkedCall] = {}
     region = set(nodes)
     for node in nodes:
-        add_piece(node, pieces, forms, region, num_rows, joined)
-    return pieces
+        add_chunked_call(node, chunked_calls, forms, region, num_rows, sum_readers)
+    return chunked_calls
 
 
-def add_piece(
+def add_chunked_call(
     node: fx.Node,
-    pieces: dict[fx.Node, Piece],
+    chunked_calls: dict[fx.Node, ChunkedCall],
     forms: dict[fx.Node, Form],
     region: Collection[fx.Node],
     num_rows: int,
-    joined: Collection[fx.Node],
+    sum_readers: Collection[fx.Node],
 ) -> None:
-    """Adds the piece of one more call of a region, and the form of its result."""
-    call = RegionCall(node, forms, region, num_rows, joined)
-    piece = pieces[node] = (
-        call.getitem(pieces) if node.target is operator.getitem else rule_of(node)(call)
+    """Adds to `chunked_calls` and `forms` what the rule of one call gives."""
+    call = RegionCall(node, forms, region, num_rows, sum_readers)
+    chunked_call = chunked_calls[node] = (
+        call.getitem(chunked_calls) if node.target is operator.getitem else rule_of(node)(call)
     )
-    if len(piece.forms) == 1 and piece.forms[0] is not None:
-        forms[node] = piece.forms[0]
+    if len(chunked_call.forms) == 1 and chunked_call.forms[0] is not None:
+        forms[node] = chunked_call.forms[0]
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The rule of a call.
+    """Returns the rule of a call.
 
     Raises:
-        InseparableError: it has none.
+        InseparableError: the call has no rule.
     """
     target = node.target
     found = _RULES.get(target)
@@ -114,7 +121,7 @@ def rule_of(node: fx.Node) -> Rule:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends on the operands' elements at the same place."""
+    """Whether each element of the result depends only on the operands' elements at its index."""
     target = node.target
     if not is_op(target):
         return _RULES.get(target) is elementwise_rule

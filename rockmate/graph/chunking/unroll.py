@@ -9,9 +9,9 @@ and `separate` derives the call on one chunk. There are two forms:
   Each chunk of the backward reads its own logits, saved or recomputed. The gradient of a weight is
   added to `.grad` chunk by chunk and is never whole in memory.
 - `"at_once"`: the gradients of each chunk are computed in the forward, directly after its logits,
-  for an incoming gradient of one. The backward scales them by the true incoming gradient. This is
-  valid because the backward is linear in it, and without rounding if it is one. No logits are
-  recomputed. The gradients of the region's weights are live from the forward to the backward.
+  for an incoming gradient of one. The backward is linear in that gradient, so it scales them by
+  the true one. The scaling is exact if the true one is one. No logits are recomputed. The gradients
+  of the region's weights are live from the forward to the backward.
 
 Sums in half precision are accumulated in float32 and rounded once, as a kernel over all rows does.
 """

@@ -201,10 +201,10 @@ def _cost(node: fx.Node, target: Any, machine: Machine) -> Cost:
 
 
 def _num_launches(node: fx.Node) -> int:
-    """Number of kernels that a call runs one after the other: two for each chunk, else one."""
-    if _packet(node.target) is not kernels.cross_entropy_backward:
-        return 1
+    """Number of launches of a call: on a GPU two for each chunk of a loss, else one."""
     scores = node.meta["val"]
+    if _packet(node.target) is not kernels.cross_entropy_backward or not scores.is_cuda:
+        return 1
     return 2 * -(-scores.shape[0] // kernels.chunk_rows(scores))
 
 

@@ -1,0 +1,158 @@
+"""The campaign on a GPU: correctness, memory, time, op costs and largest batches, in parts.
+
+    python -m bench.cuda --output DIR [--part correctness ...] [--model gpt2-medium ...]
+    python -m bench.cuda --output DIR --page > bench/results/h200_<yyyymm>.md
+    python -m bench.cuda --output DIR --tiny --device cpu            # a rehearsal without a GPU
+
+A part is a list of cases, one for each model and setting. Each finished case is a line of
+DIR/PART.jsonl and is not run again, so the same command resumes. A run starts no case after
+--seconds. A case that fails is a line with its error and does not stop the others.
+
+| part | case |
+|---|---|
+| correctness | gradients of a planned step against eager, and of eager against eager |
+| step | measured peaks and time of a planned step at a budget, in turn with eager |
+| peers | the same for activation checkpoints and for torch.compile |
+| costs | measured times of ops against the estimate for the machine |
+| batch | largest batch under a cap on the memory of the device, planned and eager |
+
+Only this checkout, PyTorch, transformers, PuLP and HiGHS are needed. The last two can be carried as
+wheels: `pip download pulp highspy -d wheels`, then `pip install --no-index -f wheels pulp highspy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.campaign import measure
+from bench.campaign.page import page
+from bench.machine import machine_record
+from bench.models.gpu import GpuModel, gpu_models
+
+FRACTIONS = (1.0, 0.5, 0.25)
+CAPS_GB = (24, 48, 80)
+PEERS = ("checkpoint", "compile")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        part: the part that it belongs to.
+        model: name of the model.
+        setting: what the part varies, as text; empty if nothing.
+        run: gives the figures.
+    """
+
+    part: str
+    model: str
+    setting: str
+    run: Callable[[], Mapping[str, Any]]
+
+
+def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -> Iterator[Case]:
+    """All cases, part by part."""
+    for name, model in models.items():
+        yield Case("correctness", name, "", lambda m=model: measure.correctness(m, device))
+    for name, model in models.items():
+        for share in FRACTIONS:
+            run = lambda m=model, s=share: measure.planned_step(m, device, s)  # noqa: E731
+            yield Case("step", name, f"{share}", run)
+    for name, model in models.items():
+        for peer in PEERS:
+            run = lambda m=model, p=peer: measure.peer_step(m, device, p)  # noqa: E731
+            yield Case("peers", name, peer, run)
+    for name, model in models.items():
+        yield Case("costs", name, "", lambda m=model: measure.op_costs(m, device))
+    for name, model in models.items():
+        for cap in CAPS_GB:
+            cap_bytes = (cap << 20) // 100 if tiny else cap * 10**9
+            run = lambda m=model, c=cap_bytes: measure.largest_batches(m, device, c)  # noqa: E731
+            yield Case("batch", name, f"{cap} GB", run)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """The record of a case: its figures, or its error."""
+    begin = time.perf_counter()
+    try:
+        figures = dict(case.run())
+    except Exception as error:  # noqa: BLE001 - one case must not stop the campaign
+        figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
+    measure.release_memory()
+    seconds = round(time.perf_counter() - begin, 1)
+    return {"model": case.model, "setting": case.setting, **figures, "seconds": seconds}
+
+
+def finished(folder: Path, part: str) -> list[dict[str, Any]]:
+    """The records of a part."""
+    path = folder / f"{part}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
+    """Runs cases until the limit; returns the number of those that are left."""
+    begin = time.perf_counter()
+    for index, case in enumerate(todo):
+        if time.perf_counter() - begin > limit_s:
+            return len(todo) - index
+        record = run_case(case)
+        with (folder / f"{case.part}.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+        sys.stderr.write(f"bench.cuda: {case.part} {json.dumps(record)}\n")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench.cuda", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of finished cases")
+    parser.add_argument("--part", nargs="+", help="parts to run (default: all)")
+    parser.add_argument("--model", nargs="+", help="models to run (default: all)")
+    parser.add_argument("--seconds", type=float, default=450, help="start no case after this")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
+    parser.add_argument("--tiny", action="store_true", help="small variants of the models")
+    parser.add_argument("--page", action="store_true", help="print the page of finished cases")
+    options = parser.parse_args(arguments)
+    parts = dict.fromkeys(case.part for case in cases(gpu_models(), torch.device("cpu"), tiny=True))
+    if options.page:
+        records = {part: finished(options.output, part) for part in parts}
+        machine = json.loads((options.output / "machine.json").read_text(encoding="utf-8"))
+        sys.stdout.write(page(records, machine))
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = machine_record("bench.cuda")
+    (options.output / "machine.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    done = {
+        (part, each["model"], each["setting"])
+        for part in parts
+        for each in finished(options.output, part)
+    }
+    todo = [
+        case
+        for case in cases(
+            gpu_models(tiny=options.tiny), torch.device(options.device), tiny=options.tiny
+        )
+        if (case.part, case.model, case.setting) not in done
+        and case.part in (options.part or parts)
+        and case.model in (options.model or [case.model])
+    ]
+    num_left = run(options.output, todo, options.seconds)
+    sys.stderr.write(f"bench.cuda: {num_left} cases left; the same command runs them\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

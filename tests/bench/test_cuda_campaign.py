@@ -1,0 +1,57 @@
+"""The campaign for a GPU runs on a CPU with tiny models, resumes, and prints its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import cuda
+from bench.campaign.page import page
+
+PARTS = ["correctness", "step", "costs", "batch"]
+
+
+def run(folder: Path, *options: str) -> int:
+    command = ["--output", str(folder), "--tiny", "--device", "cpu", "--model", "gpt2-medium"]
+    return cuda.main([*command, "--part", *PARTS, *options])
+
+
+def test_the_campaign_resumes_and_prints_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--seconds", "0.001")
+    assert "cases left" in capsys.readouterr().err
+    assert len((tmp_path / "correctness.jsonl").read_text().splitlines()) == 1
+    run(tmp_path)
+    assert "0 cases left" in capsys.readouterr().err
+    for part in PARTS:
+        records = cuda.finished(tmp_path, part)
+        assert records
+        assert not [record["error"] for record in records if "error" in record]
+    (correct,) = cuda.finished(tmp_path, "correctness")
+    assert correct["num_equal"] == correct["num_gradients"] > 0
+    assert correct["num_recomputations"] > 0
+    assert all(
+        step["own_peak_bytes"] <= step["budget_bytes"] for step in cuda.finished(tmp_path, "step")
+    )
+    assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
+    text = capsys.readouterr().out
+    assert "| measured peak <= budget | all | 3 of 3 |" in text
+    assert "gpt2-medium | 24 GB" in text
+
+
+def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
+    def fail() -> dict[str, int]:
+        raise RuntimeError("no memory")
+
+    good = cuda.Case("costs", "a", "", lambda: {"measured_ms": 1.0})
+    assert cuda.run(tmp_path, [cuda.Case("costs", "b", "", fail), good], 60.0) == 0
+    failed, done = map(json.loads, (tmp_path / "costs.jsonl").read_text().splitlines())
+    assert failed["error"] == "RuntimeError: no memory"
+    assert done["measured_ms"] == 1.0
+    records = {part: [] for part in (*PARTS, "peers")} | {"costs": [failed]}
+    machine = dict.fromkeys(("command", "commit", "processor", "machine", "num_cores"), "x")
+    machine |= {"gpu": None, "num_threads": 1, "python": "3", "torch": "2", "transformers": "5"}
+    assert "RuntimeError: no memory" in page(records, machine)

@@ -60,10 +60,10 @@ MUTATIONS = (
         "tests/graph",
     ),
     Mutation(
-        "dead random calls are removed, so that later draws differ from eager's",
+        "two draws of equal arguments are merged",
         "rockmate/graph/value_numbering.py",
-        "lambda node: node.is_impure() or is_random(node.target)",
-        "lambda node: node.is_impure()",
+        "and not is_random(target)",
+        "and target is not None",
         "tests/graph",
     ),
     Mutation(

@@ -464,3 +464,12 @@ def test_the_comparison_with_measured_costs_adds_up() -> None:
     (plan,) = error.plans
     assert min(plan.own_ratio, plan.real_ratio, plan.best_ratio) >= 1.0
     assert "mlp" in bench_estimate.report(error)
+
+
+def test_a_recomputation_with_saved_statistics_is_estimated_by_its_own_function() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train()
+    machine = load_machine("cpu-avx2")
+    step = capture_step(model, torch.randn(4, 3, 32, 32), machine=machine)
+    costs = estimate_costs(step.graph, machine)
+    (op,) = (op for op in step.graph.ops if op.save_state)
+    assert costs.recompute[op.index].time_ms < 0.9 * costs.first[op.index].time_ms

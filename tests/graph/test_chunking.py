@@ -349,6 +349,29 @@ def test_a_backward_that_is_not_linear_is_not_taken_in_the_forward() -> None:
     assert max(distances(gradients(model), reference).values()) <= 1e-6
 
 
+class SelfScaled(torch.autograd.Function):
+    """Passes values on, and multiplies their gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * gradient
+
+
+def test_a_product_of_two_gradients_is_not_linear() -> None:
+    model = make(
+        lambda scores, labels: functional.cross_entropy(
+            *rows_of(SelfScaled.apply(scores), labels)  # pyright: ignore
+        )
+    )
+    found = capture_step(model, sample()).in_chunks(Chunks.parse("2 at_once"))
+    assert isinstance(found, Refusal)
+    assert "not known to be linear" in str(found)
+
+
 class Centred(torch.autograd.Function):
     """Passes values on, and subtracts from their gradient what all of it adds up to."""
 

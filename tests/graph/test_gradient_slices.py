@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rockmate import RockmateModule
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.graph.ir import SlicedMatmul
@@ -57,3 +58,16 @@ def test_chunks_of_the_cross_entropy_gradient_suit_the_device() -> None:
     assert cost.overhead_bytes == 2 * CUDA_CHUNK_BYTES
     num_chunks = 4 * 8192 * 8192 // CUDA_CHUNK_BYTES
     assert cost.time_ms > 2 * num_chunks * machine.launch_ms
+
+
+def test_slices_of_rows_give_eagers_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(1024, 1024, bias=False).train(), torch.randn(64, 1024)
+    module = RockmateModule(model, x, 1.0)
+    step = capture_step(model, x)
+    (form,) = (op.gradient_sink_form for op in step.graph.ops if op.gradient_sink_form)
+    assert isinstance(form, SlicedMatmul)
+    assert (form.dim, form.slice_size) == (0, 512)
+    expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+    module(x).square().mean().backward()
+    assert torch.equal(model.weight.grad, expected)

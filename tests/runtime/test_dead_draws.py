@@ -1,0 +1,37 @@
+"""A draw whose result nothing reads still moves the generator, as in eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import RockmateModule
+
+
+class DeadDropout(nn.Module):
+    """A dropout without a reader comes before one with a reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        functional.dropout(hidden, 0.5)
+        return self.second(functional.dropout(hidden, 0.5)).square().mean()
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.9])
+def test_later_masks_are_eagers(budget: float) -> None:
+    model, x = DeadDropout().train(), torch.randn(16, 8)
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, x, budget)
+    for callee in (module, eager):
+        torch.manual_seed(3)
+        callee(x).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

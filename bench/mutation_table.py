@@ -148,7 +148,7 @@ MUTATIONS = (
         "rockmate/runtime/gradient_sink.py",
         "rows = left.narrow(0, start, length)",
         "rows = left.narrow(0, 0, length)",
-        "tests/runtime",
+        "tests/graph",
     ),
     Mutation(
         "a call of other sizes runs the plan of the sample",

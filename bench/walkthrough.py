@@ -172,10 +172,11 @@ def _model_text() -> str:
     source = "\n\n\n".join(inspect.getsource(kind).rstrip() for kind in (Layer, Classifier))
     source = re.sub(r' *""".*"""\n\n|  # noqa: D102', "", source)
     sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
+    inputs = f"torch.randn({_BATCH}, {_WIDTH})"
+    labels = f"torch.randint({_CLASSES}, ({_BATCH},))"
     return (
         f"{source}\n\nmodel = Classifier({sizes}).train()\n"
-        "sample = "
-        f'{{"x": torch.randn({_BATCH}, {_WIDTH}), "labels": torch.randint({_CLASSES}, ({_BATCH},))}}'  # noqa: E501
+        f'sample = {{"x": {inputs}, "labels": {labels}}}'
     )
 
 

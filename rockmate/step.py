@@ -40,7 +40,7 @@ from rockmate.graph.passes import (
     PassOptions,
     run_passes,
 )
-from rockmate.graph.snapshot import snapshot_of
+from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit

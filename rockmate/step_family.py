@@ -27,7 +27,7 @@ from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
-from rockmate.graph.snapshot import snapshot_of
+from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall

@@ -1,14 +1,17 @@
-"""Graph -> chain of blocks.
+"""Partition of a graph into a chain of blocks.
 
-A *cut* is a place in forward order that exactly one storage crosses, not counting *carried* ones.
-Carried are small storages, and storages that live across many blocks: masks, rotary tables, an
-encoder's output, skips. A carried storage is live from its first write to its last read, backward
-included, and is never recomputed. The lifetime from which a storage is carried is chosen such that
-the carried bytes plus the largest block are fewest: no plan over these blocks needs much less.
+A *cut* is a position in forward order. Exactly one storage crosses it, apart from carried storages.
+A *carried* storage is small, or it lives across many blocks: a mask, a rotary table, an encoder's
+output, a skip connection. It is live from its first write to its last read, backward included. It
+is never recomputed.
 
-A backward op belongs to the block of the forward op that it differentiates, by autograd's sequence
-number. It never belongs to a later block than the ops whose gradients it reads. So the blocks of
-the backward run one after the other, last block first.
+Two thresholds decide which storages are carried: a size and a lifetime. Every pair of candidates is
+tried. The result is the chain with the smallest sum of the carried bytes and the bytes of the
+largest block. No plan over these blocks needs much less than that sum.
+
+A backward op belongs to the block of the forward op that it differentiates. Autograd's sequence
+number tells which one. A backward op never belongs to a later block than the ops whose gradients it
+reads. So the blocks of the backward run one after the other, last block first.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from dataclasses import dataclass, replace
 
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 
-# Shares of all activation bytes. A storage below the share is carried rather than prevent a cut.
+# Candidates for the size, as shares of all activation bytes. A smaller storage is carried.
 _SMALL_SHARES = (1e-3, 3e-4, 1e-4, 3e-5)
-# Lifetimes in forward ops. A storage that lives longer is carried.
+# Candidates for the lifetime, in forward ops. A storage with a longer lifetime is carried.
 _LIFETIMES = (24, 48, 96, 200, 1 << 60)
-# Number of blocks below which a chain stays. The dynamic program is cubic in it.
+# A chain has at most this many blocks. The time of the dynamic program is cubic in their number.
 _MAX_BLOCKS = 100
-# Smallest number of ops with a large result in a block.
+# A block has at least this many ops with a large result.
 _MIN_LARGE_OPS = 3
 
 
@@ -37,8 +40,8 @@ class Block:
     Attributes:
         forward: forward ops in order.
         backward: late and backward ops in order.
-        input: the storage that crosses the cut before it; None for the first block.
-        output: the storage that crosses the cut after it; None for the last block.
+        input: the storage that crosses the cut before the block; None for the first block.
+        output: the storage that crosses the cut after the block; None for the last block.
     """
 
     forward: tuple[Op, ...]
@@ -48,7 +51,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The common path of the submodules that its ops come from."""
+        """The longest common path of the submodules of its forward ops."""
         return _common_path([op.module for op in self.forward if op.module]) or "the model's root"
 
 
@@ -151,7 +154,10 @@ def _cuts(
 
 
 def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> list[int]:
-    """The cuts that leave a few large ops in every block, and not too many blocks."""
+    """A subset of the cuts, with enough large ops in every block and few enough blocks.
+
+    An op is large if a storage that it writes has more than `small` bytes.
+    """
     is_large = [any(storage.num_bytes > small for storage in op.writes) for op in forward]
     minimum = _MIN_LARGE_OPS
     while True:
@@ -169,7 +175,7 @@ def _merge_small(forward: Sequence[Op], cuts: Sequence[int], small: float) -> li
 
 
 def _floor(chain: BlockChain) -> int:
-    """About the fewest bytes of a plan over these blocks: carried ones and the largest block."""
+    """Estimates the lowest peak: the carried bytes plus the bytes of the largest block."""
     sizes = [
         sum(s.num_bytes for op in block.forward for s in op.writes if s not in chain.carried)
         for block in chain.blocks
@@ -239,7 +245,7 @@ def _read_from_afar(
     boundaries: Sequence[Storage],
     carried: frozenset[Storage],
 ) -> frozenset[Storage]:
-    """Storages of the forward that the backward of another block reads, other than its input."""
+    """Forward storages that the backward of another block reads, apart from that block's input."""
     far = set()
     for op in graph.backward_ops:
         block = block_of[op]
@@ -259,7 +265,7 @@ def _read_from_afar(
 
 
 def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
-    """A key, equal for equal calls on storages of equal sizes and roles."""
+    """A key of an op. Equal keys mean equal calls on storages of equal sizes and roles."""
     return (
         op.call_key,
         op.phase,

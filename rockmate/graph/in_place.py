@@ -1,7 +1,8 @@
-"""In-place forms: an op whose operand has its last read there may write its result into it.
+"""In-place forms of ops: the result takes the memory of an operand.
 
-The result is bitwise that of the op itself. Eager uses such forms, for a ReLU after a convolution
-or a sum of gradients. A functional graph without them needs more memory than eager.
+An op may write its result into an operand if no later op reads the operand. The result is bitwise
+equal to that of the ordinary form. Eager code uses such forms, as for a ReLU after a convolution or
+a sum of gradients. A functional graph without them needs more memory than eager.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class InPlaceForm:
     """How to run an op on the memory of one of its operands.
 
     Attributes:
-        target: called with the op's own arguments, and with the operand as `out_name` if that is
-            set.
+        target: called with the arguments of the op. If `out_name` is set, the operand is passed
+            under that keyword too.
         operands: positions of the arguments whose memory may be taken, best first.
         out_name: the keyword of an `out=` variant; empty for a method that writes into its first
             argument.
@@ -41,8 +42,8 @@ class InPlaceForm:
     out_name: str = ""
 
 
-# Elementwise ops over values of one dtype that have a kernel for `out=`. Others make a temporary
-# and copy it.
+# Elementwise ops over values of one dtype. Their `out=` variants have kernels of their own. The
+# `out=` variant of any other op makes a temporary and copies it.
 _ELEMENTWISE = {
     _aten.abs.default: _aten.abs.out,
     _aten.clamp.default: _aten.clamp.out,
@@ -101,7 +102,7 @@ _FORMS: dict[Any, InPlaceForm] = {
     _aten.exp.default: InPlaceForm(_aten.exp_.default, (0,)),
     _aten.masked_fill.Scalar: InPlaceForm(_aten.masked_fill_.Scalar, (0,)),
     _aten.masked_fill.Tensor: InPlaceForm(_aten.masked_fill_.Tensor, (0,)),
-    # A row's largest value and its sum are taken before the row is written.
+    # These kernels read the maximum and the sum of a row before they write the row.
     _aten._softmax.default: InPlaceForm(_aten._softmax.out, (0,), "out"),
     _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),
     _aten._softmax_backward_data.default: InPlaceForm(
@@ -116,30 +117,29 @@ _FORMS: dict[Any, InPlaceForm] = {
 }
 
 
-_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = (
-    WeakKeyDictionary()
-)  # asked for by every schedule of a graph
+# Results of `operands_in_place`: every schedule of a graph reads them.
+_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = WeakKeyDictionary()
 
 
 def reusable_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
     """The argument whose memory the op's result can take, or None.
 
     Args:
-        graph: where the op stands.
-        op: the op in question.
-        ends: storages that nobody reads after this run.
+        graph: the graph of the op.
+        op: the op that writes the result.
+        ends: storages without a read after this run of the op.
     """
-    for operand in _operands_of(graph, op):  # empty for most ops
+    for operand in _operands_of(graph, op):
         if graph.storage_of[operand] in ends:
             return operand
     return None
 
 
 def operands_in_place(graph: Graph) -> Ints:
-    """For each op the storages whose memory its result can take, if nobody reads them afterwards.
+    """For each op, the storages whose memory its result can take after their last read.
 
     Returns:
-        Their indices, -1 where there is none; shape (ops, 2).
+        Indices of storages, of shape (ops, 2). A place without a storage has -1.
     """
     if graph not in _OPERANDS_OF:
         found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
@@ -162,7 +162,8 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
         return
     result = op.node.meta["val"]
     if result.dtype in _HALF and not form.out_name and len(op.node.args) > 1:
-        return  # with a number as argument the two forms round it differently
+        # The two forms round a number among the arguments differently.
+        return
     for position in form.operands:
         operand = op.node.args[position]
         if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
@@ -176,7 +177,7 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
 
 
 def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
-    """Whether an opaque module takes or returns the operand: its own autograd may save it."""
+    """Whether an opaque module takes or returns the operand. Its own autograd may save it."""
     storage = graph.storage_of[operand]
     ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
     return any(isinstance(op.node.target, OpaqueForward) for op in ops)
@@ -193,7 +194,7 @@ def _same_memory_layout(operand: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def _reads_twice(graph: Graph, op: Op, operand: fx.Node) -> bool:
-    """Whether another argument views the operand's memory: it would be read while overwritten."""
+    """Whether another argument shares the operand's storage, and so is read during the write."""
     others = [node for node in op.node.all_input_nodes if node is not operand]
     return any(graph.storage_of[node] is graph.storage_of[operand] for node in others)
 
@@ -201,14 +202,14 @@ def _reads_twice(graph: Graph, op: Op, operand: fx.Node) -> bool:
 def in_place_call(
     op: Op, operand: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target, arguments and keywords that run `op` on the memory of `operand`.
+    """Target, arguments and keywords of the call that runs `op` on the memory of `operand`.
 
     Args:
-        op: an op for which `reusable_operand` found `operand`.
-        operand: that argument in the joint graph.
-        args: the op's arguments as they are now.
-        kwargs: its keywords as they are now.
-        value: the operand as it is now.
+        op: the op. `reusable_operand` gives `operand` for it.
+        operand: the argument in the joint graph.
+        args: current values of the op's arguments.
+        kwargs: current values of its keywords.
+        value: current value of the operand.
     """
     form = _FORMS[op.node.target]
     if not form.out_name:

@@ -1,42 +1,28 @@
 """A captured step as plain values: the subject of a plan, of its file and of its reports.
 
 A snapshot has no tensor and no fx node. It can be written to a file and compared with the snapshot
-of another capture, on another machine. It has all that a plan depends on: the ops with their
-constants, the shapes, strides and dtypes of their arguments, and their wiring through storages.
-Views count by the shapes and strides in which ops read them. Names, module paths and source lines
-are for readers and are not compared. Nor are device indices: a plan of `cuda:0` serves `cuda:1`.
+of another capture, on another machine. It has everything that a plan depends on: ops with their
+constants; shapes, strides and dtypes of their arguments; and the storages that ops read and write.
+A view is recorded by the shape and strides in which an op reads it.
+
+A comparison ignores names, module paths and source lines, which serve readers. It also ignores
+device indices: a plan of `cuda:0` serves `cuda:1`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx
-
-from rockmate._torch.ops import is_op
-from rockmate.capture.roles import Role, RoleKind
-from rockmate.capture.signature import CallSignature
-from rockmate.graph.blocks import BlockChain
-from rockmate.graph.ir import Graph, Op, Phase, Storage
-
-_FRAME = re.compile(
-    r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
-)
 _NOT_COMPARED = {"name", "aliases", "module", "source"}
 
 
 class StorageKind(StrEnum):
-    """The use of a storage in the step. All kinds down to INPUT are static and never counted."""
+    """The use of a storage in the step. The kinds up to INPUT are static: no peak counts them."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -50,7 +36,7 @@ class StorageKind(StrEnum):
 
     @property
     def is_static(self) -> bool:
-        """Whether it is live throughout the step and never counted."""
+        """Whether the storage is live throughout the step. If so, no peak counts it."""
         return self in (
             StorageKind.PARAMETER,
             StorageKind.BUFFER,
@@ -60,7 +46,7 @@ class StorageKind(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether its receiver holds it until the step ends."""
+        """Whether the receiver of the storage holds it until the step ends."""
         return self in (StorageKind.OUTPUT, StorageKind.RETURNED_GRADIENT)
 
 
@@ -69,7 +55,7 @@ class SnapshotStorage:
     """Memory that one or more tensors share.
 
     Attributes:
-        name: of the node that makes it.
+        name: name of the node that writes it first.
         kind: its use in the step.
         num_bytes: its size.
         aliases: names of the nodes that view it, and of its parameter, buffer or input.
@@ -83,22 +69,22 @@ class SnapshotStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOp:
-    """One op.
+    """One op of the step.
 
     Attributes:
-        name: of its node.
-        call: its target with its arguments: constants as they are, tensors as dtype and shape, with
-            strides if they are not contiguous.
+        name: name of its node.
+        call: its target with its arguments. Constants are written out. A tensor is a dtype and a
+            shape, with strides if it is not contiguous.
         phase: "forward", "late" or "backward".
         reads: indices of the storages of its arguments.
-        writes: indices of the storages that it makes.
+        writes: indices of the storages of its results.
         module: path of the submodule that ran it, empty if unknown.
         source: the user's line that called it, empty if unknown.
         is_recomputable: whether it may be recomputed.
         is_random: whether it draws from the generator.
-        state_bytes: bytes of the state that a recomputation takes from the first run: that of the
-            generator, or statistics and positions.
-        final_gradients: names of the parameters whose gradients are final with it.
+        state_bytes: bytes of the state that a recomputation takes from the first run. It is the
+            state of the generator, or statistics and positions.
+        final_gradients: names of the parameters whose gradients are final after it.
     """
 
     name: str
@@ -130,7 +116,7 @@ class SnapshotBlock:
     """One block of the chain.
 
     Attributes:
-        name: the submodules that its ops come from.
+        name: the longest common path of the submodules of its forward ops.
         ops: indices of its ops, forward ones first.
         input: index of the storage that crosses the cut before it; None for the first block.
         output: index of the storage that crosses the cut after it; None for the last block.
@@ -155,12 +141,12 @@ class StepSnapshot:
     """A captured step as plain values.
 
     Attributes:
-        torch_version: the release family of PyTorch that captured it; not compared.
+        torch_version: major and minor version of the capturing PyTorch; not compared.
         call: the signature of the call, in words.
         inputs: (role, tensor) of each parameter, buffer, input and constant.
         outputs: (role, index of its storage) of each value that the step returns.
-        updates: indices of the storages that are copied into a buffer or an input when the forward
-            ends.
+        updates: indices of the storages that the end of the forward copies into a buffer or an
+            input.
         storages: all storages.
         ops: all ops, in an order that respects every dependency.
     """
@@ -180,9 +166,9 @@ class StepSnapshot:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that is compared, without the call.
+        """SHA-256 of all compared parts except the call.
 
-        Equal for equal steps, in every process and on every machine.
+        It is equal for equal steps, in every process and on every machine.
         """
         compared = [
             self.inputs,
@@ -195,7 +181,7 @@ class StepSnapshot:
 
     @cached_property
     def call_fingerprint(self) -> str:
-        """Equal for equal calls: SHA-256 of the signature."""
+        """SHA-256 of the signature of the call."""
         return digest(self.call)
 
     def difference(self, other: StepSnapshot) -> str:
@@ -287,163 +273,4 @@ def _wiring(op: SnapshotOp) -> tuple[Any, ...]:
         op.is_recomputable,
         op.is_random,
         op.final_gradients,
-    )
-
-
-# --- from a captured graph ------------------------------------------------------------------------
-
-
-def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
-    """The snapshot of a captured step.
-
-    Args:
-        graph: its ops and storages.
-        call: signature of the calls that it serves.
-    """
-    roles = {graph.storage_of[node]: role for node, role in graph.inputs}
-    keywords = _keywords(call)
-    aliases: dict[Storage, dict[str, None]] = {storage: {} for storage in graph.storages}
-    for node, storage in graph.storage_of.items():
-        aliases[storage][node.name] = None
-    for node, role in graph.inputs:
-        keyword = keywords.get(role.index) if role.kind is RoleKind.INPUT else None
-        aliases[graph.storage_of[node]][role.name or keyword or _role_text(role)] = None
-    storages = (
-        SnapshotStorage(
-            name=storage.name,
-            kind=_kind(storage, roles.get(storage)),
-            num_bytes=storage.num_bytes,
-            aliases=tuple(name for name in aliases[storage] if name != storage.name),
-        )
-        for storage in graph.storages
-    )
-    # Equal layers share their stack traces.
-    traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
-    source_of = {trace: _source(trace) for trace in traces}
-    return StepSnapshot(
-        torch_version=".".join(torch.__version__.split(".")[:2]),
-        call=_portable(str(call)),
-        inputs=tuple(
-            (_role_text(role), _tensor_text(node.meta["val"])) for node, role in graph.inputs
-        ),
-        outputs=tuple(
-            (_role_text(role), graph.storage_of[node].index) for node, role in graph.outputs
-        ),
-        updates=tuple(storage.index for storage in graph.updates),
-        storages=tuple(storages),
-        ops=tuple(_snapshot_op(op, source_of) for op in graph.ops),
-    )
-
-
-def snapshot_chain(chain: BlockChain) -> SnapshotChain:
-    """The blocks of a chain as plain values."""
-    blocks = (
-        SnapshotBlock(
-            name=block.name,
-            ops=tuple(op.index for op in (*block.forward, *block.backward)),
-            input=block.input.index if block.input else None,
-            output=block.output.index if block.output else None,
-        )
-        for block in chain.blocks
-    )
-    return SnapshotChain(
-        blocks=tuple(blocks), carried=tuple(sorted(storage.index for storage in chain.carried))
-    )
-
-
-def _keywords(call: CallSignature) -> dict[int, str]:
-    """Index of a keyword argument's tensor -> its keyword."""
-    places = [object() for _ in call.tensors]
-    _, given = call.structure.rebuild(places)
-    return {
-        places.index(value): name
-        for name, value in given.items()
-        if any(value is place for place in places)
-    }
-
-
-def _snapshot_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
-    return SnapshotOp(
-        name=op.name,
-        call=_call_text(op.node),
-        phase=op.phase.value,
-        module=op.module,
-        source=source_of[op.node.meta.get("stack_trace") or ""],
-        reads=tuple(storage.index for storage in op.reads),
-        writes=tuple(storage.index for storage in op.writes),
-        is_recomputable=op.recompute_target is not None,
-        is_random=op.is_random,
-        state_bytes=op.recompute_state_bytes,
-        final_gradients=tuple(role.name for _, role in op.final_gradients),
-    )
-
-
-def _kind(storage: Storage, role: Role | None) -> StorageKind:
-    if role is not None:
-        return StorageKind(role.kind.value)
-    if storage.is_output:
-        return StorageKind.OUTPUT
-    if storage.is_kept_to_end:
-        return StorageKind.RETURNED_GRADIENT
-    assert storage.producer is not None, f"{storage} has neither a role nor a producer"
-    return (
-        StorageKind.GRADIENT if storage.producer.phase is Phase.BACKWARD else StorageKind.ACTIVATION
-    )
-
-
-def _role_text(role: Role) -> str:
-    return f"{role.kind.value.replace('_', ' ')} {role.name or role.index}"
-
-
-def _call_text(node: fx.Node) -> str:
-    arguments = [_value_text(value) for value in node.args]
-    arguments += [f"{name}={_value_text(value)}" for name, value in sorted(node.kwargs.items())]
-    return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")
-
-
-def _target_text(target: Any) -> str:
-    if is_op(target):
-        return str(target)
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', str(target))}"
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        fake = value.meta["val"]
-        return _tensor_text(fake) if isinstance(fake, torch.Tensor) else "tensors"
-    if isinstance(value, Mapping):
-        return (
-            f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in sorted(value.items()))}}}"
-        )
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_value_text, value))}]"
-    return repr(value)
-
-
-def _tensor_text(tensor: torch.Tensor) -> str:
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    text += "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
-    return text if tensor.device.type == "cpu" else f"{text} on {tensor.device.type}"
-
-
-def _portable(text: str) -> str:
-    """The text without addresses and device indices, which differ between processes."""
-    return re.sub(r"\b(cuda|xpu|mps):\d+", r"\1", re.sub(r" at 0x[0-9a-fA-F]+", "", text))
-
-
-def _source(stack_trace: str) -> str:
-    """The innermost frame of a stack trace, as `file:line in function: code`.
-
-    The path is relative to its entry of `sys.path`.
-    """
-    frames = list(_FRAME.finditer(stack_trace))
-    if not frames:
-        return ""
-    frame = frames[-1]
-    path = Path(frame["path"])
-    roots = [Path(root) for root in sys.path if root and path.is_relative_to(root)]
-    if roots:
-        path = path.relative_to(max(roots, key=lambda root: len(root.parts)))
-    return f"{path.as_posix()}:{frame['line']} in {frame['function']}" + (
-        f": {frame['code'].strip()}" if frame["code"] else ""
     )

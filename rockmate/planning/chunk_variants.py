@@ -23,7 +23,8 @@ from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, snapshot_chain, snapshot_of
+from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
+from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
 from rockmate.planning.block_options import SolvedBlocks

@@ -290,10 +290,12 @@ def _blocks_html(rows: Sequence[BlockRow]) -> str:
     for number, row in enumerate(rows):
         share = 100 * row.kept_bytes / row.made_bytes if row.made_bytes else 0.0
         cells = [
-            f"<td>{number}</td><td>{escape(row.name)}</td><td>{row.num_ops}</td><td>{size_text(row.made_bytes)}</td>",
+            f"<td>{number}</td><td>{escape(row.name)}</td><td>{row.num_ops}</td>",
+            f"<td>{size_text(row.made_bytes)}</td>",
             f"<td>{size_text(row.kept_bytes)}</td><td class=bar><i "
             f'style="width:{share:.0f}%"></i></td>',
-            f"<td>{row.num_recomputed}</td><td>{row.recompute_ms:,.2f}</td><td>{size_text(row.peak_bytes)}</td>",
+            f"<td>{row.num_recomputed}</td><td>{row.recompute_ms:,.2f}</td>",
+            f"<td>{size_text(row.peak_bytes)}</td>",
         ]
         lines.append(f"<tr{' class=knee' if row.is_peak else ''}>{''.join(cells)}</tr>")
     return "".join([*lines, "</tbody>"])

@@ -27,7 +27,7 @@ from rockmate.capture.signature import CallSignature, flatten_call, optional_key
 from rockmate.capture.size_groups import SizeGroups
 from rockmate.capture.symbolic import SymbolicCapture
 from rockmate.graph.passes import REWRITES, run_passes
-from rockmate.graph.snapshot import snapshot_of
+from rockmate.graph.snapshot_capture import snapshot_of
 
 SAMPLE = (4, 24)
 SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

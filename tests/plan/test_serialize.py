@@ -32,7 +32,7 @@ from rockmate import (
     SignatureMismatchError,
 )
 from rockmate.bound.protocol import StoredBound
-from rockmate.graph.snapshot import snapshot_of
+from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step

@@ -1,0 +1,189 @@
+"""The snapshot of a captured graph and of its chain of blocks.
+
+`snapshot.py` defines the values. This file reads them from the graph, its fx nodes and its tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate._torch.ops import is_op
+from rockmate.capture.roles import Role, RoleKind
+from rockmate.capture.signature import CallSignature
+from rockmate.graph.blocks import BlockChain
+from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.snapshot import (
+    SnapshotBlock,
+    SnapshotChain,
+    SnapshotOp,
+    SnapshotStorage,
+    StepSnapshot,
+    StorageKind,
+)
+
+_FRAME = re.compile(
+    r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
+)
+
+
+def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
+    """The snapshot of a captured step.
+
+    Args:
+        graph: its ops and storages.
+        call: signature of the calls that it serves.
+    """
+    roles = {graph.storage_of[node]: role for node, role in graph.inputs}
+    keywords = _keywords(call)
+    aliases: dict[Storage, dict[str, None]] = {storage: {} for storage in graph.storages}
+    for node, storage in graph.storage_of.items():
+        aliases[storage][node.name] = None
+    for node, role in graph.inputs:
+        keyword = keywords.get(role.index) if role.kind is RoleKind.INPUT else None
+        aliases[graph.storage_of[node]][role.name or keyword or _role_text(role)] = None
+    storages = (
+        SnapshotStorage(
+            name=storage.name,
+            kind=_kind(storage, roles.get(storage)),
+            num_bytes=storage.num_bytes,
+            aliases=tuple(name for name in aliases[storage] if name != storage.name),
+        )
+        for storage in graph.storages
+    )
+    # Equal layers share their stack traces.
+    traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
+    source_of = {trace: _source(trace) for trace in traces}
+    return StepSnapshot(
+        torch_version=".".join(torch.__version__.split(".")[:2]),
+        call=_portable(str(call)),
+        inputs=tuple(
+            (_role_text(role), _tensor_text(node.meta["val"])) for node, role in graph.inputs
+        ),
+        outputs=tuple(
+            (_role_text(role), graph.storage_of[node].index) for node, role in graph.outputs
+        ),
+        updates=tuple(storage.index for storage in graph.updates),
+        storages=tuple(storages),
+        ops=tuple(_snapshot_op(op, source_of) for op in graph.ops),
+    )
+
+
+def snapshot_chain(chain: BlockChain) -> SnapshotChain:
+    """The blocks of a chain as plain values."""
+    blocks = (
+        SnapshotBlock(
+            name=block.name,
+            ops=tuple(op.index for op in (*block.forward, *block.backward)),
+            input=block.input.index if block.input else None,
+            output=block.output.index if block.output else None,
+        )
+        for block in chain.blocks
+    )
+    return SnapshotChain(
+        blocks=tuple(blocks), carried=tuple(sorted(storage.index for storage in chain.carried))
+    )
+
+
+def _keywords(call: CallSignature) -> dict[int, str]:
+    """Index of a keyword argument's tensor -> its keyword."""
+    places = [object() for _ in call.tensors]
+    _, given = call.structure.rebuild(places)
+    return {
+        places.index(value): name
+        for name, value in given.items()
+        if any(value is place for place in places)
+    }
+
+
+def _snapshot_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
+    return SnapshotOp(
+        name=op.name,
+        call=_call_text(op.node),
+        phase=op.phase.value,
+        module=op.module,
+        source=source_of[op.node.meta.get("stack_trace") or ""],
+        reads=tuple(storage.index for storage in op.reads),
+        writes=tuple(storage.index for storage in op.writes),
+        is_recomputable=op.recompute_target is not None,
+        is_random=op.is_random,
+        state_bytes=op.recompute_state_bytes,
+        final_gradients=tuple(role.name for _, role in op.final_gradients),
+    )
+
+
+def _kind(storage: Storage, role: Role | None) -> StorageKind:
+    if role is not None:
+        return StorageKind(role.kind.value)
+    if storage.is_output:
+        return StorageKind.OUTPUT
+    if storage.is_kept_to_end:
+        return StorageKind.RETURNED_GRADIENT
+    assert storage.producer is not None, f"{storage} has neither a role nor a producer"
+    return (
+        StorageKind.GRADIENT if storage.producer.phase is Phase.BACKWARD else StorageKind.ACTIVATION
+    )
+
+
+def _role_text(role: Role) -> str:
+    return f"{role.kind.value.replace('_', ' ')} {role.name or role.index}"
+
+
+def _call_text(node: fx.Node) -> str:
+    arguments = [_value_text(value) for value in node.args]
+    arguments += [f"{name}={_value_text(value)}" for name, value in sorted(node.kwargs.items())]
+    return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")
+
+
+def _target_text(target: Any) -> str:
+    if is_op(target):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', str(target))}"
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        fake = value.meta["val"]
+        return _tensor_text(fake) if isinstance(fake, torch.Tensor) else "tensors"
+    if isinstance(value, Mapping):
+        return (
+            f"{{{', '.join(f'{key}: {_value_text(item)}' for key, item in sorted(value.items()))}}}"
+        )
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return repr(value)
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    text += "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
+    return text if tensor.device.type == "cpu" else f"{text} on {tensor.device.type}"
+
+
+def _portable(text: str) -> str:
+    """The text without addresses and device indices, which differ between processes."""
+    return re.sub(r"\b(cuda|xpu|mps):\d+", r"\1", re.sub(r" at 0x[0-9a-fA-F]+", "", text))
+
+
+def _source(stack_trace: str) -> str:
+    """The innermost frame of a stack trace, as `file:line in function: code`.
+
+    The path is relative to its entry of `sys.path`.
+    """
+    frames = list(_FRAME.finditer(stack_trace))
+    if not frames:
+        return ""
+    frame = frames[-1]
+    path = Path(frame["path"])
+    roots = [Path(root) for root in sys.path if root and path.is_relative_to(root)]
+    if roots:
+        path = path.relative_to(max(roots, key=lambda root: len(root.parts)))
+    return f"{path.as_posix()}:{frame['line']} in {frame['function']}" + (
+        f": {frame['code'].strip()}" if frame["code"] else ""
+    )

@@ -1,6 +1,6 @@
-"""A model's training step, captured: what there is to plan, and what a plan runs on.
+"""A captured training step of a model: the subject of a plan, and what runs a plan.
 
-Needs no solver and measures nothing.
+This file needs no solver and measures nothing.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class CapturedStep:
     """One training step of a model, for one sample.
 
     Attributes:
-        model: whose step it is.
-        capture: the joint graph with the roles of its ends.
-        graph: that graph as ops on storages.
-        call: signature of the calls that it serves.
-        state: of the model when it was captured.
-        options: how it was captured; see `capture_step`.
-        planned_device: where it would run, if the model is not there; None if it is.
-        allocation_bytes: storages take multiples of it; None for what the allocator of their device
-            does.
+        model: the model.
+        capture: the joint graph with the roles of its inputs and outputs.
+        graph: the joint graph as ops on storages.
+        call: signature of the calls that the step serves.
+        state: signature of the model at the capture.
+        options: options of the capture; see `capture_step`.
+        planned_device: the device of the plan, if the model is on another one; else None.
+        allocation_bytes: storages take multiples of it. None: as the allocator of their device
+            rounds.
     """
 
     model: nn.Module
@@ -77,9 +77,9 @@ class CapturedStep:
     allocation_bytes: int | None = None
 
     def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
-        """Where it can run in chunks, or why it cannot.
+        """Blocks that can run in chunks, and reasons for those that cannot.
 
-        See `rockmate.chunking.separable_blocks`.
+        See `rockmate.graph.chunking.chunks.separable_blocks`.
         """
         return separable_blocks(self.capture, least_bytes=least_bytes)
 
@@ -108,9 +108,9 @@ class CapturedStep:
         return self if isinstance(chunked, Refusal) else chunked
 
     def planned_call(self, plan: Plan) -> PlannedCall:
-        """A plan with the code that runs it.
+        """The code that runs a plan, with the plan.
 
-        One that was made for another capture is checked against this one first.
+        A plan of another capture is first checked against this one.
 
         Raises:
             PlanMismatchError: the plan is for another model, sample, device or options, or its
@@ -129,17 +129,15 @@ class CapturedStep:
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:
-        """A larger sample's plan as one for this step; None if it does not fit.
+        """The plan of a larger sample as a plan for this step; None if it does not fit.
 
-        Nothing is measured or solved.
-
-        The schedule is the plan's, replayed on this step's sizes. Times and overheads are those of
-        the larger sample, so what is predicted is an upper estimate.
+        Nothing is measured or solved. The schedule of the plan is replayed on the sizes of this
+        step. Times and overheads are those of the larger sample, so predictions are upper
+        estimates.
 
         Args:
-            plan: for a step that is nowhere smaller.
-            in_place: positions of the runs in place, if they have been chosen; else all that can
-                be.
+            plan: a plan for a step with no smaller tensor.
+            in_place: positions of the runs in place. None takes every run that can be in place.
         """
         snapshot = snapshot_of(self.graph, self.call)
         if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
@@ -225,11 +223,14 @@ def capture_step(
     loss_chunks: str = "",
     hooked: str | None = None,
 ) -> CapturedStep:
-    """Captures the joint graph of a model for a sample; arguments and errors as for `Planner`.
+    """Captures the joint graph of a model for a sample.
 
-    The gradients of the parameters `hooked`, names with commas between, are made whole; None takes
-    those that have a tensor hook. With `loss_chunks`, as `Chunks` writes it, the loss block runs in
-    chunks; `PlanMismatchError` if it cannot.
+    Arguments and errors are those of `Planner`, with two more. `hooked` names parameters, separated
+    by commas. Each gets its gradient whole, never slice by slice. None takes the parameters with a
+    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks.
+
+    Raises:
+        PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options)
@@ -254,7 +255,7 @@ def capture_step(
 
 
 def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
-    """Raises for a model that cannot be captured as it is; warns of hooks that will not run."""
+    """Raises for a model that cannot be captured. Warns of hooks that will not run."""
     if is_compiled(model):
         msg = (
             "the model has been through torch.compile, whose graphs cannot be captured again. Pass "
@@ -312,9 +313,9 @@ def step_of(
 
     Args:
         capture: the joint graph; it is changed in place.
-        model: whose step it is.
-        call: signature of the calls that it serves.
-        state: of the model when it was captured.
+        model: the model of the step.
+        call: signature of the calls that the step serves.
+        state: signature of the model at the capture.
         options: see `capture_step`.
         allocation_bytes: see `build_graph`.
         like: see `PassOptions`.

@@ -30,6 +30,7 @@ UNIT = (
     "tests/checkmate/",
     "tests/test_layers.py",
     "tests/test_limits.py",
+    "tests/test_names_in_text.py",
     "tests/test_private_names.py",
 )
 BENCH = ("tests/bench/",)

@@ -4,9 +4,9 @@ One language model trained twice, eager and inside an activation budget, and com
 
 Both runs start from the same weights and see the same batches, random states and optimizer; they
 take their steps in turn, so that drift of the machine moves both times alike. The text is the
-sources of Python's standard library, which every machine has. Peaks are what `rockmate.allocations`
-reads from the allocator: the excess, within one forward and backward, over what was allocated when
-the forward was called, `.grad` in place. Runs on the CPU.
+sources of Python's standard library, which every machine has. Peaks are those of
+`rockmate._torch.allocator.timeline`: the largest excess, within one forward and backward, over the
+bytes allocated when the forward was called. `.grad` exists before. Runs on the CPU.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rockmate.sweeps.result import Sweep
 
 _PLOT_NAME = "memory.png"
-_DTYPES = ("float32", "bfloat16", "float16")  # as in rockmate.model_source, which imports torch
+# As in `rockmate.hf.model_source`, which imports torch.
+_DTYPES = ("float32", "bfloat16", "float16")
 _MODEL_HELP = (
     "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
     "configuration is ever fetched); or "

@@ -18,8 +18,8 @@ from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids, tensors_of
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
-# Calls with the layout of a kernel's result, for kernels that read values, which fake tensors lack,
-# or that take many steps.
+# For a kernel, a call whose result has the same layout. These kernels read values, which fake
+# tensors lack, or they take many steps.
 _STAND_INS: dict[Any, Any] = {
     dropout_apply: lambda values, mask, _: torch.mul(values, mask),
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
@@ -29,10 +29,10 @@ _STAND_INS: dict[Any, Any] = {
 def fake_result(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, like: fx.Node
 ) -> Any:
-    """What a call returns for the fake values of the nodes among its arguments.
+    """The result of a call on the fake values of the nodes among its arguments.
 
     Args:
-        target: what is called.
+        target: the function to call.
         args: its arguments.
         kwargs: its keywords.
         like: a node of the graph, whose fake mode serves for calls that take no tensor.
@@ -52,7 +52,7 @@ def refresh_views(node: fx.Node, left: Collection[int]) -> None:
 
     Args:
         node: the node, with its readers.
-        left: storages of the node that it replaces, in which the readers' fake values still lie.
+        left: storages of the replaced node. The readers' fake values still lie in them.
     """
     pending = [node]
     while pending:

@@ -22,9 +22,8 @@ class SweepOptions:
     """What to sweep over.
 
     Attributes:
-        budgets: in any order, or as text (see `rockmate.budget_range`); None takes every tenth of
-            the peak with nothing recomputed down to the smallest feasible one without chunks, and
-            that.
+        budgets: in any order, or as text (see `rockmate.budget.parse_budgets`). None takes every
+            tenth of the baseline peak down to the smallest feasible one without chunks, and that one.
         strategies: names out of `rockmate.STRATEGIES`.
         measure: train a few steps at each budget.
         num_steps: how many of those are timed and compared with eager's.

@@ -38,7 +38,7 @@ class SweepRow:
         num_recomputed: runs that repeat an op.
         extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the
             next larger peak of the strategy down to this one.
-        is_recommended: whether the strategy's curve has a knee here; see `rockmate.knees`.
+        is_recommended: whether the strategy's curve has a knee here; see `rockmate.sweeps.knees`.
         measured_peak_bytes: by the allocator, over one step.
         measured_ms: one forward and backward, the median over steps.
         measured_ratio: median over the steps of its time over eager's right before it.

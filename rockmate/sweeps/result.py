@@ -23,7 +23,7 @@ class SweepOptions:
 
     Attributes:
         budgets: in any order, or as text (see `rockmate.budget.parse_budgets`). None takes every
-            tenth of the baseline peak down to the smallest feasible one without chunks, and that one.
+            tenth of the baseline peak down to the smallest feasible one without chunks, and that.
         strategies: names out of `rockmate.STRATEGIES`.
         measure: train a few steps at each budget.
         num_steps: how many of those are timed and compared with eager's.

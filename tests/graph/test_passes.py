@@ -254,7 +254,9 @@ def test_each_pass_has_work_in_some_model() -> None:
                 idle.discard(each.name)
 
         run_passes(GRAPH_PASSES, graph, options, after=note)
-    assert not idle
+    # PyTorch 2.11 traces no check of the values of `one_hot`.
+    absent = {"drop value checks"} if torch.__version__.startswith("2.11.") else set()
+    assert idle <= absent
 
 
 def joint_text(capture: Capture) -> str:

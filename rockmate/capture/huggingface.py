@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Answers questions of Hugging Face's mask code that it answers by reading tensor values.
 
-    Without `position_ids` there is no packing. A mask that is given is never skipped: its values
+    Without `position_ids` there is no packing. Without a mask nothing is padded, also while tracing,
+    where older versions make a mask of their own. A mask that is given is never skipped: its values
     differ from batch to batch, and a traced mask stays unknown.
     """
     masking = sys.modules.get("transformers.masking_utils")
@@ -26,6 +27,9 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
         yield
         return
     answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
+    is_tracing = getattr(masking, "is_tracing", None)
+    if is_tracing is not None:
+        answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
     if kwargs.get("position_ids") is None:
         answers["find_packed_sequence_indices"] = lambda position_ids: None
     before = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}

@@ -174,13 +174,15 @@ def planned_step(name: str, form: str) -> dict[str, Any]:
         except RuntimeError:
             # Eager reads a value on the host; the planned step need not.
             eager = ours
-    devices = {str(op.device) for op in planner._step.graph.ops}
+    ops = planner._step.graph.ops
+    devices = {str(op.device) for op in ops}
     differing = {key for key in ours.keys() | eager.keys() if ours.get(key) != eager.get(key)}
     return {
         "differing": {key: [ours.get(key), eager.get(key)] for key in sorted(differing)},
         "num_gradients": len(ours),
         "num_recomputations": module.plan.schedule.num_recomputations(),
         "devices": sorted(devices),
+        "cpu_bytes": sum(op.written_bytes for op in ops if op.device.type == "cpu"),
     }
 
 

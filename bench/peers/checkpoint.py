@@ -34,7 +34,10 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
         **options: Further ones of `torch.utils.checkpoint.checkpoint`.
     """
     model: Any = workload.model
-    if getattr(model, "supports_gradient_checkpointing", False):
+    # Versions of transformers without `every_n_layers` have another name for it.
+    if getattr(model, "supports_gradient_checkpointing", False) and hasattr(
+        model, "activation_checkpointing_enable"
+    ):
         model.activation_checkpointing_enable(
             {"use_reentrant": False, **options}, every_n_layers=every
         )

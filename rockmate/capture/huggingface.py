@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Answers questions of Hugging Face's mask code that it answers by reading tensor values.
 
-    Without `position_ids` there is no packing. Without a mask nothing is padded, also while tracing,
-    where older versions make a mask of their own. A mask that is given is never skipped: its values
-    differ from batch to batch, and a traced mask stays unknown.
+    Without `position_ids` there is no packing. Without a mask nothing is padded, while older
+    versions make a mask of their own wherever they are traced. A mask that is given is never
+    skipped: its values differ from batch to batch, and a traced mask stays unknown.
     """
     masking = sys.modules.get("transformers.masking_utils")
     # Further positional arguments may be masks or positions.

@@ -155,8 +155,23 @@ def num_flops(node: fx.Node) -> float:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     if packet is _aten.convolution_backward:
         return _convolution_backward_flops(args)
+    if packet in _GPU_ATTENTION or packet in _CPU_ATTENTION:
+        args = _with_equal_heads(args, is_backward="backward" in str(packet))
     flops = formula(*args, **kwargs, out_val=node.meta["val"])
     return flops / 2 if packet in _GPU_ATTENTION and _argument(node, "is_causal") else flops
+
+
+def _with_equal_heads(args: Any, *, is_backward: bool) -> tuple[Any, ...]:
+    """The arguments of attention, with keys and values that several heads share once for each.
+
+    The formulas of PyTorch 2.11 take no shared heads.
+    """
+    before, (query, key, value, *after) = args[:is_backward], args[is_backward:]
+    each = (
+        torch.empty(*query.shape[:2], *tensor.shape[2:], dtype=tensor.dtype, device="meta")
+        for tensor in (key, value)
+    )
+    return *before, query, *each, *after
 
 
 def _convolution_backward_flops(args: Any) -> float:

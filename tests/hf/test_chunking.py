@@ -22,6 +22,7 @@ from rockmate.step import capture_step
     "name", ["gpt2", "llama", "qwen3", "gemma2", "mistral", "opt", "bert", "t5", "whisper"]
 )
 def test_loss_blocks_of_architectures(name: str) -> None:
+    architectures.skip_if_refused(name)
     batch = architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(architectures.make(name), batch, outputs="loss")
     for chunks in ("3 recompute", "3 at_once"):
@@ -135,6 +136,7 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_grouped_experts_stay_whole(name: str) -> None:
     """Tokens are sorted by expert: which rows an expert has depends on values."""
+    architectures.skip_if_refused(name)
     step = capture_step(
         architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss"
     )

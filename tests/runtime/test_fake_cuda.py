@@ -11,15 +11,11 @@ import fake_cuda
 import pytest
 import transformers
 from architectures import ARCHITECTURES
+from pins import pinned
 
 NUM_GROUPS = 8
 # Some models compute scalars and small tables on the CPU.
 SMALL_BYTES = 16384
-(PINNED,) = (
-    line.partition("==")[2]
-    for line in (fake_cuda.ROOT / "constraints.txt").read_text().splitlines()
-    if line.startswith("transformers==")
-)
 GROUPS = [sorted(ARCHITECTURES)[index::NUM_GROUPS] for index in range(NUM_GROUPS)]
 pytestmark = pytest.mark.skipif(
     bool(fake_cuda.reason_without_stub()), reason=fake_cuda.reason_without_stub()
@@ -43,7 +39,7 @@ def test_planned_steps_run_as_eagers_on_fake_tensors(
     assert sorted(found) == names
     # An older transformers has architectures that no device can capture.
     refused = {name for name, row in found.items() if row.get("refused")}
-    assert not refused or transformers.__version__ != PINNED
+    assert not refused or transformers.__version__ != pinned("transformers")
     found = {name: row for name, row in found.items() if name not in refused}
     faults = {name: row["error"] for name, row in found.items() if "error" in row}
     assert not faults

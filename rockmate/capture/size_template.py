@@ -27,12 +27,14 @@ class SizedNumbers:
     """What a step's sizes come to in one call.
 
     Attributes:
-        by_name: the number of each `Size`.
+        by_name: the number of each `Size` among the arguments of nodes.
+        values: the number of any expression.
         num_bytes: of each kind of storage; those of two calls can be compared one by one.
         layouts: for each of the step's inputs a fake tensor with its sizes and strides.
     """
 
     by_name: Mapping[str, int]
+    values: SizeValues
     num_bytes: tuple[int, ...]
     layouts: Mapping[Role, torch.Tensor]
 
@@ -59,7 +61,8 @@ class Size(int):
 class SizeNames:
     """Names of expressions, in order of their coming."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "size") -> None:
+        self._prefix = prefix
         self._names: dict[sympy.Expr, str] = {}
 
     def size(self, value: int, expression: sympy.Expr | int) -> int:
@@ -68,7 +71,7 @@ class SizeNames:
             return expression
         size = Size(value)
         size.expression = expression
-        size.name = self._names.setdefault(expression, f"size_{len(self._names)}")
+        size.name = self._names.setdefault(expression, f"{self._prefix}_{len(self._names)}")
         return size
 
 
@@ -205,6 +208,7 @@ class GraphTemplate:
         numbers, copier = SizeValues(values), _Copier(self._mode, values)
         kinds = dict.fromkeys((first.dtype.itemsize, first.layout) for first in self._first)
         return SizedNumbers(
+            values=numbers,
             by_name={size.name: numbers.of(size.expression) for size in self._named_sizes},
             num_bytes=tuple(itemsize * numbers.span(layout) for itemsize, layout in kinds),
             layouts={role: copier.tensor(self._values[node]) for node, role in inputs},
@@ -342,6 +346,23 @@ class _Copier:
                 memory, offset, sizes, strides
             )  # pyright: ignore
         return FakeTensor(self._mode, tensor, value.device)
+
+
+def layout_of_node(node: fx.Node, names: SizeNames) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a node's tensor; in a generic capture each is a `Size`.
+
+    Args:
+        node: of a captured graph.
+        names: gives the names of those.
+    """
+    fake, known = node.meta["val"], node.meta.get(_TEMPLATE)
+    if known is None:
+        return tuple(fake.shape), tuple(fake.stride())
+    sizes, strides = _sizes_and_strides(known.layout)
+    return (
+        tuple(map(names.size, fake.shape, sizes)),
+        tuple(map(names.size, fake.stride(), strides)),
+    )
 
 
 def _sizes_and_strides(layout: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -75,7 +75,7 @@ class Runner:
         non_differentiable: indices of outputs without a gradient.
         forward_statics: the statics that the forward reads.
         backward_statics: the statics that the backward reads.
-        argument_order: see `_argument_order`.
+        backward: the backward with all tangents.
         input_gradients: index of an input -> position of its gradient in the backward's results.
         parameter_gradients: positions of the returned parameter gradients in those.
         input_layouts: index of an input -> the layout that the program relies on.
@@ -100,7 +100,7 @@ class Runner:
         self.non_differentiable = sorted(outputs.keys() - program.differentiable)
         self.forward_statics = _Statics(program, self.binding, program.forward_arguments)
         self.backward_statics = _Statics(program, self.binding, program.backward_arguments)
-        self.argument_order = _argument_order(program)
+        self.backward = _Backward(program, program.backward, program.backward_arguments)
         gradients = {role: place for place, role in enumerate(program.gradients)}
         self.input_gradients = {
             role.index: place
@@ -113,6 +113,8 @@ class Runner:
         self.input_layouts = _layouts(program, RoleKind.INPUT)
         self.tangent_layouts = _layouts(program, RoleKind.TANGENT)
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
+        # For each set of undefined tangents.
+        self._backwards: dict[frozenset[int], _Backward] = {}
         # One for each device of inputs, kept for the next call.
         self._anchors: dict[torch.device, _Anchor] = {}
         # The owners of the last call and their accumulation nodes. Autograd makes a node anew for
@@ -179,6 +181,18 @@ class Runner:
         self._owners = {}
         self._accumulation_nodes.clear()
 
+    def backward_for(self, tangents: Sequence[torch.Tensor | None]) -> _Backward:
+        """The backward for these tangents; see `rockmate.runtime.undefined_tangents`."""
+        if None not in tangents:
+            return self.backward
+        undefined = frozenset(index for index in self.tangent_layouts if tangents[index] is None)
+        if not undefined:
+            return self.backward
+        if undefined not in self._backwards:
+            variant = self.program.backward_without(undefined)
+            self._backwards[undefined] = _Backward(self.program, variant.run, variant.arguments)
+        return self._backwards[undefined]
+
     def _refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward updates shares memory with another input.
 
@@ -227,8 +241,6 @@ class PlannedStep(torch.autograd.Function):
         fields.owners = owners
         fields.visited = () if runner.returned_names else tensors[num_inputs:]
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
-        # Shapes, not tensors: an output must not live as long as the node.
-        fields.output_metadata = [(t.shape, t.dtype, t.device) for t in outputs]
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
         fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
@@ -236,13 +248,14 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        runner, program = ctx.runner, ctx.runner.program
+        runner = ctx.runner
         _refuse_unsupported_backward(ctx, accumulates=not runner.returned_names)
         sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
+        backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
-        arguments = _take_arguments(ctx, sink, tangents)
+        arguments = _take_arguments(ctx, backward, sink, tangents)
         with profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
-            values = program.backward(arguments)
+            values = backward.run(arguments)
             sink.close()
         if ctx.anchor.leaf.is_cuda:
             join_stream_at_end(ctx.anchor.leaf.device)
@@ -280,6 +293,20 @@ class _Statics:
     def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are there now, in the order of the arguments."""
         return [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+
+
+class _Backward:
+    """An emitted backward."""
+
+    def __init__(
+        self,
+        program: Program,
+        run: Callable[[list[Any]], tuple[Any, ...]],
+        arguments: Sequence[Argument],
+    ) -> None:
+        self.run = run
+        # For each argument, its position among the sources of `_take_arguments`.
+        self.order = program.order_of(arguments)
 
 
 class _Layout:
@@ -340,30 +367,8 @@ def _layouts(program: Program, kind: RoleKind) -> dict[int, _Layout]:
     }
 
 
-def _argument_order(program: Program) -> list[int]:
-    """For each argument of the backward, its position among the sources of `_take_arguments`."""
-    num_statics = sum(
-        argument.kind is ArgumentKind.STATIC for argument in program.backward_arguments
-    )
-    sink = num_statics + len(program.saved)
-    statics, saved = iter(range(num_statics)), iter(range(num_statics, sink))
-    order = []
-    for argument in program.backward_arguments:
-        match argument.kind:
-            case ArgumentKind.STATIC:
-                order.append(next(statics))
-            case ArgumentKind.SINK:
-                order.append(sink)
-            case ArgumentKind.TANGENT:
-                assert isinstance(argument.source, Role)
-                order.append(sink + 1 + argument.source.index)
-            case ArgumentKind.SAVED | ArgumentKind.STATE:
-                order.append(next(saved))
-    return order
-
-
 def _take_arguments(
-    ctx: Any, sink: GradientSink, tangents: Sequence[torch.Tensor | None]
+    ctx: Any, backward: _Backward, sink: GradientSink, tangents: Sequence[torch.Tensor | None]
 ) -> list[Any]:
     """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
     runner, program = ctx.runner, ctx.runner.program
@@ -379,20 +384,17 @@ def _take_arguments(
     else:
         ctx.saved = None
     sources = [*statics, *saved, sink, *_planned_tangents(ctx, tangents)]
-    return [sources[place] for place in runner.argument_order]
+    return [sources[place] for place in backward.order]
 
 
 def _planned_tangents(
     ctx: Any, tangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Tangents in the planned layouts; zeros for a differentiable output that no loss uses."""
+    """Tangents in the planned layouts; None for an output that no loss uses."""
     planned = list(tangents)
     for index, layout in ctx.runner.tangent_layouts.items():
         tangent = tangents[index]
-        if tangent is None:
-            shape, dtype, device = ctx.output_metadata[index]
-            tangent = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        planned[index] = layout.apply(tangent)
+        planned[index] = None if tangent is None else layout.apply(tangent)
     return planned
 
 
@@ -407,9 +409,9 @@ def _write_updates(
         target.detach().copy_(values[place])
 
 
-def _defined(gradient: torch.Tensor) -> torch.Tensor | None:
+def _defined(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient, None if it is undefined."""
-    return None if is_undefined(gradient) else gradient
+    return None if gradient is None or is_undefined(gradient) else gradient
 
 
 def _refuse_unsupported_backward(ctx: Any, *, accumulates: bool) -> None:

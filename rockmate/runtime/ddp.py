@@ -66,13 +66,15 @@ class LastHooksSink(GradientSink):
         """The gradient that the engine has to accumulate for each parameter.
 
         It is the whole gradient for a tensor hook, an empty one for accumulation hooks, which fire
-        with a gradient only, and None otherwise.
+        with a gradient only, and None otherwise. A parameter without a gradient has none to fire.
         """
         if not self._hooked and not any(map(accumulation_hooks_of, parameters)):
             return [None] * len(parameters)
         return list(map(self._remaining_gradient, parameters))
 
     def _remaining_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if id(parameter) not in self._used:
+            return None
         if has_accumulation_hooks(parameter) and id(parameter) not in self._hooked:
             return empty_gradient(parameter.shape, parameter.dtype, parameter.device)
         return self._hooked.pop(id(parameter), None)

@@ -19,9 +19,16 @@ import torch
 from torch import fx
 
 from rockmate._torch.dispatch import dispatched_call, generated_functions
+from rockmate._torch.graphs import boxed_module
 from rockmate._torch.ops import OpOverload, is_op
 
 _FLOAT16 = torch.zeros((), dtype=torch.float16)
+
+
+def compiled(graph: fx.Graph) -> fx.GraphModule:
+    """The code of an emitted graph; its function takes its arguments in one list and empties it."""
+    call_directly(graph)
+    return boxed_module(graph)
 
 
 def call_directly(graph: fx.Graph) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import fx
 
-from rockmate._torch.graphs import boxed_module
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.ir import Graph, Storage
-from rockmate.runtime.direct_call import call_directly
+from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Program
+from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.
@@ -66,12 +66,16 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     )
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
-    forward_module, backward_module = _compile(forward.graph), _compile(backward.graph)
+    variants = BackwardVariants(
+        backward.graph, backward.arguments, backward.sources, graph.storage_of
+    )
+    forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
     inputs = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.INPUT]
     tangents = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.TANGENT]
     return Program(
         forward=forward_module.forward,
         backward=backward_module.forward,
+        backward_without=variants.without,
         forward_arguments=tuple(forward.arguments),
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
@@ -153,8 +157,3 @@ def _is_own(target: Any) -> bool:
     if is_op(target):
         return target.namespace in _NAMESPACES
     return isinstance(target, types.FunctionType)
-
-
-def _compile(graph: fx.Graph) -> fx.GraphModule:
-    call_directly(graph)
-    return boxed_module(graph)

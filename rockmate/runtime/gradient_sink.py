@@ -59,6 +59,12 @@ def emit_gradient(sink: GradientSink, gradient: torch.Tensor, name: str, is_fina
     sink.accumulate(name, gradient, is_final=is_final)
 
 
+def skip_gradient(sink: GradientSink, name: str, is_final: bool) -> None:
+    """Takes an undefined partial gradient; called from the emitted backward."""
+    if is_final:
+        sink.fire_hooks(name)
+
+
 def emit_sliced_matmul(
     sink: GradientSink,
     left: torch.Tensor,
@@ -114,10 +120,8 @@ class GradientSink:
         self._dispatch_keys = engine.dispatch_keys()
         # id of a parameter with a tensor hook -> sum of its partial gradients so far.
         self._hooked: dict[int, torch.Tensor] = {}
-        # Parameters with an undefined partial gradient: the step has not used them there.
-        self._undefined: set[int] = set()
-        # Parameters with a partial gradient that was not final.
-        self._begun: set[int] = set()
+        # Parameters with a partial gradient. The loss does not depend on the others.
+        self._used: set[int] = set()
         # Parameters with a final gradient in `.grad`, whose nodes are not yet visited; their bytes.
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
@@ -132,11 +136,9 @@ class GradientSink:
         if not parameter.requires_grad:
             return
         if is_undefined(gradient):
-            self._undefined.add(id(parameter))
-            if is_final:
-                self.fire_hooks(name)
+            skip_gradient(self, name, is_final)
             return
-        self._begin(parameter, is_final=is_final)
+        self._used.add(id(parameter))
         if self._needs_whole(parameter):
             self._accumulate_hooked(parameter, gradient, is_final=is_final)
             return
@@ -168,7 +170,7 @@ class GradientSink:
             whole = torch.mm(left, right)
             self.accumulate(name, whole.t() if form.is_flipped else whole, is_final=is_final)
             return
-        self._begin(parameter, is_final=is_final)
+        self._used.add(id(parameter))
         gradient = _grad_or_zeros(parameter)
         total = gradient.t() if form.is_flipped else gradient
         if form.is_one_of_several:
@@ -201,7 +203,7 @@ class GradientSink:
             whole = backward(gradient, indices, num_weights, padding_idx, False)
             self.accumulate(name, whole, is_final=is_final)
             return
-        self._begin(parameter, is_final=is_final)
+        self._used.add(id(parameter))
         tokens, row_of_position = _numbered(indices)
         rows = backward(gradient, row_of_position, tokens.numel(), -1, False)
         if padding_idx >= 0:
@@ -213,7 +215,7 @@ class GradientSink:
     def fire_hooks(self, name: str) -> None:
         """Fires the hooks of a parameter whose gradient is complete; none if it is undefined."""
         parameter = self._leaves[name]
-        if not parameter.requires_grad or id(parameter) in self._undefined - self._begun:
+        if not parameter.requires_grad or id(parameter) not in self._used:
             return
         if self.fires_hooks and id(parameter) in self._hooked:
             self._visit((parameter,), (self._hooked.pop(id(parameter)),))
@@ -227,10 +229,6 @@ class GradientSink:
             self._visit(
                 waiting, tuple([empty_gradient(p.shape, p.dtype, p.device) for p in waiting])
             )
-
-    def _begin(self, parameter: torch.Tensor, *, is_final: bool) -> None:
-        if not is_final:
-            self._begun.add(id(parameter))
 
     def _needs_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""

@@ -37,6 +37,7 @@ class GraphWriter:
         graph: what is written.
         arguments: of `graph`, in order.
         states: op -> node that holds what its first run saves for its recomputation.
+        sources: node of `graph` -> node of the source whose value it holds.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GraphWriter:
         self.graph = fx.Graph()
         self.arguments: list[Argument] = []
         self.states: dict[Op, fx.Node] = {}
+        self.sources: dict[fx.Node, fx.Node] = {}
         self._ends = ends
         self._hook_schedule = hook_schedule
         self._roles = dict(source.inputs)
@@ -153,6 +155,7 @@ class GraphWriter:
 
     def _hold(self, node: fx.Node, holder: fx.Node) -> None:
         self._holders[node] = holder
+        self.sources[holder] = node
         holder.meta["val"] = node.meta["val"]
         self._held_in.setdefault(self.source.storage_of[node], []).append(node)
 

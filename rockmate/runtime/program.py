@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rockmate.capture.roles import Role
+from rockmate.capture.size_template import Size
 from rockmate.graph.ir import Op, Storage
 
 
@@ -43,6 +44,22 @@ class Argument:
     source: Role | Storage | Op | None
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardVariant:
+    """The backward for one set of undefined tangents.
+
+    Attributes:
+        run: takes the arguments in one list, which it empties. Returns the gradients of the
+            program, None for an undefined one.
+        arguments: in order.
+        sizes: names in its code that the backward with all tangents does not have.
+    """
+
+    run: Callable[[list[Any]], tuple[Any, ...]]
+    arguments: tuple[Argument, ...]
+    sizes: tuple[Size, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A planned step as two functions. `[Note: tensors of a planned step]` has the terms.
@@ -52,6 +69,8 @@ class Program:
             of `results`, then those of `saved`.
         backward: takes the arguments of `backward_arguments` in one list, which it empties; returns
             the values of `gradients`.
+        backward_without: writes the backward for a loss that leaves some outputs out, whose indices
+            it takes.
         forward_arguments: of the forward, in order.
         backward_arguments: of the backward, in order.
         results: roles of the forward's first results: outputs and updates.
@@ -71,6 +90,7 @@ class Program:
 
     forward: Callable[[list[Any]], tuple[Any, ...]]
     backward: Callable[[list[Any]], tuple[Any, ...]]
+    backward_without: Callable[[frozenset[int]], BackwardVariant]
     forward_arguments: tuple[Argument, ...]
     backward_arguments: tuple[Argument, ...]
     results: tuple[Role, ...]
@@ -84,3 +104,26 @@ class Program:
     runs_below_autograd: bool
     forward_code: str
     backward_code: str
+
+    def order_of(self, arguments: Sequence[Argument]) -> list[int]:
+        """Positions of a backward's arguments among all that one may take.
+
+        These are the statics of `backward_arguments`, the saved values and states, the sink, and
+        a tangent for each output.
+        """
+        statics = [
+            argument for argument in self.backward_arguments if argument.kind is ArgumentKind.STATIC
+        ]
+        places = {argument: place for place, argument in enumerate((*statics, *self.saved))}
+        sink = len(places)
+        order = []
+        for argument in arguments:
+            match argument.kind:
+                case ArgumentKind.SINK:
+                    order.append(sink)
+                case ArgumentKind.TANGENT:
+                    assert isinstance(argument.source, Role)
+                    order.append(sink + 1 + argument.source.index)
+                case _:
+                    order.append(places[argument])
+        return order

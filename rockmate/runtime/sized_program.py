@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.graph.ir import Op, Storage
-from rockmate.runtime.program import Argument, Program
+from rockmate.runtime.program import Argument, BackwardVariant, Program
 
 
 def specialize(program: Program, numbers: SizedNumbers) -> Program:
@@ -28,8 +29,17 @@ def specialize(program: Program, numbers: SizedNumbers) -> Program:
         program,
         forward=_bound(program.forward, numbers.by_name),
         backward=_bound(program.backward, numbers.by_name),
+        backward_without=partial(_sized_variant, program, numbers),
         layouts={role: numbers.layouts[role] for role in program.layouts},
     )
+
+
+def _sized_variant(
+    program: Program, numbers: SizedNumbers, undefined: frozenset[int]
+) -> BackwardVariant:
+    variant = program.backward_without(undefined)
+    further = {size.name: numbers.values.of(size.expression) for size in variant.sizes}
+    return replace(variant, run=_bound(variant.run, {**numbers.by_name, **further}))
 
 
 def _bound(function: Any, numbers: Mapping[str, int]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -62,7 +62,7 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
         + module._plans.runnables[0].planned.program.backward_code
     )
     with monkeypatch.context() as patch:
-        patch.setattr("rockmate.runtime.emit.call_directly", lambda graph: None)
+        patch.setattr("rockmate.runtime.direct_call.call_directly", lambda graph: None)
         by_op = case.planner.module(budget)
     assert "torch.mm(" in code or "torch.addmm(" in code or "torch.convolution(" in code
     assert code.count("torch.ops.aten") < by_op._plans.runnables[

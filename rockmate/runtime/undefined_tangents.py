@@ -1,0 +1,269 @@
+"""The backward of a step whose loss leaves outputs out.
+
+Autograd gives an output outside the loss an undefined tangent, None. What depends on such tangents
+alone stays undefined: its ops do not run, and its parameters keep their `.grad`. Zeros in place of
+the tangent would not be the same. An optimizer moves a parameter with a zero gradient, and zero
+times infinity is no number.
+
+An op that reads undefined and defined gradients is
+
+- a sum of two gradients: its result is the defined one;
+- the backward of an opaque module: it takes None for an undefined gradient;
+- any other op, such as the concatenation behind a split: it reads zeros, as in autograd.
+
+The variant needs no more memory than the backward with all tangents. A sum's result takes the place
+of an operand. Zeros exist during the one op that reads them, in place of the value that they stand
+for.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.capture.opaque_call import OpaqueBackward
+from rockmate.capture.roles import Role
+from rockmate.capture.size_template import Size, SizeNames, layout_of_node
+from rockmate.graph.ir import Storage
+from rockmate.ops.rng import exchange_random_state
+from rockmate.runtime.direct_call import compiled
+from rockmate.runtime.gradient_sink import (
+    emit_embedding_gradient,
+    emit_gradient,
+    emit_sliced_matmul,
+    fire_hooks,
+    skip_gradient,
+)
+from rockmate.runtime.program import Argument, ArgumentKind, BackwardVariant
+
+_aten = torch.ops.aten
+_SUMS = {_aten.add.Tensor, _aten.add.out}
+# Positions of the name and of `is_final` among the arguments of a call of the sink.
+_SINK_CALLS = {emit_gradient: (2, 3), emit_sliced_matmul: (3, 4), emit_embedding_gradient: (5, 6)}
+# Calls with an effect beside their result.
+_EFFECTS = {*_SINK_CALLS, skip_gradient, fire_hooks, exchange_random_state}
+
+
+class _State(enum.Enum):
+    """What a value of the backward depends on."""
+
+    # No tangent.
+    CONSTANT = enum.auto()
+    # A defined tangent.
+    DEFINED = enum.auto()
+    # Undefined tangents alone.
+    UNDEFINED = enum.auto()
+
+
+class BackwardVariants:
+    """Writes the variants of an emitted backward, each at its first use."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        arguments: Sequence[Argument],
+        sources: Mapping[fx.Node, fx.Node],
+        storage_of: Mapping[fx.Node, Storage],
+    ) -> None:
+        """Copies the graph.
+
+        Args:
+            graph: the backward with all tangents.
+            arguments: its arguments, in order.
+            sources: node of `graph` -> node of the joint graph whose value it holds.
+            storage_of: the storage of each node of the joint graph that is a tensor.
+        """
+        self._graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        self._graph.output(self._graph.graph_copy(graph, copies))
+        self._arguments = tuple(arguments)
+        self._sources = {copies[node]: source for node, source in sources.items()}
+        self._storage_of = storage_of
+        self._variants: dict[frozenset[int], BackwardVariant] = {}
+
+    def without(self, undefined: frozenset[int]) -> BackwardVariant:
+        """The backward without the tangents of some outputs.
+
+        Args:
+            undefined: indices of the outputs.
+        """
+        if undefined not in self._variants:
+            self._variants[undefined] = self._write(undefined)
+        return self._variants[undefined]
+
+    def _write(self, undefined: frozenset[int]) -> BackwardVariant:
+        graph, copies = fx.Graph(), {}
+        graph.output(graph.graph_copy(self._graph, copies))
+        sources = {copies[node]: source for node, source in self._sources.items()}
+        writer = _VariantWriter(graph, sources, self._storage_of)
+        writer.leave_out(self._arguments, undefined)
+        kept = [
+            (node, argument)
+            for node, argument in zip(
+                graph.find_nodes(op="placeholder"), self._arguments, strict=True
+            )
+            if node.users
+        ]
+        for node in graph.find_nodes(op="placeholder"):
+            if not node.users:
+                graph.erase_node(node)
+        return BackwardVariant(
+            compiled(graph).forward, tuple(argument for _, argument in kept), tuple(writer.sizes)
+        )
+
+
+class _VariantWriter:
+    """Changes one copy of a backward into a variant."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        sources: Mapping[fx.Node, fx.Node],
+        storage_of: Mapping[fx.Node, Storage],
+    ) -> None:
+        self.sizes: dict[Size, None] = {}
+        self._graph = graph
+        self._sources = dict(sources)
+        self._storage_of = storage_of
+        self._names = SizeNames("gradient_size")
+        self._position = {node: position for position, node in enumerate(graph.nodes)}
+        self._last_use = self._last_uses()
+
+    def _last_uses(self) -> dict[Storage, int]:
+        """Position of the last node that reads or makes a tensor in each storage."""
+        last: dict[Storage, int] = {}
+        for node, position in self._position.items():
+            for used in (node, *node.all_input_nodes):
+                if used in self._sources:
+                    last[self._storage(used)] = position
+        return last
+
+    def leave_out(self, arguments: Sequence[Argument], undefined: frozenset[int]) -> None:
+        """Removes what depends on the tangents of these outputs alone."""
+        states = dict.fromkeys(self._graph.nodes, _State.CONSTANT)
+        for node, argument in zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True):
+            if argument.kind is ArgumentKind.TANGENT:
+                assert isinstance(argument.source, Role)
+                is_undefined = argument.source.index in undefined
+                states[node] = _State.UNDEFINED if is_undefined else _State.DEFINED
+        for node in list(self._graph.nodes):
+            if node.op == "call_function":
+                states[node] = self._visit(node, states)
+            elif node.op == "output":
+                self._replace_undefined(node, states, lambda _: None)
+        self._remove_dead(states)
+
+    def _visit(self, node: fx.Node, states: dict[fx.Node, _State]) -> _State:
+        """Changes one call; returns the state of its result."""
+        found = {states[operand] for operand in node.all_input_nodes}
+        if _State.UNDEFINED not in found:
+            return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
+        if node.target in _SINK_CALLS:
+            self._skip_gradient(node)
+            return _State.UNDEFINED
+        if _State.DEFINED not in found:
+            return _State.UNDEFINED
+        if isinstance(node.target, OpaqueBackward):
+            self._replace_undefined(node, states, lambda _: None)
+        elif _is_sum(node):
+            self._replace_sum(node, states)
+        else:
+            zeros: dict[fx.Node, fx.Node] = {}
+            self._replace_undefined(
+                node, states, lambda value: zeros.get(value) or self._zeros(value, node, zeros)
+            )
+        return _State.DEFINED
+
+    def _skip_gradient(self, node: fx.Node) -> None:
+        """Tells the sink that a partial gradient is undefined."""
+        name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
+        with self._graph.inserting_before(node):
+            self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
+
+    def _replace_sum(self, node: fx.Node, states: dict[fx.Node, _State]) -> None:
+        """Replaces a sum of two gradients by the defined one."""
+        (operand,) = (
+            operand for operand in node.all_input_nodes if states[operand] is not _State.UNDEFINED
+        )
+        if self._may_take(node, operand):
+            # From here on, readers of the sum read the operand.
+            self._last_use[self._storage(operand)] = self._last_use[self._storage(node)]
+            node.replace_all_uses_with(operand)
+            return
+        with self._graph.inserting_before(node):
+            copy = self._graph.call_function(_copied_like, (operand, *self._layout(node)))
+        copy.meta["val"], self._sources[copy] = node.meta["val"], self._sources[node]
+        states[copy] = _State.DEFINED
+        node.replace_all_uses_with(copy)
+
+    def _may_take(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether the result of a sum can be its operand: same layout, and nobody else reads it."""
+        mine, other, storage = node.meta["val"], operand.meta["val"], self._storage(operand)
+        return (
+            not (storage.is_static or storage.is_tangent or storage.is_result)
+            and self._last_use[storage] <= self._position[node]
+            and (mine.shape, mine.stride()) == (other.shape, other.stride())
+            and mine.dtype == other.dtype
+            and mine.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        )
+
+    def _zeros(self, value: fx.Node, reader: fx.Node, zeros: dict[fx.Node, fx.Node]) -> fx.Node:
+        fake = value.meta["val"]
+        with self._graph.inserting_before(reader):
+            zeros[value] = self._graph.call_function(
+                _zeros, (*self._layout(value), fake.dtype, fake.device)
+            )
+        zeros[value].meta["val"] = fake
+        return zeros[value]
+
+    def _layout(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes, strides = layout_of_node(self._sources.get(node, node), self._names)
+        named = (size for size in (*sizes, *strides) if isinstance(size, Size))
+        self.sizes.update(dict.fromkeys(named))
+        return sizes, strides
+
+    def _storage(self, node: fx.Node) -> Storage:
+        return self._storage_of[self._sources[node]]
+
+    def _replace_undefined(
+        self,
+        node: fx.Node,
+        states: Mapping[fx.Node, _State],
+        replacement: Callable[[fx.Node], fx.Node | None],
+    ) -> None:
+        def replaced(operand: fx.Node) -> Any:
+            is_undefined = states.get(operand) is _State.UNDEFINED
+            return replacement(operand) if is_undefined else operand
+
+        node.args = fx.map_arg(node.args, replaced)
+        node.kwargs = fx.map_arg(node.kwargs, replaced)
+
+    def _remove_dead(self, states: Mapping[fx.Node, _State]) -> None:
+        for node in reversed(list(self._graph.nodes)):
+            is_undefined = states.get(node) is _State.UNDEFINED
+            has_effect = node.target in _EFFECTS and not is_undefined
+            if node.op == "call_function" and not node.users and not has_effect:
+                self._graph.erase_node(node)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a call adds two gradients, as autograd does for a value with several readers."""
+    has_two_operands = len(node.all_input_nodes) == len(node.args) == 2
+    return node.target in _SUMS and has_two_operands and node.kwargs.keys() <= {"out"}
+
+
+def _zeros(
+    sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros in a layout; called from an emitted backward."""
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_()
+
+
+def _copied_like(value: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A copy of a value in another layout; called from an emitted backward."""
+    copied = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return copied.copy_(value)

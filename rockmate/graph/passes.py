@@ -32,6 +32,7 @@ from rockmate.graph.hooked_gradients import (
     hooked_producers,
     sum_hooked_gradients,
 )
+from rockmate.graph.input_copies import copy_inputs_of_the_forward
 from rockmate.graph.ir import Graph
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
@@ -163,6 +164,11 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("remove dead calls", "every returned value and every draw", remove_dead_calls),
     _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
+    Pass(
+        name="copy inputs of the forward",
+        keeps=_SAME_BITS,
+        run=lambda capture, _: copy_inputs_of_the_forward(capture),
+    ),
 )
 
 JOINT_PASSES: tuple[Pass[Capture], ...] = (

@@ -152,7 +152,7 @@ def copy_reduced_losses(graph: fx.Graph) -> None:
     for target in _REDUCED_IN_PLACE:
         for node in _calls(graph, target):
             if node.meta["val"].ndim == 0:
-                _copy_out(node, behind=node)
+                copy_out(node, behind=node)
 
 
 def copy_slices_read_late(graph: fx.Graph) -> None:
@@ -179,7 +179,7 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
             last_reads = [readers[other][-1] for other in slices if other is not part]
             last = max(last_reads, key=order.__getitem__)
             if order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE:
-                _copy_out(part, behind=max(last, part, key=order.__getitem__))
+                copy_out(part, behind=max(last, part, key=order.__getitem__))
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -187,8 +187,13 @@ def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=target))
 
 
-def _copy_out(node: fx.Node, *, behind: fx.Node) -> None:
-    """Gives the readers of a tensor a copy of it, in memory of its own size.
+def has_dense_layout(tensor: torch.Tensor) -> bool:
+    """Whether a copy has the same strides: no two elements share memory, and there are no gaps."""
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def copy_out(node: fx.Node, *, behind: fx.Node) -> fx.Node:
+    """Gives the readers of a tensor a copy of it, in memory of its own size; returns the copy.
 
     Args:
         node: makes the tensor.
@@ -203,6 +208,7 @@ def _copy_out(node: fx.Node, *, behind: fx.Node) -> None:
     for user in users:
         user.replace_input_with(node, copy)
     refresh_views(copy, storage_ids(node))
+    return copy
 
 
 def _replace(node: fx.Node, other: fx.Node) -> None:

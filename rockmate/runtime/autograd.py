@@ -373,7 +373,7 @@ def _take_arguments(
     """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
     runner, program = ctx.runner, ctx.runner.program
     num_statics = len(runner.backward_statics)
-    statics_and_aliases = ctx.saved_tensors
+    statics_and_aliases = _saved_tensors(ctx)
     statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
     saved = list(ctx.saved)
     for place, alias in zip(program.saved_outputs, aliases, strict=True):
@@ -385,6 +385,17 @@ def _take_arguments(
         ctx.saved = None
     sources = [*statics, *saved, sink, *_planned_tangents(ctx, tangents)]
     return [sources[place] for place in backward.order]
+
+
+def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        msg = (
+            "a parameter, buffer, input or output that the backward reads was changed in place "
+            f"after the forward: {error} Change it after the backward, or change a copy."
+        )
+        raise BackwardError(msg) from error
 
 
 def _planned_tangents(

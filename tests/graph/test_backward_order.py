@@ -159,6 +159,8 @@ def test_firing_hooks_leaves_grad_as_it_is() -> None:
         lambda parameter: fired.append(parameter.grad is not None)
     )
     sink = GradientSink({"weight": weight})
+    sink.accumulate("weight", torch.full_like(weight, -0.0), is_final=False)
+    assert not fired
     peak_bytes = measure.allocator_peak(lambda: sink.fire_hooks("weight"))
     assert same_bits(weight.grad, before)
     assert fired == [True]

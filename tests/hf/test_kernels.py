@@ -4,7 +4,6 @@ batch's padding mask."""
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 
 import architectures
@@ -78,11 +77,8 @@ def graph_of(name: str, *, masked: bool) -> Graph:
 def profiled(name: str, *, masked: bool) -> list[FunctionEvent]:
     """What one forward and backward of the model calls in eager."""
     model, inputs = model_of(name), batch(masked=masked)
-    with warnings.catch_warnings():
-        # PyTorch 2.11 warns of the events of further cycles; there is one.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events.*")
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            model(**inputs).loss.backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        model(**inputs).loss.backward()
     return [event for event in profiler.events() or () if event.name.startswith("aten::")]
 
 

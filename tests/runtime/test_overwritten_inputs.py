@@ -1,0 +1,78 @@
+"""Inputs that the script overwrites between the forward and the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import BackwardError, Planner, RockmateModule
+from rockmate._torch.allocator import timeline
+
+
+class Normalizing(nn.Module):
+    """Its first values are as large as the input and cheap, so a tight budget recomputes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.layers(x.expand(8, -1, -1) * 2 - shift).sin()
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, 64, 64, generator=generator), torch.randn(64, generator=generator)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Normalizing()
+
+
+OVERWRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda x: x.div_(255),
+    "data": lambda x: x.data.zero_(),
+    "numpy": lambda x: x.numpy().fill(7),
+    "storage": lambda x: x.set_(torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OVERWRITES))
+def test_a_recomputation_reads_the_values_of_the_forward(kind: str) -> None:
+    planner = Planner(model(), inputs(), machine="cpu-avx2")
+    plan = planner.plan(planner.minimum_peak_bytes)
+    recomputed = {plan.graph.ops[index].node.target for index in plan.schedule.backward}
+    assert torch.ops.aten.mul.Tensor in recomputed, "the test needs a recomputation from an input"
+    ours, eager = model(), model()
+    for module, owner in ((RockmateModule(ours, inputs(), plan=plan), ours), (eager, eager)):
+        given = inputs()
+        loss = module(*given).sum()
+        for tensor in given:
+            OVERWRITES[kind](tensor)
+        loss.backward()
+        assert owner.layers[0].weight.grad is not None
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_copies_are_inside_the_budget() -> None:
+    ours = model()
+    planner = Planner(ours, inputs(), machine="cpu-avx2")
+    module = planner.module(planner.minimum_peak_bytes)
+    given = inputs()
+    module(*given).sum().backward()
+    peak = timeline(lambda: module(*given).sum().backward()).peak_bytes
+    assert peak <= module.plan.budget_bytes
+
+
+def test_an_input_that_eager_saves_is_refused_as_in_eager() -> None:
+    ours, x = nn.Linear(8, 8), torch.randn(4, 8)
+    module = RockmateModule(ours, x, 1.0, machine="cpu-avx2")
+    loss = module(x).sum()
+    x.div_(255)
+    with pytest.raises(BackwardError, match="changed in place after the forward"):
+        loss.backward()

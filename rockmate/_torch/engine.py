@@ -26,6 +26,11 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
 
 
+def backward_id() -> int:
+    """A number of the running backward, -1 outside one. The autograd functions are not told."""
+    return torch._C._current_graph_task_id()
+
+
 def will_execute(node: Any) -> bool:
     """Whether the running backward runs a node; False inside `torch.autograd.grad`.
 

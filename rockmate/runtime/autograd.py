@@ -58,6 +58,8 @@ from rockmate.graph.parameters import Binding
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.runtime.pending_steps import pending_steps_of
+from rockmate.runtime.planned_layout import PlannedLayout
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 
 
@@ -67,6 +69,7 @@ class Runner:
     Attributes:
         program: the forward and backward functions.
         binding: finds the module's tensors by name.
+        pending: the forwards of the model whose backward has not run.
         dispatch: context in which the program's ops run.
         returned_names: parameters whose gradients are returned.
         output_places: for each output, its position in the program's results.
@@ -86,6 +89,7 @@ class Runner:
         """Finds the places of the model's tensors; reads none of them."""
         self.program = program
         self.binding = Binding(model, _tensor_names(program))
+        self.pending = pending_steps_of(model)
         self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
         self.returned_names = [
             role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
@@ -243,6 +247,7 @@ class PlannedStep(torch.autograd.Function):
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
+        runner.pending.add(ctx)
         fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 
@@ -250,7 +255,12 @@ class PlannedStep(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
         _refuse_unsupported_backward(ctx, accumulates=not runner.returned_names)
-        sink = LastHooksSink(ctx.owners) if ctx.visited else GradientSink(ctx.owners)
+        partial, is_last = runner.pending.begin(ctx)
+        sink = (
+            LastHooksSink(ctx.owners)
+            if ctx.visited
+            else GradientSink(ctx.owners, partial, fires_hooks=is_last)
+        )
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
         arguments = _take_arguments(ctx, backward, sink, tangents)
@@ -309,26 +319,6 @@ class _Backward:
         self.order = program.order_of(arguments)
 
 
-class _Layout:
-    """The strides that a graph was captured with, on which its views rely."""
-
-    def __init__(self, planned: torch.Tensor) -> None:
-        self._shape, self._strides = tuple(planned.shape), tuple(planned.stride())
-        # The stride of a dimension of size 1 does not matter.
-        self._dims = [dim for dim, size in enumerate(self._shape) if size > 1]
-
-    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor if it has this layout, else a copy that has."""
-        strides = tensor.stride()
-        if strides == self._strides or all(
-            strides[dim] == self._strides[dim] for dim in self._dims
-        ):
-            return tensor
-        return torch.empty_strided(
-            self._shape, self._strides, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
-
-
 class _Anchor:
     """The leaf that makes a step's outputs require grad, and its accumulation node."""
 
@@ -361,9 +351,11 @@ def _tensor_names(program: Program) -> list[str]:
     return list(dict.fromkeys([*names, *program.accumulated]))
 
 
-def _layouts(program: Program, kind: RoleKind) -> dict[int, _Layout]:
+def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:
     return {
-        role.index: _Layout(fake) for role, fake in program.layouts.items() if role.kind is kind
+        role.index: PlannedLayout(fake)
+        for role, fake in program.layouts.items()
+        if role.kind is kind
     }
 
 

@@ -15,7 +15,7 @@ which a planned step does not run. `nn.DataParallel` is refused: it copies the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import distributed, nn
@@ -60,7 +60,9 @@ def finds_unused_parameters() -> bool:
 class LastHooksSink(GradientSink):
     """Accumulates gradients and fires no hooks: the engine does that when the step is done."""
 
-    fires_hooks = False
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """See `GradientSink`."""
+        super().__init__(parameters, fires_hooks=False)
 
     def remaining_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient that the engine has to accumulate for each parameter.

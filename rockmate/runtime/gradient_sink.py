@@ -11,7 +11,8 @@ parameter has several of them. At any time it has one owner:
    and keeps no reference, so that the first need not wait in memory for the last.
 3. The sink, instead of 2, if the parameter has a tensor hook (`register_hook`). Such a hook must
    see the whole gradient once. The sink owns the sum of the partial gradients (`_hooked`) until the
-   last one has arrived, and then gives it to autograd's engine.
+   last one has arrived, and then gives it to autograd's engine. If one backward runs several
+   planned steps, the last of them does so.
 
 A gradient is *complete* when its last partial gradient has been added. It is *final* when, further,
 no later op of the backward reads the parameter. Hooks may fire from then on. They may change the
@@ -47,6 +48,7 @@ from rockmate._torch import engine
 from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate.graph.ir import SlicedMatmul
 from rockmate.ops.undefined_gradient import is_undefined
+from rockmate.runtime.pending_steps import PartialGradients
 
 # In a process group, nodes are visited as soon as this many parameters wait, ...
 _MAX_WAITING = 8
@@ -105,23 +107,29 @@ class GradientSink:
     """Accumulates partial gradients and fires the parameters' hooks; lives for one backward.
 
     Attributes:
-        fires_hooks: False if the engine fires them when the step is done.
+        fires_hooks: False if the engine fires them when the step is done, or if a later step of the
+            same backward does.
     """
 
-    fires_hooks = True
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        partial: PartialGradients | None = None,
+        *,
+        fires_hooks: bool = True,
+    ) -> None:
         """Takes the dispatcher's state as it is now for the hooks.
 
         Args:
             parameters: name -> leaf that the forward ran with.
+            partial: what earlier steps of the same backward have accumulated.
+            fires_hooks: whether this step is the last of that backward.
         """
+        self.fires_hooks = fires_hooks
         self._leaves = parameters
         self._dispatch_keys = engine.dispatch_keys()
-        # id of a parameter with a tensor hook -> sum of its partial gradients so far.
-        self._hooked: dict[int, torch.Tensor] = {}
-        # Parameters with a partial gradient. The loss does not depend on the others.
-        self._used: set[int] = set()
+        partial = partial or PartialGradients()
+        self._used, self._hooked, self._unfired = partial.used, partial.hooked, partial.unfired
         # Parameters with a final gradient in `.grad`, whose nodes are not yet visited; their bytes.
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
@@ -217,18 +225,28 @@ class GradientSink:
         parameter = self._leaves[name]
         if not parameter.requires_grad or id(parameter) not in self._used:
             return
-        if self.fires_hooks and id(parameter) in self._hooked:
-            self._visit((parameter,), (self._hooked.pop(id(parameter)),))
-        else:
-            self._fire_hooks(parameter)
+        self._fire(parameter)
 
     def close(self) -> None:
         """Has the nodes visited that still wait; to be called after the last gradient."""
+        if self.fires_hooks and self._unfired:
+            for parameter in list(self._unfired.values()):
+                self._fire(parameter)
+        self._visit_waiting()
+
+    def _visit_waiting(self) -> None:
         if self._waiting:
             waiting, self._waiting, self._waiting_bytes = tuple(self._waiting), [], 0
             self._visit(
                 waiting, tuple([empty_gradient(p.shape, p.dtype, p.device) for p in waiting])
             )
+
+    def _fire(self, parameter: torch.Tensor) -> None:
+        if self.fires_hooks and id(parameter) in self._hooked:
+            self._unfired.pop(id(parameter), None)
+            self._visit((parameter,), (self._hooked.pop(id(parameter)),))
+        else:
+            self._fire_hooks(parameter)
 
     def _needs_whole(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
@@ -241,20 +259,24 @@ class GradientSink:
         partial = self._hooked.pop(id(parameter), None)
         whole = gradient if partial is None else partial + gradient
         if is_final and self.fires_hooks:
+            self._unfired.pop(id(parameter), None)
             self._visit((parameter,), (whole,))
         else:
+            self._unfired[id(parameter)] = parameter
             # The emitted backward may reuse the memory of `gradient`.
             self._hooked[id(parameter)] = whole.clone() if partial is None else whole
 
     def _fire_hooks(self, parameter: torch.Tensor) -> None:
         """Has the node of a parameter visited: at once if a hook is seen, else with others."""
         if not self.fires_hooks:
+            self._unfired[id(parameter)] = parameter
             return
+        self._unfired.pop(id(parameter), None)
         self._waiting.append(parameter)
         self._waiting_bytes += parameter.nbytes
         is_full = len(self._waiting) == _MAX_WAITING or self._waiting_bytes > _MAX_WAITING_BYTES
         if is_full or has_accumulation_hooks(parameter):
-            self.close()
+            self._visit_waiting()
 
     def _visit(
         self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]

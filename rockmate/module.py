@@ -286,7 +286,7 @@ class RockmateModule(nn.Module):
         model = copy.deepcopy(self.original, memo)
         module = type(self).__new__(type(self))
         module._wrap(model)
-        module._plans = self._plans.copy_for(model)
+        module._plans = self._plans.copy_for(model, memo)
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

@@ -65,7 +65,7 @@ class RunnableCall:
         self.family = family
         self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
-        self.watch = ModelWatch(model)
+        self.watch = ModelWatch(model, self.planned.attributes)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
         """What has changed in the model since planning, in words; empty if nothing has.
@@ -76,14 +76,14 @@ class RunnableCall:
         if not self.watch.has_changed():
             return ""
         now = ModelSignature.of(model)
-        found = self.planned.state.difference(now)
+        found = self.planned.state.difference(now) or self.planned.attributes.difference()
         hooked = sorted(now.hooked - self.planned.state.hooked)
         if found or not hooked:
             return found
         if replans:
             return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
         self.warn_of_hooks(model)
-        self.watch = ModelWatch(model)
+        self.watch = ModelWatch(model, self.planned.attributes)
         return ""
 
     def warn_of_hooks(self, model: nn.Module) -> None:
@@ -106,9 +106,12 @@ class RunnableCall:
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""
+        attributes = self.planned.attributes
+        attributes.release()
         outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
         for index in self.planned.non_differentiable_outputs:
             outputs[index] = forbid_gradient(outputs[index])
+        attributes.deliver(outputs)
         return self.planned.output_structure.rebuild(outputs)
 
 
@@ -183,11 +186,15 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         return self.runnable_for(call, tensors).run(tensors)
 
-    def copy_for(self, model: nn.Module) -> PlanCache:
+    def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache:
         """A cache for a copy of the model, with the same plan.
 
         With opaque submodules it has no plan: they belong to the model that was captured. The copy
         is planned for at its first training call.
+
+        Args:
+            model: the copy.
+            memo: of the `copy.deepcopy` that made it.
 
         Raises:
             RockmateError: there are opaque submodules, and the plan was given.
@@ -200,7 +207,13 @@ class PlanCache:
         if planned is None:
             return copied
         if not opaque_modules(self._model, opaque_names(planned.plan.options)):
-            copied.adopt(replace(planned, state=ModelSignature.of(model)))
+            copied.adopt(
+                replace(
+                    planned,
+                    state=ModelSignature.of(model),
+                    attributes=planned.attributes.of_copy(memo),
+                )
+            )
         elif self.request is None:
             msg = (
                 "the plan runs untraced submodules of the module that it was loaded for, so a copy "

@@ -126,6 +126,7 @@ class CapturedStep:
             state=self.state,
             output_structure=self.capture.output_structure,
             non_differentiable_outputs=self.capture.non_differentiable_outputs,
+            attributes=self.capture.attributes,
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:

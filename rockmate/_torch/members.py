@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+# Lists in which a recurrent layer has its parameters a second time; it renews them by itself.
+RECURRENT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 # Fast readers for `ModelWatch`, which runs with each training call. The argument is `vars(module)`.
 member_tables_of = itemgetter("_modules", "_parameters", "_buffers")
@@ -66,3 +68,8 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has wrapped the model. `OptimizedModule` is private, too."""
     return hasattr(model, "_orig_mod")
+
+
+def is_member(module: nn.Module, name: str) -> bool:
+    """Whether a parameter, buffer or submodule of the module has this name."""
+    return name in module._parameters or name in module._buffers or name in module._modules

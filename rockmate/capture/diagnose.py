@@ -34,7 +34,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose "
             f"shape depends on values{where}, in forward or backward ({text}). Such shapes have no "
             "single schedule; replace it by a tensor operation of fixed shape (`torch.where` for "
-            f"`x[mask]` and `x[mask] = y`), or{_leave(model, path)}."
+            f"`x[mask]` and `x[mask] = y`), or{advice_to_leave(model, path)}."
         )
         return UnsupportedModelError(msg)
     if any(_reads_values(cause) for cause in causes):
@@ -42,7 +42,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "
             f"of a tensor{where}. Control flow or shapes that depend on data have no single "
             "schedule; replace it by a tensor operation, "
-            f"or{_leave(model, path)}. ({text})"
+            f"or{advice_to_leave(model, path)}. ({text})"
         )
         return UnsupportedModelError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
@@ -60,7 +60,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
 
 
-def _leave(model: nn.Module, path: str) -> str:
+def advice_to_leave(model: nn.Module, path: str) -> str:
     """The advice for a submodule that cannot be captured, and for others of its class."""
     if not path:
         return " keep that part outside"

@@ -80,6 +80,11 @@ def training_only_features_off(model: nn.Module) -> Iterator[None]:
                     setattr(config, name, value)
 
 
+def is_switched_off(owner: Any, name: str) -> bool:
+    """Whether an attribute is a switch that is off in every captured forward."""
+    return name == ("gradient_checkpointing" if isinstance(owner, nn.Module) else "use_cache")
+
+
 def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
     """The submodules in which Hugging Face's gradient checkpointing is switched on."""
     return [

@@ -18,29 +18,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
-from rockmate._torch.storage import storage_id
+from rockmate.capture.attribute_access import attributes_kept
+from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.loss import loss_of
+from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.roles import Capture, Role, RoleKind
-from rockmate.capture.structure import Structure, flatten
+from rockmate.capture.structure import Structure
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
-    attributes_kept,
     eager_kernels,
     random_state_kept,
     tensors_kept,
 )
+from rockmate.capture.traced_forward import TracedForward
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -75,9 +77,31 @@ def capture_joint(
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    forward = _TensorsIn(model, structure, differentiable=differentiable, outputs=outputs)
-    args, kwargs = structure.rebuild(tensors)
-    calls = record_calls(model, tensors, structure, untraced)
+    with attributes_kept(model):
+        calls = record_calls(model, tensors, structure, untraced)
+
+    def trace() -> tuple[fx.GraphModule, TracedForward]:
+        forward = TracedForward(model, structure, differentiable=differentiable, outputs=outputs)
+        return _traced(model, forward, tensors, calls), forward
+
+    joint, forward = trace()
+    if forward.notice:
+        logger.warning(
+            '%s; pass differentiable="all" if they are part of your loss', forward.notice
+        )
+    return replace(
+        _with_roles(joint, forward), attributes=forward_attributes(model, joint, forward, trace)
+    )
+
+
+def _traced(
+    model: nn.Module,
+    forward: TracedForward,
+    tensors: list[torch.Tensor],
+    calls: Mapping[str, OpaqueCall],
+) -> fx.GraphModule:
+    """The joint graph of `forward`, which runs `model`; errors as for `capture_joint`."""
+    args, kwargs = forward.structure.rebuild(tensors)
     with contextlib.ExitStack() as stack:
         stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
@@ -87,121 +111,21 @@ def capture_joint(
         stack.enter_context(eager_kernels())
         stack.enter_context(training_only_features_off(model))
         stack.enter_context(random_state_kept(tensors))
-        stack.enter_context(attributes_kept(model))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         try:
-            captured = joint_graph(stack, forward, tensors)
+            joint = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
             raise explain_failure(error, model, modules.innermost) from error
-        install(captured.graph, calls)
-    if forward.notice:
-        logger.warning(
-            '%s; pass differentiable="all" if they are part of your loss', forward.notice
-        )
-    modules.name_backward(captured.graph)
-    return _with_roles(captured, forward)
+        install(joint.graph, calls)
+    modules.name_backward(joint.graph)
+    return joint
 
 
-class _TensorsIn(nn.Module):
-    """The model as a function from tensors to a flat tuple of tensors.
-
-    The tracer's descriptors number the tensors of these two tuples.
-    """
-
-    def __init__(
-        self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self._structure = structure
-        self._differentiable = differentiable
-        self._outputs = outputs
-        self.output_structure: Structure | None = None
-        self.differentiable_outputs: tuple[int, ...] = ()
-        self.non_differentiable_outputs: tuple[int, ...] = ()
-        self.notice = ""
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self._structure.rebuild(list(tensors))
-        buffers = _buffers_by_place(self.model)
-        output = self.model(*args, **kwargs)
-        _refuse_reassigned(buffers, _buffers_by_place(self.model))
-        flat, structure = flatten(output, what="the model's output")
-        loss_tensor = loss_of(output, has_labels=kwargs.get("labels") is not None)
-        loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
-        if self._outputs == "loss":
-            if loss is None:
-                msg = (
-                    'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
-                    '`outputs` at "all".'
-                )
-                raise InvalidSampleError(msg)
-            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
-        if self._differentiable == "loss" and loss is not None:
-            self.non_differentiable_outputs = tuple(
-                index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
-            )
-            scalars = sum(flat[index].numel() == 1 for index in self.non_differentiable_outputs)
-            self.notice = (
-                f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
-                if scalars
-                else ""
-            )
-            flat = [
-                tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)
-            ]
-        self.output_structure = structure
-        self.differentiable_outputs = tuple(
-            index for index, tensor in enumerate(flat) if tensor.requires_grad
-        )
-        if not self.differentiable_outputs:
-            msg = (
-                "no output of the model requires a gradient, so there is nothing to train. "
-                "Unfreeze "
-                "a parameter, pass labels, or call the plain model."
-            )
-            raise InvalidSampleError(msg)
-        return tuple(_unshared(flat))
-
-
-def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers(remove_duplicate=False))
-
-
-def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """Raises if the forward has assigned another tensor to a buffer, which no graph can repeat."""
-    changed = sorted(
-        name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
-    )
-    if changed:
-        msg = (
-            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a "
-            "captured "
-            "graph cannot repeat. Change it in place instead (`buffer.copy_(...)`, "
-            "`buffer.add_(...)`)."
-        )
-        raise UnsupportedModelError(msg)
-
-
-def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies differentiable outputs that share memory with an earlier one.
-
-    Each output then has a gradient of its own.
-    """
-    seen: set[int] = set()
-    result = []
-    for tensor in flat:
-        key = storage_id(tensor)
-        result.append(tensor.clone() if tensor.requires_grad and key in seen else tensor)
-        seen.add(key)
-    return result
-
-
-def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
+def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
     made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
@@ -220,6 +144,12 @@ def _with_roles(joint: fx.GraphModule, forward: _TensorsIn) -> Capture:
     output_roles = tuple(
         _output_role(descriptor) if isinstance(node, fx.Node) else None
         for node, descriptor in zip(values, returned.meta["desc"], strict=True)
+    )
+    output_roles = tuple(
+        None
+        if role and role.kind is RoleKind.OUTPUT and role.index in forward.carried_outputs
+        else role
+        for role in output_roles
     )
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
     if tangents != set(forward.differentiable_outputs):

@@ -19,6 +19,7 @@ from rockmate._torch.members import (
     other_hook_keys,
     tensor_hooks_of,
 )
+from rockmate.capture.forward_attributes import AttributeWatch, ForwardAttributes
 from rockmate.capture.signature import TensorSignature
 
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -45,16 +46,14 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
 class ModelSignature:
     """State of the module that the graph depends on.
 
-    Submodules and their hooks, floating point attributes (a dropout's `p`, an `eps`), parameters
-    and buffers and which names share one, who is in training mode, autocast. Other attributes are
-    fixed when the graph is captured, and not watched. Which parameters have a tensor hook
-    (`hooked`) is no difference, since it changes no number.
+    Submodules and their hooks, parameters and buffers and which names share one, who is in training
+    mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters have a
+    tensor hook (`hooked`) is no difference, since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
     tensors: tuple[tuple[str, TensorSignature], ...]
     training: tuple[bool, ...]
-    numbers: tuple[dict[str, float], ...]
     hooks: tuple[tuple[int, ...], ...]
     autocast: tuple[torch.dtype | None, torch.dtype | None]
     sharing: tuple[int, ...] = ()
@@ -71,10 +70,6 @@ class ModelSignature:
             tuple(model.modules()),
             tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
             tuple(module.training for module in model.modules()),
-            tuple(
-                {name: value for name, value in vars(module).items() if type(value) is float}
-                for module in model.modules()
-            ),
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
@@ -97,17 +92,6 @@ class ModelSignature:
             return "names that stood for one tied tensor stand for several, or the other way"
         if self.training != now.training:
             return "a submodule has changed between train and eval mode"
-        for module, before, after in zip(self.modules, self.numbers, now.numbers, strict=True):
-            changed = [
-                name
-                for name in before
-                if after.get(name) != before[name] and before[name] == before[name]
-            ]
-            if changed:
-                return (
-                    f"{changed[0]} of a {type(module).__name__} was {before[changed[0]]} and is "
-                    f"{after.get(changed[0])}"
-                )
         if self.hooks != now.hooks:
             return "a hook of a submodule has been added or removed"
         if self.autocast != now.autocast:
@@ -124,16 +108,11 @@ class ModelWatch:
     It runs with every call, so loops over tensors and modules are those of C functions.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Takes the present state of `model`."""
+    def __init__(self, model: nn.Module, attributes: ForwardAttributes) -> None:
+        """Takes the present state of `model`, and of what its forward reads."""
+        self._read = AttributeWatch(attributes)
         self._watched = tuple(model.modules())
         self._attributes = [vars(module) for module in self._watched]
-        self._numbers = [
-            (attributes, name, value)
-            for attributes in self._attributes
-            for name, value in attributes.items()
-            if type(value) is float and value == value
-        ]
         members = self._members()
         self._identities = list(map(id, members))
         self._tensor_places = [
@@ -146,7 +125,7 @@ class ModelWatch:
         members = self._members()
         if list(map(id, members)) != self._identities or self._state_of(members) != self._seen:
             return True
-        return any(attributes.get(name) != value for attributes, name, value in self._numbers)
+        return self._read.has_changed()
 
     def _members(self) -> list[Any]:
         """Submodules, parameters and buffers of each module, each after its mapping."""

@@ -17,6 +17,8 @@ from torch.func import functional_call
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
+from rockmate.capture.attribute_access import Place, attributes_kept
+from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.opaque_graph import (
     HeldMemory,
     Layout,
@@ -55,6 +57,7 @@ class OpaqueCall:
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
         changes_buffers: whether a run changes one of its buffers, so that it must not run again.
+        changes_attributes: whether a run changes one of its attributes; the same holds.
         autocast: dtype for each kind of device on which autocast is on in the call.
     """
 
@@ -73,6 +76,7 @@ class OpaqueCall:
     saved_outputs: tuple[int, ...] = ()
     draws: bool = False
     changes_buffers: bool = False
+    changes_attributes: bool = False
 
     @property
     def num_arguments(self) -> int:
@@ -86,14 +90,28 @@ class OpaqueCall:
         """
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
-        with self.random_state_kept() as draws:
+        with self.random_state_kept() as draws, attributes_kept(self.module) as attributes:
             self._observe_saved(buffers)
             self.draws = draws()
+            changes = attributes.changes()
+        self._refuse_assigned_gradients(changes)
+        self.changes_attributes = bool(changes)
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
         with self.random_state_kept():
             self.saved_bytes = self._measured_bytes(self.copied_buffers())
+
+    def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
+        """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""
+        for place, value in changes:
+            if any(isinstance(found, Tensor) and found.grad_fn for found in traced_in(value)):
+                msg = (
+                    f"the untraced submodule {self.name} assigns a tensor that requires a gradient "
+                    f"to {place}, and that gradient would not reach its parameters. Assign "
+                    "`tensor.detach()`, or return the tensor."
+                )
+                raise UnsupportedModelError(msg)
 
     def _observe_saved(self, buffers: Mapping[str, Tensor]) -> None:
         """Finds which inputs the graph can borrow, and which outputs it holds."""
@@ -126,7 +144,7 @@ class OpaqueCall:
         forward = OpaqueForward(self)
 
         def run() -> list[Tensor]:
-            return forward.with_buffers(self.copied_inputs(), buffers)
+            return forward.without_effects(self.copied_inputs(), buffers)
 
         left_bytes, values = net_allocated(run, self.outputs[0].device)
         return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
@@ -288,7 +306,7 @@ class OpaqueForward:
     @property
     def runs_once(self) -> bool:
         """Whether it must not be recomputed."""
-        return self.call.changes_buffers
+        return self.call.changes_buffers or self.call.changes_attributes
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the submodule."""
@@ -308,7 +326,15 @@ class OpaqueForward:
 
         The same on the sample's inputs instead of made-up ones, with copies of the buffers.
         """
-        return self.with_buffers, (self.call.copied_inputs(), self.call.copied_buffers())
+        run = self.without_effects if self.call.changes_attributes else self.with_buffers
+        return run, (self.call.copied_inputs(), self.call.copied_buffers())
+
+    def without_effects(
+        self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        """Runs the submodule with these buffers and leaves its attributes as they were."""
+        with attributes_kept(self.call.module):
+            return self.with_buffers(tensors, buffers)
 
 
 class OpaqueBackward:

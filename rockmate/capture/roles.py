@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.graphs import module_without_code
+from rockmate.capture.forward_attributes import NO_ATTRIBUTES, ForwardAttributes
 from rockmate.capture.structure import Structure
 
 
@@ -60,6 +61,7 @@ class Capture:
         output_structure: rebuilds the model's output from its tensors, in the order of
             `Role.index`.
         non_differentiable_outputs: indices of the outputs with a gradient in eager and none here.
+        attributes: what the forward reads and leaves behind in attributes.
     """
 
     joint: fx.GraphModule
@@ -68,6 +70,7 @@ class Capture:
     constants: Mapping[str, torch.Tensor]
     output_structure: Structure
     non_differentiable_outputs: tuple[int, ...]
+    attributes: ForwardAttributes = NO_ATTRIBUTES
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:

@@ -85,6 +85,14 @@ def flatten(value: Any, *, what: str) -> tuple[list[torch.Tensor], Structure]:
     return tensors, _flatten_into(value, tensors, what)
 
 
+def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> Structure:
+    """The structure of one more object; its tensors are added to those of others.
+
+    Args and errors are those of `flatten`.
+    """
+    return _flatten_into(value, tensors, what)
+
+
 def _flatten_into(value: Any, tensors: list[torch.Tensor], what: str) -> Structure:
     leaves, spec = pytree.tree_flatten(value)
     return Structure(spec, tuple(_open(leaf, tensors, what) for leaf in leaves))

@@ -1,4 +1,4 @@
-"""State that a capture protects: random numbers, attributes, parameters, and kernels kept whole.
+"""State that a capture protects: random numbers, parameters, and kernels kept whole.
 
 A trace runs the model's forward, several times, on fake tensors. Each context here sets one thing
 for its duration or restores one thing afterwards. The compile flags are process-wide, so one
@@ -8,7 +8,6 @@ capture runs at a time (`CAPTURE_LOCK`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import threading
 from collections.abc import Iterator
@@ -21,10 +20,6 @@ from rockmate._torch.aot import without_decompositions
 from rockmate._torch.members import tensor_tables
 from rockmate.errors import UnsupportedModelError
 
-logger = logging.getLogger(__name__)
-
-# Types of attributes that are restored after a capture.
-_PLAIN = (bool, int, float, str)
 # Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
 _KERNELS = (
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
@@ -73,30 +68,6 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
         raise UnsupportedModelError(msg) from failure
     if failure is not None:
         raise failure
-
-
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restores plain attributes that the forward changes, as counters.
-
-    Planned steps change none.
-    """
-    before = [
-        (module, {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            for name, value in attributes.items():
-                if vars(module).get(name) != value:
-                    logger.warning(
-                        "the forward changes %s.%s, which planned steps do not",
-                        type(module).__name__,
-                        name,
-                    )
-                    setattr(module, name, value)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.structure import Structure
@@ -25,6 +26,7 @@ class PlannedCall:
         output_structure: rebuilds the model's output from its tensors.
         non_differentiable_outputs: indices of outputs with a gradient in eager and none in the
             plan; see `rockmate.runtime.non_differentiable`.
+        attributes: what the forward reads and leaves behind in attributes.
     """
 
     plan_of: Callable[[], Plan]
@@ -33,6 +35,7 @@ class PlannedCall:
     state: ModelSignature
     output_structure: Structure
     non_differentiable_outputs: tuple[int, ...]
+    attributes: ForwardAttributes
 
     @cached_property
     def plan(self) -> Plan:

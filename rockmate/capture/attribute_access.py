@@ -1,0 +1,311 @@
+"""Records which attributes a forward reads and assigns, and puts all of them back.
+
+A trace runs the model's Python once for each pass. A plan does not run it at all. So it has to be
+known which attributes the result depends on, and which ones the forward leaves behind.
+
+Attributes are those of the model's modules, and of the objects that the forward reaches through
+them: a config, a dataclass, an item of a list. Parameters, buffers, submodules and hooks are left
+to the signature of the model. `nn.Module` and the classes of those objects get an
+`__getattribute__` and a `__setattr__` that record, for the duration of one run. Python has no other
+way to see a read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
+from rockmate.capture.attribute_values import (
+    ABSENT,
+    is_container,
+    items_of,
+    refill,
+    snapshot,
+)
+
+# What every module has: its tables of members and hooks, and its mode.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Says in a Hugging Face model that it has its hooks; those stay, so this stays.
+_HOOKS_INSTALLED = "_output_capturing_hooks_installed"
+_UNRECORDED = _OF_EVERY_MODULE | RECURRENT_WEIGHTS | {_HOOKS_INSTALLED}
+_HOOKS = ("__getattribute__", "__setattr__", "__delattr__")
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of `__flags__`; there are no public names for them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """An attribute of an object.
+
+    Attributes:
+        owner: the object.
+        name: of the attribute.
+    """
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What is the same for the same attribute."""
+        return id(self.owner), self.name
+
+    def __str__(self) -> str:
+        return f"{self.name} of a {type(self.owner).__name__}"
+
+    def value(self) -> Any:
+        """What stands there now; `ABSENT` if nothing does."""
+        if isinstance(self.owner, nn.Module):  # whose `__getattr__` takes long to fail
+            found = vars(self.owner).get(self.name, ABSENT)
+            return getattr(type(self.owner), self.name, ABSENT) if found is ABSENT else found
+        return getattr(self.owner, self.name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Has `value` stand there."""
+        if value is ABSENT:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = value
+
+    def of_copy(self, memo: dict[int, Any]) -> Place:
+        """The place in a copy of the owner, which `copy.deepcopy` has made."""
+        return Place(memo.get(id(self.owner), self.owner), self.name)
+
+
+@dataclass(slots=True)
+class Accesses:
+    """What one run of the forward has read and assigned.
+
+    Attributes:
+        reads: attributes that were read before they were assigned, if ever.
+        assigned: attributes that were assigned before they were read, if ever.
+        owners: the objects whose attributes are recorded, by address.
+    """
+
+    reads: dict[tuple[int, str], Place] = field(default_factory=dict)
+    assigned: dict[tuple[int, str], Place] = field(default_factory=dict)
+    owners: dict[int, Any] = field(default_factory=dict)
+
+    def note(self, owner: Any, name: str, *, is_read: bool) -> bool:
+        """Adds an access of an attribute, unless it was assigned; whether it was not."""
+        place = Place(owner, name)
+        if place.key in self.assigned:
+            return False
+        if is_read or place.key not in self.reads:
+            (self.reads if is_read else self.assigned)[place.key] = place
+        return True
+
+
+class _Saved:
+    """The attributes of an object and the content of their containers, at one time."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.attributes = _attributes_of(owner)
+        self.snapshots = {name: snapshot(value) for name, value in self.attributes.items()}
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for value in self.attributes.values():
+            self._save(value)
+
+    def _save(self, value: Any) -> None:
+        if id(value) in self._contents:
+            return
+        if is_container(value):
+            self._contents[id(value)] = value, copy.copy(value)
+        for item in items_of(value):
+            self._save(item)
+
+    def changes(self) -> dict[str, Any]:
+        """The attributes that differ now, with their values; a new one's is `ABSENT` here."""
+        now = _attributes_of(self.owner)
+        return {
+            name: now.get(name, ABSENT)
+            for name in self.attributes.keys() | now.keys()
+            if name not in now or snapshot(now[name]) != self.snapshots.get(name)
+        }
+
+    def restore(self) -> None:
+        """Puts attributes and contents back."""
+        for container, content in self._contents.values():
+            refill(container, content)
+        present = vars(self.owner)
+        for name in _attributes_of(self.owner).keys() - self.attributes.keys():
+            del present[name]
+        present.update(self.attributes)
+
+
+class AttributeState:
+    """The attributes of a model before its forward runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Takes the present state of `model`."""
+        self._saved = {id(module): _Saved(module) for module in model.modules()}
+
+    def save(self, owner: Any) -> None:
+        """Adds an object that the forward has reached."""
+        if id(owner) not in self._saved and hasattr(owner, "__dict__"):
+            self._saved[id(owner)] = _Saved(owner)
+
+    def changes(self) -> list[tuple[Place, Any]]:
+        """The attributes that differ now, with their values."""
+        return [
+            (Place(saved.owner, name), value)
+            for saved in self._saved.values()
+            for name, value in saved.changes().items()
+        ]
+
+    def restore(self) -> None:
+        """Puts all attributes back."""
+        for saved in self._saved.values():
+            saved.restore()
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[AttributeState]:
+    """Restores the attributes of the model's modules; yields how they were."""
+    before = AttributeState(model)
+    try:
+        yield before
+    finally:
+        before.restore()
+
+
+@contextlib.contextmanager
+def accesses_recorded(model: nn.Module, state: AttributeState) -> Iterator[Accesses]:
+    """Records what the forward of `model` reads and assigns in this thread.
+
+    Args:
+        model: the model.
+        state: gets the objects that the forward reaches, before it can change them.
+    """
+    accesses = Accesses(owners={id(module): module for module in model.modules()})
+    recorder = _Recorder(accesses, state)
+    try:
+        recorder.record(nn.Module)
+        yield accesses
+    finally:
+        recorder.stop()
+
+
+class _Recorder:
+    """The methods that record, in the classes that have them."""
+
+    def __init__(self, accesses: Accesses, state: AttributeState) -> None:
+        self._accesses, self._state = accesses, state
+        self._own: dict[type, dict[str, Any]] = {}
+        self._thread = threading.get_ident()
+        self._is_resting = False
+
+    def record(self, cls: type) -> None:
+        """Has accesses to instances of a class recorded."""
+        if cls in self._own:
+            return
+        self._own[cls] = {name: vars(cls)[name] for name in _HOOKS if name in vars(cls)}
+        read, assign, delete = (getattr(cls, name) for name in _HOOKS)
+
+        def get_attribute(owner: Any, name: str) -> Any:
+            try:
+                value = read(owner, name)
+            except AttributeError:
+                self._note_read(owner, name, ABSENT)
+                raise
+            self._note_read(owner, name, value)
+            return value
+
+        def set_attribute(owner: Any, name: str, value: Any) -> None:
+            self._note_assigned(owner, name)
+            assign(owner, name, value)
+
+        def delete_attribute(owner: Any, name: str) -> None:
+            self._note_assigned(owner, name)
+            delete(owner, name)
+
+        for name, hook in zip(
+            _HOOKS, (get_attribute, set_attribute, delete_attribute), strict=True
+        ):
+            type.__setattr__(cls, name, hook)
+
+    def stop(self) -> None:
+        """Puts the methods of the classes back."""
+        for cls, own in self._own.items():
+            for name in _HOOKS:
+                if name in own:
+                    type.__setattr__(cls, name, own[name])
+                else:
+                    type.__delattr__(cls, name)
+
+    def _note_read(self, owner: Any, name: str, value: Any) -> None:
+        if self._is_unrecorded(owner, name):
+            return
+        self._is_resting = True  # what is looked up here is no read of the forward
+        try:
+            if not _is_of_class(owner, name) and self._accesses.note(owner, name, is_read=True):
+                self._reach(value)
+        finally:
+            self._is_resting = False
+
+    def _note_assigned(self, owner: Any, name: str) -> None:
+        if not self._is_unrecorded(owner, name):
+            self._accesses.note(owner, name, is_read=False)
+
+    def _is_unrecorded(self, owner: Any, name: str) -> bool:
+        return (
+            self._is_resting
+            or name.startswith("__")
+            or id(owner) not in self._accesses.owners
+            or threading.get_ident() != self._thread
+            or (isinstance(owner, nn.Module) and name in _UNRECORDED)
+        )
+
+    def _reach(self, value: Any) -> None:
+        """Has the attributes of an object recorded that the forward has read, and of its items."""
+        if id(value) in self._accesses.owners:
+            return
+        if is_container(value) or isinstance(value, tuple):
+            for item in items_of(value):
+                self._reach(item)
+        elif isinstance(value, nn.Module) or _can_record(type(value)):
+            self._accesses.owners[id(value)] = value
+            self._state.save(value)
+            if not isinstance(value, nn.Module):
+                self.record(type(value))
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    """The attributes of an object, less those that every module has."""
+    if not isinstance(owner, nn.Module):
+        return dict(vars(owner))
+    return {name: value for name, value in vars(owner).items() if name not in _UNRECORDED}
+
+
+def _is_of_class(owner: Any, name: str) -> bool:
+    """Whether a name stands for a member of a module, or a method or property of a class.
+
+    What a property reads is recorded by itself.
+    """
+    if isinstance(owner, nn.Module) and is_member(owner, name):
+        return True
+    if name in getattr(owner, "__dict__", ()):
+        return False
+    found = inspect.getattr_static(type(owner), name, ABSENT)
+    return hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
+
+
+def _can_record(cls: type) -> bool:
+    """Whether the methods of a class can be replaced, and its instances have attributes.
+
+    Numbers and strings are values, and nothing depends on a logger.
+    """
+    if issubclass(cls, type | torch.Tensor | types.ModuleType | logging.Logger | int | float | str):
+        return False
+    return bool(cls.__flags__ & _HEAP_TYPE) and not cls.__flags__ & _IMMUTABLE_TYPE

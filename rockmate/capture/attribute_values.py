@@ -1,0 +1,143 @@
+"""Values of attributes as data that can be compared later, whatever happens to the objects."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+_PLAIN = frozenset({type(None), bool, int, complex, str, bytes})
+
+
+class Absent:
+    """Stands for an attribute that an object does not have."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = Absent()
+
+
+class _Same:
+    """An object that is compared by identity; it stays alive, so that its address is its own."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """A copy of `value` for comparison: plain values with their types, containers item by item.
+
+    Any other object stands for itself. What the forward reads of such an object is watched by the
+    names of its attributes.
+
+    Args:
+        value: what is copied.
+        within: addresses of the containers around it, since a container may contain itself.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()  # NaN differs from itself, and 0.0 equals -0.0
+    if id(value) in within:
+        return kind, len(within)
+    inner = (*within, id(value))
+    if isinstance(value, list | tuple | deque):
+        return kind, [snapshot(item, inner) for item in value]
+    if isinstance(value, dict):
+        return kind, [(key, snapshot(item, inner)) for key, item in value.items()]
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(value)
+    if isinstance(value, types.SimpleNamespace):
+        return kind, snapshot(vars(value), inner)
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.shape, value.tobytes()
+    return _Same(value)
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether the snapshot of one and the same object can change."""
+    if isinstance(value, tuple):
+        return any(map(is_mutable, value))
+    return is_container(value)
+
+
+def is_container(value: Any) -> bool:
+    """Whether an object can be changed and has its content in its snapshot."""
+    return isinstance(value, list | dict | set | deque | types.SimpleNamespace | np.ndarray)
+
+
+def items_of(value: Any) -> list[Any]:
+    """What a container or tuple holds; empty for any other object."""
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value).values())
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | set | frozenset | deque) else []
+
+
+def refill(container: Any, content: Any) -> None:
+    """Gives a container the content of another one of its class, in place."""
+    if snapshot(container) == snapshot(content):
+        return
+    if isinstance(container, types.SimpleNamespace):
+        vars(container).clear()
+        vars(container).update(vars(content))
+    elif isinstance(container, list):
+        container[:] = content
+    elif isinstance(container, np.ndarray):
+        container[...] = content
+    else:
+        container.clear()
+        container.extend(content) if isinstance(container, deque) else container.update(content)
+
+
+def copied(value: Any) -> Any:
+    """A copy of a container and of those in it; other objects are the same."""
+    if isinstance(value, dict):
+        copies = copy.copy(value)
+        for key, item in value.items():
+            copies[key] = copied(item)
+        return copies
+    if isinstance(value, tuple):
+        items = map(copied, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list | deque):
+        copies = copy.copy(value)
+        for place, item in enumerate(value):
+            copies[place] = copied(item)
+        return copies
+    if isinstance(value, types.SimpleNamespace):
+        return types.SimpleNamespace(**copied(vars(value)))
+    return copy.copy(value) if is_container(value) else value
+
+
+def traced_in(value: Any) -> list[Any]:
+    """The tensors and symbolic numbers in a value, its containers, and attributes of objects."""
+    if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return [value]
+    if isinstance(value, type | torch.nn.Module | types.FunctionType | types.ModuleType):
+        return []
+    items = items_of(value) or list(getattr(value, "__dict__", {}).values())
+    return [found for item in items for found in traced_in(item)]
+
+
+def text_of(taken: Any) -> str:
+    """A snapshot of a plain value in words; a note for any other."""
+    kind = taken[0] if isinstance(taken, tuple) else None
+    if kind is float:
+        return repr(float.fromhex(taken[1]))
+    return repr(taken[1]) if kind in _PLAIN else "another value"

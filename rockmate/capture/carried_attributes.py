@@ -1,0 +1,167 @@
+"""Attributes that a forward reads and changes: what later calls run, or why there is no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rockmate.capture.attribute_access import Place
+from rockmate.capture.attribute_values import ABSENT, snapshot
+from rockmate.capture.counted import counted, number_added
+from rockmate.capture.diagnose import advice_to_leave
+from rockmate.capture.forward_attributes import ForwardAttributes
+from rockmate.capture.huggingface import is_switched_off
+from rockmate.capture.traced_forward import TracedForward
+from rockmate.errors import UnsupportedModelError
+
+_Trace = Callable[[], tuple[fx.GraphModule, TracedForward]]
+
+
+def forward_attributes(
+    model: nn.Module,
+    joint: fx.GraphModule,
+    forward: TracedForward,
+    trace: _Trace,
+) -> ForwardAttributes:
+    """What the traced forward has to do with attributes.
+
+    A forward that changes an attribute which it reads may do so in its first call alone, as one
+    that notes a warning or chooses a kernel. So it is traced once more as the next call would run
+    it. An attribute that changes again is a counter, or there is no plan.
+
+    Args:
+        model: the model.
+        joint: its joint graph.
+        forward: the forward that the graph was traced from.
+        trace: traces the model from the present values of attributes.
+
+    Raises:
+        UnsupportedModelError: a tensor depends on a value that changes from call to call.
+    """
+    _refuse_carried_tensors(model, joint, forward)
+    of_tensors = {place.key for place in forward.carried_outputs.values()}
+    carried = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
+    counts, is_same = _counts(model, joint, carried, trace) if carried else ([], True)
+    unwatched = of_tensors | {place.key for place, _ in counts}
+    settled = {place.key: (place, value) for place, value in carried if place.key not in unwatched}
+    read = [
+        place
+        for key, place in forward.left.accesses.reads.items()
+        if key not in unwatched and not is_switched_off(place.owner, place.name)
+    ]
+    accepted: dict[Any, tuple[Any, ...]] = {place.key: (snapshot(place.value()),) for place in read}
+    for key in accepted.keys() & settled.keys() if is_same else ():
+        accepted[key] += (snapshot(settled[key][1]),)
+    assert forward.assigned_structure is not None
+    return ForwardAttributes(
+        read=tuple(read),
+        accepted=tuple(accepted[place.key] for place in read),
+        assigned=tuple(forward.assigned),
+        values=forward.assigned_structure,
+        fixed=(*forward.fixed, *settled.values()),
+        counted=tuple(counts),
+    )
+
+
+def _traced_from(pairs: Sequence[tuple[Place, Any]], trace: _Trace) -> tuple[Any, TracedForward]:
+    """A trace from other values of attributes, numbers among them as counters."""
+    before = [(place, vars(place.owner).get(place.name, ABSENT)) for place, _ in pairs]
+    try:
+        for place, value in pairs:
+            place.put(counted(value))
+        return trace()
+    finally:
+        for place, value in before:
+            place.put(value)
+
+
+def _counts(
+    model: nn.Module, joint: fx.GraphModule, carried: Sequence[tuple[Place, Any]], trace: _Trace
+) -> tuple[list[tuple[Place, int | float]], bool]:
+    """The counters among changed attributes, with what each call adds; and if the graph stays.
+
+    Args:
+        model: the model.
+        joint: its joint graph in the first call.
+        carried: the attributes, with the values that the first call leaves.
+        trace: see `forward_attributes`.
+    """
+    later_joint, later = _traced_from(carried, trace)
+    is_same = _are_equal(joint, later_joint)
+    if later.left.carried and not is_same:
+        deciding = [
+            pair for pair in carried if not _are_equal(joint, _traced_from([pair], trace)[0])
+        ]
+        raise _carried_error(model, *(deciding or carried)[0])
+    counts = []
+    for place, value in later.left.carried:
+        number = number_added(value)
+        if number is None:
+            raise _carried_error(model, place, value)
+        counts.append((place, number))
+    return counts, is_same
+
+
+def _refuse_carried_tensors(
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward
+) -> None:
+    """Raises for a tensor that one call leaves to the next, unless all calls make the same one.
+
+    A table that the forward makes from constants, in its first call, is such a tensor.
+    """
+    returned = joint.graph.output_node()
+    for node, descriptor in zip(returned.args[0], returned.meta["desc"], strict=True):  # pyright: ignore
+        if type(descriptor).__name__ != "PlainAOTOutput":
+            continue
+        place = forward.carried_outputs.get(descriptor.idx)
+        if place is not None and not _is_constant(node):
+            raise _carried_error(model, place, node.meta["val"])
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a value is the same in all calls."""
+    pending, seen = [node], set()
+    while pending:
+        each = pending.pop()
+        if each.op == "placeholder":
+            return False
+        tags = getattr(each.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            return False
+        seen.add(each)
+        pending += [operand for operand in each.all_input_nodes if operand not in seen]
+    return True
+
+
+def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedModelError:
+    paths = {id(module): path for path, module in model.named_modules()}
+    path = paths.get(id(place.owner), "")
+    msg = (
+        f"the model's forward reads {f'{path}.{place.name}' if path else place} and leaves it with "
+        f"another value ({_short(place.value())} -> {_short(after)}), on which the next call "
+        "depends. A plan cannot repeat that. Keep the value in a buffer that the forward changes "
+        "in place "
+        f'(`self.register_buffer("{place.name}", torch.tensor(0.0))`, '
+        f"`self.{place.name}.add_(1)`), or{advice_to_leave(model, path)}."
+    )
+    return UnsupportedModelError(msg)
+
+
+def _short(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+
+
+def _are_equal(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two graphs compute the same."""
+    lines, other_lines = (
+        [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs)) for node in each]
+        for each in (graph.graph.nodes, other.graph.nodes)
+    )
+    return lines == other_lines and all(
+        torch.equal(getattr(graph, name), getattr(other, name))
+        for op, _, name, *_ in lines
+        if op == "get_attr" and isinstance(getattr(graph, name), torch.Tensor)
+    )

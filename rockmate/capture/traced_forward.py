@@ -1,0 +1,213 @@
+"""The model's forward as a function from tensors to tensors, as the tracer calls it.
+
+It leaves the model's attributes as they were, and tells what it did to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.storage import storage_id
+from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
+from rockmate.capture.attribute_values import ABSENT, copied, traced_in
+from rockmate.capture.loss import loss_of
+from rockmate.capture.structure import Structure, flatten, flatten_further
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+
+
+@dataclass(slots=True)
+class LeftBehind:
+    """Attributes that one run of the forward has changed.
+
+    Attributes:
+        accesses: what it has read and assigned.
+        assigned: what it has assigned without reading it first, with the values.
+        carried: what it has read and then changed, with the values: the next run reads those.
+    """
+
+    accesses: Accesses = field(default_factory=Accesses)
+    assigned: list[tuple[Place, Any]] = field(default_factory=list)
+    carried: list[tuple[Place, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, accesses: Accesses, before: AttributeState) -> LeftBehind:
+        """What has changed since `before`."""
+        changes = before.changes()
+        assigned = {place.key: (place, value) for place, value in changes}
+        for place in accesses.assigned.values():
+            value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
+            if value is not ABSENT:  # an equal value may be another one in a call of other sizes
+                assigned[place.key] = place, value
+        carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
+        return cls(
+            accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]
+        )
+
+
+class TracedForward(nn.Module):
+    """The model as a function from tensors to a flat tuple of tensors.
+
+    The tracer's descriptors number the tensors of these two tuples. The result has the tensors of
+    the model's output, then those that it assigns to attributes, then those that it carries over.
+
+    Attributes:
+        structure: rebuilds the arguments of the model.
+        output_structure: rebuilds the model's output.
+        assigned: attributes that the forward assigns without reading them first.
+        assigned_structure: rebuilds their values.
+        fixed: attributes that it assigns objects without tensors to, and those objects.
+        left: what the forward did to attributes.
+        differentiable_outputs: indices of the outputs with a gradient.
+        non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
+        carried_outputs: for the index of a carried tensor its attribute.
+        notice: what the user should know of the outputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.structure = structure
+        self._differentiable = differentiable
+        self._outputs = outputs
+        self.output_structure: Structure | None = None
+        self.assigned_structure: Structure | None = None
+        self.assigned: list[Place] = []
+        self.fixed: list[tuple[Place, Any]] = []
+        self.left = LeftBehind()
+        self.differentiable_outputs: tuple[int, ...] = ()
+        self.non_differentiable_outputs: tuple[int, ...] = ()
+        self.carried_outputs: dict[int, Place] = {}
+        self.notice = ""
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the model once."""
+        args, kwargs = self.structure.rebuild(list(tensors))
+        buffers = _buffers_by_place(self.model)
+        before = AttributeState(self.model)
+        try:
+            with accesses_recorded(self.model, before) as accesses:
+                output = self.model(*args, **kwargs)
+            _refuse_reassigned(buffers, _buffers_by_place(self.model))
+            self.left = LeftBehind.of(accesses, before)
+            flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
+            if not any(tensor.requires_grad for tensor in flat):
+                msg = (
+                    "no output of the model requires a gradient, so there is nothing to train. "
+                    "Unfreeze a parameter, pass labels, or call the plain model."
+                )
+                raise InvalidSampleError(msg)
+            self._add_attributes(flat, {id(tensor) for tensor in tensors})
+        finally:
+            before.restore()
+        self.differentiable_outputs = tuple(
+            index for index, tensor in enumerate(flat) if tensor.requires_grad
+        )
+        return tuple(_unshared(flat))
+
+    def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
+        """The tensors of the model's output, detached where they get no gradient."""
+        flat, structure = flatten(output, what="the model's output")
+        loss_tensor = loss_of(output, has_labels=has_labels)
+        loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
+        if self._outputs == "loss":
+            if loss is None:
+                msg = (
+                    'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
+                    '`outputs` at "all".'
+                )
+                raise InvalidSampleError(msg)
+            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
+        if self._differentiable == "loss" and loss is not None:
+            self.non_differentiable_outputs = tuple(
+                index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
+            )
+            scalars = sum(flat[index].numel() == 1 for index in self.non_differentiable_outputs)
+            self.notice = (
+                f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
+                if scalars
+                else ""
+            )
+            flat = [
+                tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)
+            ]
+        self.output_structure = structure
+        return flat
+
+    def _add_attributes(self, flat: list[torch.Tensor], inputs: set[int]) -> None:
+        """Adds the tensors in attributes to those of the output.
+
+        Args:
+            flat: the tensors of the output.
+            inputs: addresses of the tensors of the call, of which a copy is returned.
+        """
+        num_outputs = len(flat)
+        values, self.fixed = [], []
+        for place, value in self.left.assigned:
+            try:
+                flatten(value, what="it")
+            except UnsupportedModelError:
+                if traced_in(value):
+                    raise _attribute_error(place, value) from None
+                self.fixed.append((place, value))
+            else:
+                values.append((place, value))
+        self.assigned = [place for place, _ in values]
+        self.assigned_structure = flatten_further(
+            tuple(value for _, value in values), flat, what="an attribute"
+        )
+        for index in range(num_outputs, len(flat)):
+            if flat[index].requires_grad and id(flat[index]) in inputs:
+                flat[index] = flat[index].clone()
+        self.carried_outputs = {}
+        for place, value in self.left.carried:
+            for tensor in traced_in(value):
+                if not isinstance(tensor, torch.Tensor):
+                    raise _attribute_error(place, value)
+                self.carried_outputs[len(flat)] = place
+                flat.append(tensor.detach())
+
+
+def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:
+    msg = (
+        f"the model's forward assigns a {type(value).__name__} to {place}, and a plan can assign "
+        "tensors, constants, and containers or dataclasses of them. Assign one of these."
+    )
+    return UnsupportedModelError(msg)
+
+
+def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Raises if the forward has assigned another tensor to a buffer, which no graph can repeat."""
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
+    )
+    if changed:
+        msg = (
+            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a "
+            "captured graph cannot repeat. Change it in place instead (`buffer.copy_(...)`, "
+            "`buffer.add_(...)`)."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies differentiable outputs that share memory with an earlier one.
+
+    Each output then has a gradient of its own.
+    """
+    seen: set[int] = set()
+    result = []
+    for tensor in flat:
+        key = storage_id(tensor)
+        result.append(tensor.clone() if tensor.requires_grad and key in seen else tensor)
+        seen.add(key)
+    return result

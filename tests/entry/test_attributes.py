@@ -1,0 +1,425 @@
+"""Attributes that a forward reads or assigns: planned steps do with them what eager does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule, SignatureMismatchError, UnsupportedModelError
+
+Change = Callable[[Any], None]
+
+
+class Net(nn.Module):
+    """Two layers with something between them, which `step` of a subclass decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(torch.tanh(self.first(x)))).square().mean()
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """Eager's copy, and the planned one."""
+    eager = copy.deepcopy(model)
+    return eager, RockmateModule(model, torch.randn(6, 8), budget=1.0, **options)
+
+
+def step(
+    callee: nn.Module, x: Tensor, loss_of: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """The loss and the gradients of one step."""
+    callee.zero_grad()
+    output = callee(x)
+    loss = loss_of(callee, output) if loss_of else output
+    loss.backward()
+    gradients = [p.grad.clone() for p in callee.parameters() if p.grad is not None]
+    return [output.detach(), loss.detach(), *gradients]
+
+
+def assert_equal_steps(
+    eager: Any,
+    module: Any,
+    changes: Sequence[Change | None] = (None,) * 3,
+    loss_of: Callable[..., Tensor] | None = None,
+) -> None:
+    """A step after each change, the same in both."""
+    for change in changes:
+        x = torch.randn(6, 8)
+        for callee in (eager, module):
+            if change:
+                change(callee)
+        expected, found = (step(callee, x, loss_of) for callee in (eager, module))
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found))
+
+
+class Kind(enum.Enum):
+    PLUS, MINUS = 1, -1
+
+
+@dataclasses.dataclass
+class Config:
+    flag: bool = False
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Reading(Net):
+    """Each kind of value that can decide."""
+
+    of_class = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag, self.number, self.text, self.nothing = False, 2, "a", None
+        self.factor, self.kind = 0.5, Kind.PLUS
+        self.items, self.table = [1, 2], {"a": 1}
+        self.config, self.space = Config(), types.SimpleNamespace(depth=1)
+        self.configs, self.act = [Config()], torch.relu
+
+    def between(self, h: Tensor) -> Tensor:
+        h = -h if self.flag else h
+        h = h * self.number * self.factor * self.kind.value * self.of_class
+        h = h + len(self.text) + sum(self.items) + self.table["a"] + self.space.depth
+        h = h if self.nothing is None else h * 3
+        h = self.act(h) + sum(self.config.sizes) * (2 if self.config.flag else 1)
+        h = h * (2 if self.configs[0].flag else 1)
+        return h * getattr(self, "extra", 1)
+
+
+CHANGES: dict[str, Change] = {
+    "bool": lambda m: setattr(m, "flag", True),
+    "int": lambda m: setattr(m, "number", 3),
+    "float": lambda m: setattr(m, "factor", 0.25),
+    "str": lambda m: setattr(m, "text", "abc"),
+    "none": lambda m: setattr(m, "nothing", 1),
+    "enum": lambda m: setattr(m, "kind", Kind.MINUS),
+    "list in place": lambda m: m.items.append(7),
+    "dict in place": lambda m: m.table.update(a=5),
+    "dataclass": lambda m: setattr(m.config, "flag", True),
+    "tuple of a dataclass": lambda m: setattr(m.config, "sizes", (5,)),
+    "another dataclass": lambda m: setattr(m, "config", Config(True, (3,))),
+    "dataclass in a list": lambda m: setattr(m.configs[0], "flag", True),
+    "namespace": lambda m: setattr(m.space, "depth", 4),
+    "function": lambda m: setattr(m, "act", torch.sigmoid),
+    "over a class": lambda m: setattr(m, "of_class", 3),
+    "added": lambda m: setattr(m, "extra", 3),
+    "type": lambda m: setattr(m, "number", 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_attribute_that_the_forward_reads_is_planned_for(name: str) -> None:
+    torch.manual_seed(0)
+    eager, module = pair(Reading())
+    assert_equal_steps(eager, module, [None, lambda m: CHANGES[name](unwrapped(m)), None])
+
+
+def unwrapped(model: nn.Module) -> Any:
+    return getattr(model, "original", model)
+
+
+def test_a_value_that_returns_finds_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    eager, module = pair(Reading())
+    flip: Change = lambda m: setattr(m, "flag", not m.flag)  # noqa: E731
+    assert_equal_steps(eager, module, [None, flip, flip, flip, flip])
+    assert len([record for record in caplog.records if "planned for" in record.message]) == 1
+    assert "flag of a Reading was False and is True" in caplog.text
+
+
+def test_attributes_that_the_forward_does_not_read_need_no_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = Reading()
+    model.unread, model.rate = [1], 0.1
+    eager, module = pair(model)
+    assert_equal_steps(
+        eager, module, [None, lambda m: setattr(m, "rate", 0.2), lambda m: m.unread.append(2)]
+    )
+    assert "planned for" not in caplog.text
+
+
+def test_a_changed_attribute_is_refused_where_nothing_may_be_planned() -> None:
+    _, module = pair(Reading(), replan=False)
+    step(module, torch.randn(6, 8))
+    module.flag = True
+    with pytest.raises(SignatureMismatchError, match="flag of a Reading was False and is True"):
+        module(torch.randn(6, 8))
+    module.flag = False
+    step(module, torch.randn(6, 8))
+
+
+def test_a_copy_watches_its_own_attributes() -> None:
+    eager, module = pair(Reading())
+    copied, twin = copy.deepcopy(module), copy.deepcopy(eager)
+    copied.original.config.flag = twin.config.flag = True
+    assert_equal_steps(eager, module)
+    assert_equal_steps(twin, copied)
+
+
+# --- attributes that the forward assigns ----------------------------------------------------------
+
+
+class Assigning(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean = h.mean().detach()
+        self.loss, self.shape = h.square().mean(), tuple(h.shape)
+        self.parts = {"abs": [h.abs().sum()], "name": "parts"}
+        return h
+
+
+def auxiliary(callee: Any, output: Tensor) -> Tensor:
+    return output + 0.1 * callee.loss + 0.01 * callee.parts["abs"][0]
+
+
+def test_tensors_that_the_forward_assigns_are_delivered() -> None:
+    eager, module = pair(Assigning())
+    for _ in range(3):
+        assert_equal_steps(eager, module, [None])
+        assert torch.equal(module.mean, eager.mean)
+        assert torch.equal(module.loss, eager.loss)
+        assert torch.equal(module.parts["abs"][0], eager.parts["abs"][0])
+        assert module.shape == eager.shape == (6, 8)
+        assert type(module.mean) is Tensor
+        assert not module.mean.requires_grad
+
+
+def test_tensors_that_the_forward_assigns_have_gradients() -> None:
+    eager, module = pair(Assigning())
+    assert_equal_steps(eager, module, loss_of=auxiliary)
+    assert_equal_steps(eager, module, loss_of=lambda callee, output: callee.loss)
+    assert_equal_steps(eager, module)
+
+
+def test_planning_leaves_the_attributes_of_the_model() -> None:
+    model = Assigning()
+    before = dict(vars(model))
+    RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert vars(model) == before
+    model(torch.randn(6, 8)).backward()
+
+
+def test_a_refusal_leaves_the_attributes_of_the_model() -> None:
+    class Refused(Assigning):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            self.loss_is_large = loss.item() > 1
+            return loss
+
+    model = Refused()
+    before = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match="reads the value"):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert vars(model) == before
+    model(torch.randn(6, 8)).backward()
+
+
+def test_an_attribute_may_be_the_input_or_the_output() -> None:
+    class Keeping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.given = x
+            self.hidden = self.first(x)
+            self.view = self.hidden.view(-1)
+            self.result = super().forward(x)
+            self.detached = self.result.detach()
+            return self.result
+
+    eager, module = pair(Keeping())
+    assert_equal_steps(eager, module)
+    for name in ("given", "hidden", "view", "result", "detached"):
+        assert torch.equal(getattr(module, name), getattr(eager, name))
+    assert_equal_steps(eager, module, loss_of=lambda m, out: out + m.view.sum() + m.hidden.sum())
+
+
+def test_assigned_sizes_are_those_of_the_call() -> None:
+    eager, module = pair(Assigning())
+    for batch in (6, 4, 3, 6, 5, 6):
+        x = torch.randn(batch, 8)
+        expected, found = (step(callee, x, auxiliary) for callee in (eager, module))
+        assert all(map(torch.equal, expected, found))
+        assert module.shape == eager.shape == (batch, 8)
+
+
+def test_only_the_loss_and_what_is_assigned() -> None:
+    class WithLogits(Assigning):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.second(self.between(self.first(x)))
+            return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+    eager: Any = WithLogits()
+    sample = {"x": torch.randn(6, 8), "labels": torch.randn(6, 4)}
+    module: Any = RockmateModule(copy.deepcopy(eager), sample, budget=1.0, outputs="loss")
+    for callee in (eager, module):
+        (callee(**sample)["loss"] + callee.loss).backward()
+    for theirs, ours in zip(eager.parameters(), module.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad)
+    assert torch.equal(module.mean, eager.mean)
+
+
+def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
+    class Caching(Net):
+        table: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cached = {}
+
+        def between(self, h: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(8.0)
+            if h.dtype not in self.cached:
+                self.cached[h.dtype] = torch.linspace(0, 1, 8)
+            return h * self.table + self.cached[h.dtype]
+
+    eager, module = pair(Caching())
+    assert_equal_steps(eager, module)
+
+
+# --- attributes that the forward reads and changes ------------------------------------------------
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.weight = 3, 0.5, 1
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = self.seen + h.shape[0]
+        self.weight += 1
+        return h * self.used()
+
+    def used(self) -> float:
+        return 1.0
+
+
+def test_a_counter_that_no_tensor_depends_on_counts_calls() -> None:
+    eager, module = pair(Counting())
+    assert module.calls == 3
+    for _ in range(3):
+        assert_equal_steps(eager, module, [None])
+        assert (module.calls, module.seen) == (eager.calls, eager.seen)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net: net.weight,
+        lambda net: 1 / net.weight,
+        lambda net: 1.0 if net.weight % 100 == 0 else 2.0,
+        lambda net: [1.0, 2.0][net.weight > 100],
+        lambda net: min(1.0, net.weight / 1e6),
+        lambda net: float(bool(net.weight)),
+    ],
+)
+def test_a_counter_that_tensors_depend_on_is_refused(use: Callable[[Any], float]) -> None:
+    class Used(Counting):
+        def used(self) -> float:
+            return use(self)
+
+    model = Used()
+    before = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match="reads weight of a Used"):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert vars(model) == before
+
+
+def test_the_advice_for_a_counter_leads_to_a_run() -> None:
+    class Buffered(Net):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.tensor(0.0))
+
+        def between(self, h: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return h * self.calls
+
+    assert_equal_steps(*pair(Buffered()))
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last, self.calls = nn.Linear(8, 8), 0.0, 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.linear(h) + self.last / self.calls
+        self.last = h.mean().detach()
+        return h
+
+
+class Remembering(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.memory(h)
+
+
+def test_a_tensor_that_one_call_leaves_to_the_next_is_refused() -> None:
+    model = Remembering()
+    with pytest.raises(
+        UnsupportedModelError, match=r"reads memory\.last .* untraced=\[\"memory\"]"
+    ):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert model.memory.last == 0.0
+    assert model.memory.calls == 0
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.85])
+def test_a_submodule_with_state_runs_opaque(budget: float) -> None:
+    model = Remembering()
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, torch.randn(6, 8), budget=budget, untraced=["memory"])
+    assert model.memory.calls == 0
+    assert_equal_steps(eager, module)
+    assert model.memory.calls == eager.memory.calls == 3
+
+
+def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Warning(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.warned, self.given = {}, False
+
+        def between(self, h: Tensor) -> Tensor:
+            if not self.given:
+                self.given = True
+                self.warned["shape"] = True
+            return h
+
+    eager, module = pair(Warning())
+    assert not module.given
+    assert_equal_steps(eager, module)
+    assert module.given
+    assert module.warned == eager.warned == {"shape": True}
+    assert "planned for" not in caplog.text
+
+
+def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:
+    class Warming(Net):
+        is_warm = False
+
+        def between(self, h: Tensor) -> Tensor:
+            h = h if self.is_warm else h * 0.1
+            self.is_warm = True
+            return h
+
+    assert_equal_steps(*pair(Warming()))

@@ -240,14 +240,14 @@ def capture_step(
         options["untraced"] = ",".join(names)
     _check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
-    state = ModelSignature.of(model)
+    capture = trace_sample(
+        model, sample, differentiable=differentiable, outputs=outputs, untraced=names
+    )
+    state = ModelSignature.of(model)  # after the capture, for which a model may change itself
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
     if state.hooked and gradients == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
-    capture = trace_sample(
-        model, sample, differentiable=differentiable, outputs=outputs, untraced=names
-    )
     capture = run_passes(REWRITES, capture)
     allocation_bytes = machine.allocation_bytes if machine else None
     step = step_of(capture, model, sample.call, state, options, allocation_bytes=allocation_bytes)

@@ -34,8 +34,8 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers  # pyright: ignore[reportReturnType]
 
 
-def submodule_table(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The module's children by name, absent ones included."""
+def submodule_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's children by name, absent ones included, as a dictionary that can be written."""
     return module._modules
 
 

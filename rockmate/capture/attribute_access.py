@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
+from rockmate._torch.members import RECURRENT_WEIGHTS, is_member, submodule_table
 from rockmate.capture.attribute_values import (
     ABSENT,
     is_container,
@@ -145,11 +145,15 @@ class _Saved:
 
 
 class AttributeState:
-    """The attributes of a model before its forward runs."""
+    """The attributes and submodules of a model before its forward runs."""
 
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
-        self._saved = {id(module): _Saved(module) for module in model.modules()}
+        self._model = model
+        self._modules = list(model.modules())
+        self._saved = {id(module): _Saved(module) for module in self._modules}
+        tables = [submodule_table(module) for module in self._modules]
+        self._tables = [(table, dict(table)) for table in tables]
 
     def save(self, owner: Any) -> None:
         """Adds an object that the forward has reached."""
@@ -164,15 +168,26 @@ class AttributeState:
             for name, value in saved.changes().items()
         ]
 
+    def replaced_module(self) -> str:
+        """Path of a submodule that is not the one that it was; empty if there is none."""
+        before = {id(module) for module in self._modules}
+        return next(
+            (path for path, each in self._model.named_modules() if id(each) not in before), ""
+        )
+
     def restore(self) -> None:
-        """Puts all attributes back."""
+        """Puts all attributes and submodules back."""
         for saved in self._saved.values():
             saved.restore()
+        for table, content in self._tables:
+            if table != content:
+                table.clear()
+                table.update(content)
 
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[AttributeState]:
-    """Restores the attributes of the model's modules; yields how they were."""
+    """Restores the model's submodules and their attributes; yields how they were."""
     before = AttributeState(model)
     try:
         yield before

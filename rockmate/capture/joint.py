@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
-from rockmate.capture.attribute_access import attributes_kept
+from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.opaque_call import OpaqueCall
+from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
@@ -42,7 +43,7 @@ from rockmate.capture.trace_state import (
     random_state_kept,
     tensors_kept,
 )
-from rockmate.capture.traced_forward import TracedForward
+from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,32 @@ def capture_joint(
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    make = partial(TracedForward, model, structure, differentiable=differentiable, outputs=outputs)
+    try:
+        return _captured(model, make, tensors, untraced)
+    except ModuleReplacedError:
+        logger.info("the model runs once before it is captured, since its first call changes it")
+        before = AttributeState(model)
+        try:
+            _run_once(model, tensors, structure)
+            return _captured(model, make, tensors, untraced)
+        except BaseException:
+            before.restore()
+            raise
+
+
+def _captured(
+    model: nn.Module,
+    make: Callable[[], TracedForward],
+    tensors: list[torch.Tensor],
+    untraced: Sequence[str],
+) -> Capture:
+    """The capture of a model from its present state; errors as for `capture_joint`."""
     with attributes_kept(model):
-        calls = record_calls(model, tensors, structure, untraced)
+        calls = record_calls(model, tensors, make().structure, untraced)
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
-        forward = TracedForward(model, structure, differentiable=differentiable, outputs=outputs)
+        forward = make()
         return _traced(model, forward, tensors, calls), forward
 
     joint, forward = trace()
@@ -92,6 +114,17 @@ def capture_joint(
     return replace(
         _with_roles(joint, forward), attributes=forward_attributes(model, joint, forward, trace)
     )
+
+
+def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structure) -> None:
+    """Has the model change itself as its first call does, less its buffers and random state."""
+    args, kwargs = structure.rebuild(tensors)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with random_state_kept(tensors), torch.enable_grad(), nothing_saved():
+        model(*args, **kwargs)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 def _traced(

@@ -19,6 +19,21 @@ from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 
+class ModuleReplacedError(UnsupportedModelError):
+    """The forward has put another submodule in place of one."""
+
+    def __init__(self, path: str) -> None:
+        """The error for a submodule that is replaced in every call.
+
+        Args:
+            path: of the submodule.
+        """
+        super().__init__(
+            f"the model's forward puts another submodule at {path} in each call, which a plan "
+            "cannot repeat. Make the submodules in __init__, and choose among them in the forward."
+        )
+
+
 @dataclass(slots=True)
 class LeftBehind:
     """Attributes that one run of the forward has changed.
@@ -93,6 +108,8 @@ class TracedForward(nn.Module):
         try:
             with accesses_recorded(self.model, before) as accesses:
                 output = self.model(*args, **kwargs)
+            if before.replaced_module():
+                raise ModuleReplacedError(before.replaced_module())
             _refuse_reassigned(buffers, _buffers_by_place(self.model))
             self.left = LeftBehind.of(accesses, before)
             flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)

@@ -423,3 +423,70 @@ def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:
             return h
 
     assert_equal_steps(*pair(Warming()))
+
+
+# --- models that change themselves in their first call --------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self, linear: nn.Linear, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = linear, factor
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.linear(h) * self.factor
+
+
+class Switching(Net):
+    """Replaces a submodule if it is called with few rows, as some attention layers do."""
+
+    is_small = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scaled(nn.Linear(8, 8), 2.0)
+        self.norm = nn.BatchNorm1d(8)
+
+    def between(self, h: Tensor) -> Tensor:
+        if len(h) < 16 and not self.is_small:
+            self.is_small = True
+            self.part = Scaled(self.part.linear, 3.0)
+        return self.norm(self.part(h))
+
+
+def test_a_model_that_replaces_a_submodule_is_planned_as_it_is_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    eager, module = pair(Switching())
+    assert_equal_steps(eager, module)
+    assert module.is_small
+    assert module.part.factor == eager.part.factor == 3.0
+    assert torch.equal(module.norm.running_mean, eager.norm.running_mean)
+    assert "planned for" not in caplog.text
+
+
+def test_a_refusal_restores_replaced_submodules() -> None:
+    class Refused(Switching):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            return loss if loss.item() > 0 else -loss
+
+    model = Refused()
+    part = model.part
+    with pytest.raises(UnsupportedModelError, match="reads the value"):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert model.part is part
+    assert not model.is_small
+
+
+def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
+    class Restless(Switching):
+        def between(self, h: Tensor) -> Tensor:
+            self.part = Scaled(self.part.linear, 3.0)
+            return self.part(h)
+
+    model = Restless()
+    part = model.part
+    with pytest.raises(UnsupportedModelError, match="another submodule at part in each call"):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert model.part is part

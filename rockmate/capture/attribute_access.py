@@ -150,9 +150,9 @@ class AttributeState:
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
         self._model = model
-        self._modules = list(model.modules())
-        self._saved = {id(module): _Saved(module) for module in self._modules}
-        tables = [submodule_table(module) for module in self._modules]
+        self._submodules = list(model.modules())
+        self._saved = {id(module): _Saved(module) for module in self._submodules}
+        tables = [submodule_table(module) for module in self._submodules]
         self._tables = [(table, dict(table)) for table in tables]
 
     def save(self, owner: Any) -> None:
@@ -170,7 +170,7 @@ class AttributeState:
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""
-        before = {id(module) for module in self._modules}
+        before = {id(module) for module in self._submodules}
         return next(
             (path for path, each in self._model.named_modules() if id(each) not in before), ""
         )

@@ -7,9 +7,12 @@ With one thread and fixed seeds, the same program gives the same answer, unless 
 the solver.
 """
 
+import contextlib
 import importlib.util
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -119,8 +122,30 @@ def _run_cbc(program: pulp.LpProblem, seconds: float) -> float:
 
 def _run_highs(program: pulp.LpProblem, seconds: float) -> float:
     """Run HiGHS and return its dual bound."""
-    solver = pulp.HiGHS(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
+    solver = _SilentHighs(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
     program.solve(solver)
     engine: Any = program.solverModel  # the `highspy.Highs` that PuLP leaves there
     bound = engine.getInfo().mip_dual_bound
     return bound if isfinite(bound) else -inf
+
+
+class _SilentHighs(pulp.HiGHS):
+    """HiGHS without its banner, which 1.16 prints before it can be told to be silent."""
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        with _no_output():
+            super().createAndConfigureSolver(lp)
+
+
+@contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    """Sends what libraries print to file descriptor 1 nowhere."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -28,7 +28,7 @@ from rockmate.errors import (
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
-from rockmate.request import PlanRequest, planned_call_of
+from rockmate.request import OnInfeasible, PlanRequest, planned_call_of
 from rockmate.runtime.ddp import REPLICATED, SHARDED
 from rockmate.runtime.planned_call import PlannedCall
 
@@ -104,6 +104,9 @@ class RockmateModule(nn.Module):
             module that was given a `plan`.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
+        on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
+            "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
+            above the budget, and warns with both in one line.
         **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
 
     Raises:
@@ -115,7 +118,7 @@ class RockmateModule(nn.Module):
         PlanMismatchError: the plan was made for another model or sample.
         TypeError: more than one of budget, limit and plan is given; a plan is given with options or
             without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger` or `strategy` is not one of its values.
+        ValueError: `larger`, `on_infeasible` or `strategy` is not one of its values.
     """
 
     def __init__(
@@ -131,12 +134,12 @@ class RockmateModule(nn.Module):
         strategy: str | None = None,
         replan: bool = True,
         larger: Literal["plan", "refuse"] = "plan",
+        on_infeasible: OnInfeasible = "error",
         **planner_options: Any,
     ) -> None:
         _check_arguments(budget, memory_limit, plan)
-        if larger not in ("plan", "refuse"):
-            msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
-            raise ValueError(msg)
+        _check_choice("larger", larger, ("plan", "refuse"))
+        _check_choice("on_infeasible", on_infeasible, ("error", "least"))
         self._wrap(model)
         if plan is not None:
             _check_plan_arguments(plan, sample_input, strategy, planner_options)
@@ -148,6 +151,7 @@ class RockmateModule(nn.Module):
             budget=budget,
             memory_limit=_memory_limit(memory_limit, optimizer, steps_in_backward),
             strategy=strategy or "rockmate",
+            on_infeasible=on_infeasible,
             options=planner_options,
         )
         self._plans = PlanCache(model, request, replans=replan, refuses_larger=larger == "refuse")
@@ -290,12 +294,13 @@ class RockmateModule(nn.Module):
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
-        """Refuses to be pickled."""
-        msg = (
-            "a RockmateModule holds generated code and cannot be pickled. Save its state_dict(), "
-            "or pickle `module.original`."
+        """Pickles the wrapped module in its place: a plan holds code that was made here."""
+        logger.warning(
+            "a RockmateModule is pickled, by torch.save or for another process, as the %s that it "
+            "wraps, without its plan. Wrap what is loaded to plan again.",
+            type(self.original).__name__,
         )
-        raise TypeError(msg)
+        return _plain, (self.original,)
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refuses `nn.DataParallel`, which calls this before each step on several GPUs."""
@@ -337,6 +342,11 @@ class RockmateModule(nn.Module):
         )
 
 
+def _plain(model: nn.Module) -> nn.Module:
+    """What a pickled `RockmateModule` is loaded as."""
+    return model
+
+
 def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A call from compiled code: the plan runs uncompiled."""
     return module._run(args, kwargs)
@@ -372,6 +382,12 @@ def _check_arguments(
     if budget is not None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, str]) -> None:
+    if value not in choices:
+        msg = f"{name} is {value!r}; choose {choices[0]!r} or {choices[1]!r}"
+        raise ValueError(msg)
 
 
 def _check_plan_arguments(

@@ -6,13 +6,15 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from rockmate.budget import Budget, is_share
+from rockmate.budget import Budget, is_share, size_text
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
@@ -21,6 +23,10 @@ from rockmate.step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
+
+logger = logging.getLogger(__name__)
+
+OnInfeasible = Literal["error", "least"]
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
@@ -41,12 +47,14 @@ class PlanRequest:
         budget: the activation budget; None where `memory_limit` bounds the whole device.
         memory_limit: the bound on the whole device.
         strategy: the planning strategy; see `Planner.plan`.
+        on_infeasible: "least" plans the smallest peak where no schedule fits.
         options: the keyword options of `Planner`.
     """
 
     budget: Budget | None = None
     memory_limit: MemoryLimit | None = None
     strategy: str = "rockmate"
+    on_infeasible: OnInfeasible = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def planned_call(
@@ -70,7 +78,7 @@ class PlanRequest:
         budget = share_bytes if share_bytes is not None and is_share(self.budget) else self.budget
         if budget is None:
             assert self.memory_limit is not None
-            session.plan(self.memory_limit.activation_budget_bytes(model), strategy=self.strategy)
+            self._call_within(session, self.memory_limit.activation_budget_bytes(model))
             # The process holds more memory once it has planned.
             budget = self.memory_limit.activation_budget_bytes(model)
         return self._broadcast_call(
@@ -98,6 +106,23 @@ class PlanRequest:
         self, session: PlanningSession, budget: Budget, *, asked_for: Budget | None
     ) -> PlannedCall:
         """The planned call; all ranks of a process group run the plan of the first."""
-        call = session.planned_call(budget, strategy=self.strategy)
+        call = self._call_within(session, budget)
         plan = broadcast_plan(call.plan, request=(asked_for, self.strategy))
         return call if plan is call.plan else session.planned_call_of(plan)
+
+    def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:
+        try:
+            return session.planned_call(budget, strategy=self.strategy)
+        except InfeasibleBudgetError as error:
+            if self.on_infeasible == "error":
+                raise
+            call = session.planned_call(error.minimum_bytes, strategy=self.strategy)
+            logger.warning(
+                "the activation budget of %s is infeasible, so the plan has the smallest peak "
+                "found: %s, set by %s, at %.2fx of the time without recomputation",
+                size_text(error.budget_bytes),
+                size_text(error.minimum_bytes),
+                call.plan.peak_place(),
+                call.plan.predicted_ratio,
+            )
+            return call

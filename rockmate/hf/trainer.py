@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from rockmate.hf.buckets import PadToBuckets
 from rockmate.memory_limit import Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,11 +34,18 @@ def wrap_trainer(
 
     The plan is made for the first batch that it trains on.
 
-    `RockmateModule(model, budget=budget)` as the trainer's `model` does the same, but for
-    `memory_limit`: here the optimizer is taken from the trainer's arguments, and where the trainer
-    computes its loss itself (TRL's do, from other outputs than the model's loss), every output is
-    differentiable. A trainer that replaces the model's `forward` (TRL's do) must do so first: then
-    this is the only way.
+    `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
+    options follow the trainer:
+
+    - With `memory_limit`, the optimizer is that of the trainer's arguments.
+    - If nothing but the loss of the model is read in training, as by Trainer itself, the planned
+      forward returns the loss alone. The logits of a language model are often its largest tensor.
+    - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
+    - Training never stops for a plan: if no schedule fits the budget, at first or for a later,
+      larger batch, the smallest peak is taken, with a warning.
+
+    A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only
+    way.
 
     Args:
         trainer: a `transformers.Trainer`, or a subclass's.
@@ -46,7 +56,8 @@ def wrap_trainer(
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
             are, for a model that is captured for each length by itself; see `PadToBuckets`, which
             becomes the trainer's data collator.
-        **options: as for `RockmateModule`.
+        **options: as for `RockmateModule`. `outputs="all"` keeps all outputs,
+            `on_infeasible="error"` stops where no schedule fits.
 
     Returns:
         The module, which now is `trainer.model`.
@@ -67,8 +78,15 @@ def wrap_trainer(
             or trainer.optimizer
             or str(getattr(trainer.args.optim, "value", trainer.args.optim))
         )
+    options.setdefault("on_infeasible", "least")
     if _computes_loss_itself(trainer):
         options.setdefault("differentiable", "all")
+    elif "outputs" not in options:
+        options["outputs"] = "loss"
+        logger.info(
+            "the planned forward returns the loss alone, since Trainer reads nothing else in "
+            'training. wrap_trainer(..., outputs="all") keeps the other outputs.'
+        )
     model = trainer.model
     if model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
@@ -104,5 +122,7 @@ def _computes_loss_itself(trainer: Trainer) -> bool:
 
     return (
         trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
         or type(trainer).compute_loss is not Trainer.compute_loss
+        or type(trainer).training_step is not Trainer.training_step
     )

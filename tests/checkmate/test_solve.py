@@ -266,3 +266,12 @@ def test_a_block_is_solved_in_milliseconds() -> None:
     problem = first_ops(transformer(2, seed=1), 25)
     run = partial(solve, problem, 10_000_000)
     assert least_seconds(run, run, run) < 0.5
+
+
+@pytest.mark.skipif("highs" not in BACKENDS, reason="highspy is not installed")
+def test_highs_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 prints a banner before it can be told not to."""
+    sys.stdout.write("before ")
+    assert solve(random_graph(0), 40, backend="highs").status is Status.OPTIMAL
+    sys.stdout.write("after")
+    assert capfd.readouterr() == ("before after", "")

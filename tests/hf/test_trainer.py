@@ -18,7 +18,7 @@ from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
 from helpers import differing, gradients_of, relative_error
 from torch import Tensor, nn
 
-from rockmate import RockmateError, RockmateModule, wrap_trainer
+from rockmate import InfeasibleBudgetError, RockmateError, RockmateModule, wrap_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
 
@@ -183,6 +183,31 @@ class OwnLoss(transformers.Trainer):
         outputs = model(**inputs)
         loss = sum_of_tokens(outputs, inputs["labels"])
         return (loss, outputs) if return_outputs else loss
+
+
+def test_wrap_trainer_plans_for_the_loss_alone_where_nothing_else_is_read(tmp_path: Path) -> None:
+    """The same numbers with a smaller peak; evaluation has all outputs."""
+    peaks = {}
+    for outputs in (None, "all"):
+        made, _ = trainer(llama(), tmp_path)
+        options = {} if outputs is None else {"outputs": outputs}
+        module = wrap_trainer(made, 1.0, **options)
+        made.train()
+        peaks[outputs] = module.plan.baseline_peak_bytes
+        assert module.plan.options["outputs"] == (outputs or "loss")
+        assert made.predict(made.eval_dataset).predictions is not None
+    assert peaks[None] < peaks["all"]
+
+
+def test_wrap_trainer_goes_on_where_no_schedule_fits(tmp_path: Path) -> None:
+    made, _ = trainer(llama(), tmp_path)
+    module = wrap_trainer(made, "1KiB")
+    made.train()
+    assert module.plan.budget_bytes > 1024
+    strict, _ = trainer(llama(), tmp_path)
+    wrap_trainer(strict, "1KiB", on_infeasible="error")
+    with pytest.raises(InfeasibleBudgetError):
+        strict.train()
 
 
 def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(tmp_path: Path) -> None:

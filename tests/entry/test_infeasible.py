@@ -1,0 +1,58 @@
+"""Budgets that no schedule fits: an error, or the smallest peak."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import differing, gradients_of
+from torch import nn
+
+from rockmate import InfeasibleBudgetError, RockmateModule
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh())
+
+
+def test_the_smallest_peak_is_taken_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = make_model(), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        RockmateModule(model, x, 1000, machine="cpu-avx2", allow_chunking=False)
+    caplog.clear()
+    module = RockmateModule(
+        model, x, 1000, on_infeasible="least", machine="cpu-avx2", allow_chunking=False
+    )
+    assert module.plan.budget_bytes == caught.value.minimum_bytes
+    (record,) = [each for each in caplog.records if each.name == "rockmate.request"]
+    assert "infeasible" in record.message
+    assert "1000" in record.message.replace(",", "") or "1.0 K" in record.message
+    module(x).sum().backward()
+    eager(x).sum().backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_a_larger_batch_goes_on_with_its_smallest_peak() -> None:
+    model, small, large = make_model(), torch.randn(8, 32), torch.randn(512, 32)
+    eager = copy.deepcopy(model)
+    strict = RockmateModule(
+        copy.deepcopy(model), small, 1.0, machine="cpu-avx2", allow_chunking=False
+    )
+    with pytest.raises(InfeasibleBudgetError):
+        strict(large)
+    options = {"on_infeasible": "least", "machine": "cpu-avx2", "allow_chunking": False}
+    module = RockmateModule(model, small, 1.0, **options)
+    budget_bytes = module.plan.budget_bytes
+    for batch in (small, large, small):
+        module(batch).sum().backward()
+        eager(batch).sum().backward()
+    assert module.plan.budget_bytes == budget_bytes, "the small batch has its plan again"
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose 'error' or 'least'"):
+        RockmateModule(make_model(), torch.randn(8, 32), 0.5, on_infeasible="smallest")

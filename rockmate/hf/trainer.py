@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import Budget
@@ -38,11 +38,9 @@ def wrap_trainer(
     options follow the trainer:
 
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
-    - If nothing but the loss of the model is read in training, as by Trainer itself, the planned
-      forward returns the loss alone. The logits of a language model are often its largest tensor.
+    - If the trainer reads only the loss in training, the planned forward returns the loss alone.
     - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
-    - Training never stops for a plan: if no schedule fits the budget, at first or for a later,
-      larger batch, the smallest peak is taken, with a warning.
+    - If no schedule fits the budget, the smallest peak is taken, with a warning.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only
     way.
@@ -54,8 +52,7 @@ def wrap_trainer(
         optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that
             its arguments name.
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
-            are, for a model that is captured for each length by itself; see `PadToBuckets`, which
-            becomes the trainer's data collator.
+            are; see `PadToBuckets`, which becomes the trainer's data collator.
         **options: as for `RockmateModule`. `outputs="all"` keeps all outputs,
             `on_infeasible="error"` stops where no schedule fits.
 
@@ -73,20 +70,8 @@ def wrap_trainer(
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)
     if memory_limit is not None:
-        options["optimizer"] = (
-            optimizer
-            or trainer.optimizer
-            or str(getattr(trainer.args.optim, "value", trainer.args.optim))
-        )
-    options.setdefault("on_infeasible", "least")
-    if _computes_loss_itself(trainer):
-        options.setdefault("differentiable", "all")
-    elif "outputs" not in options:
-        options["outputs"] = "loss"
-        logger.info(
-            "the planned forward returns the loss alone, since Trainer reads nothing else in "
-            'training. wrap_trainer(..., outputs="all") keeps the other outputs.'
-        )
+        options["optimizer"] = optimizer or _optimizer_of(trainer)
+    options = {**_options_for(trainer, options), **options}
     model = trainer.model
     if model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
@@ -96,6 +81,23 @@ def wrap_trainer(
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     trainer.model = trainer.model_wrapped = module
     return module
+
+
+def _optimizer_of(trainer: Trainer) -> Any:
+    """The trainer's optimizer, or the name of the one that its arguments ask for."""
+    return trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+
+
+def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `RockmateModule` that suit the trainer's use of the model."""
+    if _computes_loss_itself(trainer):
+        return {"on_infeasible": "least", "differentiable": "all"}
+    if "outputs" not in given:
+        logger.info(
+            "the planned forward returns the loss alone, since Trainer reads nothing else in "
+            'training. wrap_trainer(..., outputs="all") keeps the other outputs.'
+        )
+    return {"on_infeasible": "least", "outputs": "loss"}
 
 
 def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) -> None:

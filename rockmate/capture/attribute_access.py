@@ -312,6 +312,8 @@ def _is_of_class(owner: Any, name: str) -> bool:
         return True
     if name in getattr(owner, "__dict__", ()):
         return False
+    if isinstance(owner, nn.Module) and name in vars(nn.Module):
+        return True
     found = inspect.getattr_static(type(owner), name, ABSENT)
     return hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import types
 from collections import deque
 from typing import Any
@@ -64,7 +65,8 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
     if isinstance(value, types.SimpleNamespace):
         return kind, snapshot(vars(value), inner)
     if isinstance(value, np.ndarray):
-        return kind, value.dtype, value.shape, value.tobytes()
+        digest = hashlib.blake2b(value.tobytes()).digest()
+        return kind, value.dtype, value.shape, digest
     return _Same(value)
 
 
@@ -72,12 +74,12 @@ def is_mutable(value: Any) -> bool:
     """Whether the snapshot of one and the same object can change."""
     if isinstance(value, tuple):
         return any(map(is_mutable, value))
-    return is_container(value)
+    return is_container(value) or isinstance(value, np.ndarray)
 
 
 def is_container(value: Any) -> bool:
-    """Whether an object can be changed and has its content in its snapshot."""
-    return isinstance(value, list | dict | set | deque | types.SimpleNamespace | np.ndarray)
+    """Whether an object holds others and can be changed."""
+    return isinstance(value, list | dict | set | deque | types.SimpleNamespace)
 
 
 def items_of(value: Any) -> list[Any]:
@@ -98,8 +100,6 @@ def refill(container: Any, content: Any) -> None:
         vars(container).update(vars(content))
     elif isinstance(container, list):
         container[:] = content
-    elif isinstance(container, np.ndarray):
-        container[...] = content
     else:
         container.clear()
         container.extend(content) if isinstance(container, deque) else container.update(content)

@@ -11,6 +11,7 @@ import torch
 
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import (
+    ABSENT,
     is_container,
     is_mutable,
     refill,
@@ -18,6 +19,9 @@ from rockmate.capture.attribute_values import (
     text_of,
 )
 from rockmate.capture.structure import Structure, flatten
+
+# An attribute and the snapshots of the values that a plan accepts.
+_Expected = tuple[Place, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,26 +98,35 @@ NO_ATTRIBUTES = ForwardAttributes(values=flatten((), what="nothing")[1])
 class AttributeWatch:
     """Notices that an attribute has changed; it runs with every call.
 
-    Most attributes stand in the `__dict__` of their owner and are the same objects in all calls,
-    which C functions find out. Others, and containers, are compared one by one.
+    Most attributes stand in the `__dict__` of their owner and are the same objects in all calls.
+    Others come from a class, or are absent. C functions find out that this is still so. Containers,
+    and what an object computes in its `__getattr__`, are compared one by one.
     """
 
     def __init__(self, attributes: ForwardAttributes) -> None:
         """Takes the present values."""
-        pairs = list(zip(attributes.read, attributes.accepted, strict=True))
+        self._expected: list[_Expected] = []  # of those that C functions compare
+        self._compared: list[_Expected] = []
         held: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        self._held_pairs: list[tuple[Place, tuple[Any, ...]]] = []
-        self._others: list[tuple[Place, tuple[Any, ...]]] = []
-        for place, accepted in sorted(pairs, key=lambda pair: id(pair[0].owner)):
-            table = getattr(place.owner, "__dict__", {})
-            if place.name not in table or is_mutable(table[place.name]):
-                self._others.append((place, accepted))
+        lacking: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        of_classes: dict[tuple[type, str], Any] = {}
+        for place, accepted in zip(attributes.read, attributes.accepted, strict=True):
+            table, value = getattr(place.owner, "__dict__", {}), place.value()
+            if is_mutable(value) or not (
+                place.name in table or isinstance(place.owner, torch.nn.Module)
+            ):
+                self._compared.append((place, accepted))
                 continue
-            held.setdefault(id(place.owner), (table, []))[1].append(place.name)
-            self._held_pairs.append((place, accepted))
+            self._expected.append((place, accepted))
+            group = held if place.name in table else lacking
+            group.setdefault(id(place.owner), (table, []))[1].append(place.name)
+            if group is lacking:
+                of_classes[type(place.owner), place.name] = value
         self._tables = [table for table, _ in held.values()]
         # A name twice: `itemgetter` gives no tuple for one.
         self._getters = [itemgetter(names[0], *names) for _, names in held.values()]
+        self._lacking = [(table.keys(), frozenset(names)) for table, names in lacking.values()]
+        self._of_classes = [(cls, name, value) for (cls, name), value in of_classes.items()]
         self._values = self._present()
 
     def has_changed(self) -> bool:
@@ -122,13 +135,18 @@ class AttributeWatch:
             values = self._present()
         except KeyError:
             return True
-        if list(map(id, values)) != list(map(id, self._values)):
-            for place, accepted in self._held_pairs:
-                value = place.value()
-                if is_mutable(value) or snapshot(value) not in accepted:
-                    return True
-            self._values = values
-        return any(snapshot(place.value()) not in accepted for place, accepted in self._others)
+        is_same = (
+            list(map(id, values)) == list(map(id, self._values))
+            and all(table.isdisjoint(names) for table, names in self._lacking)
+            and all(getattr(cls, name, ABSENT) is value for cls, name, value in self._of_classes)
+        )
+        pending = self._compared if is_same else [*self._expected, *self._compared]
+        if not is_same and any(is_mutable(place.value()) for place, _ in self._expected):
+            return True
+        if any(snapshot(place.value()) not in accepted for place, accepted in pending):
+            return True
+        self._values = values  # other objects, but equal: a number that is computed in each step
+        return False
 
     def _present(self) -> list[Any]:
         return list(

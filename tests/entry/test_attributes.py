@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,7 @@ class Reading(Net):
         self.items, self.table = [1, 2], {"a": 1}
         self.config, self.space = Config(), types.SimpleNamespace(depth=1)
         self.configs, self.act = [Config()], torch.relu
+        self.array = np.arange(4.0)
 
     def between(self, h: Tensor) -> Tensor:
         h = -h if self.flag else h
@@ -97,7 +99,7 @@ class Reading(Net):
         h = h if self.nothing is None else h * 3
         h = self.act(h) + sum(self.config.sizes) * (2 if self.config.flag else 1)
         h = h * (2 if self.configs[0].flag else 1)
-        return h * getattr(self, "extra", 1)
+        return h * getattr(self, "extra", 1) + float(self.array[1])
 
 
 CHANGES: dict[str, Change] = {
@@ -117,6 +119,7 @@ CHANGES: dict[str, Change] = {
     "function": lambda m: setattr(m, "act", torch.sigmoid),
     "over a class": lambda m: setattr(m, "of_class", 3),
     "added": lambda m: setattr(m, "extra", 3),
+    "array in place": lambda m: m.array.fill(2.0),
     "type": lambda m: setattr(m, "number", 2.0),
 }
 

@@ -24,14 +24,16 @@ from rockmate._torch.pytree import tree_leaves
 _MARK = "rockmate: measured from here"
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed.
 
-    The allocator of the CPU raises a plain `RuntimeError`, which only its text tells from others.
+    The allocator of the CPU, cuBLAS and cuDNN raise a plain `RuntimeError`, which only its text
+    tells from others.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    allocators = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in allocators)
 
 
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:

@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate._torch.allocator import is_out_of_memory
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 
 # Submodules that an error names at most.
 _MOST_NAMED = 4
-# Errors that a forward raises by itself on a sample that does not fit it.
-_OF_FORWARD = (TypeError, ValueError, IndexError, RuntimeError, KeyError, AttributeError)
+# Errors that a forward raises by itself on a sample that does not fit it. A `RuntimeError` is one,
+# but its subclasses are of the tracer and of the device.
+_OF_FORWARD = (TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
@@ -53,7 +55,13 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
         )
         return UnsupportedModelError(msg)
     what = f"{type(error).__name__}: {text}"
-    if isinstance(error, _OF_FORWARD):
+    if any(is_out_of_memory(cause) for cause in causes):
+        return RockmateError(
+            f"out of memory while {type(model).__name__} is captured{where}: {what}. Release "
+            "memory on the device or make the batch smaller."
+        )
+    is_runtime_error = type(error) is RuntimeError and "INTERNAL ASSERT FAILED" not in str(error)
+    if is_runtime_error or isinstance(error, _OF_FORWARD):
         return InvalidSampleError(
             f"{type(model).__name__} raised on the sample input{where}: {what}"
         )

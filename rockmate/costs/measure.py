@@ -17,7 +17,8 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +44,11 @@ _NUM_ROUNDS = 5
 _SLOW_MS = 20.0
 # Milliseconds from which that one run suffices.
 _VERY_SLOW_MS = 100.0
-# Errors that ATen raises for shapes and dtypes that an op does not take.
+# Errors that ATen raises for shapes and dtypes that an op does not take. Their subclasses have
+# other causes: no kernel (NotImplementedError), a failed device (AcceleratorError).
 _OP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+# Texts of errors of these classes that a device's library or PyTorch itself is at fault for.
+_OTHER_CAUSES = ("CUDA error", "cuDNN error", "INTERNAL ASSERT FAILED")
 
 
 def measure_costs(
@@ -199,6 +203,8 @@ class _Call:
         overhead_bytes: the measured workspace.
         first_ms: time of the run that measured the workspace; 0 on CUDA.
         launches_ms: on CUDA, the host's times of issuing the call.
+        has_produced_integers: whether integers that another op returns are made by that op, for
+            one that zeros do not suit: pivots count from one.
     """
 
     def __init__(
@@ -219,6 +225,7 @@ class _Call:
         self.overhead_bytes = 0
         self.first_ms = 0.0
         self.launches_ms: list[float] = []
+        self.has_produced_integers = False
 
     @property
     def kernel_ms(self) -> float:
@@ -237,13 +244,14 @@ class _Call:
 
     def measure_overhead(self) -> None:
         """Measures the workspace, and the time of a slow call."""
-        try:
-            self.overhead_bytes = self._measured_overhead_bytes()
-        except Exception as error:
-            explained = self._explained(error)
-            if explained is None:
-                raise
-            raise explained from error
+        with self._errors_explained():
+            try:
+                self.overhead_bytes = self._measured_overhead_bytes()
+            except _OP_ERRORS as error:
+                if not _is_of_values(error):
+                    raise
+                self.has_produced_integers = True
+                self.overhead_bytes = self._measured_overhead_bytes()
         if self.device.type == "cuda":
             # The first launch includes the loading of the kernel.
             self.first_ms = 0.0
@@ -271,9 +279,21 @@ class _Call:
         measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)
         return measured_bytes - released_bytes
 
-    def _explained(self, error: Exception) -> RockmateError | None:
-        """The error that a user can act on; None if only this library can be at fault."""
-        place = f"{self.target} in {self.op.module or 'the model'}"
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Raises an error as the one that a user can act on; others pass, with the op's name."""
+        try:
+            yield
+        except Exception as error:
+            place = f"{self.target} in {self.op.module or 'the model'}"
+            explained = self._explained(error, place)
+            if explained is not None:
+                raise explained from error
+            error.add_note(f"{place} was being measured")
+            raise
+
+    def _explained(self, error: Exception, place: str) -> RockmateError | None:
+        """The error that a user can act on; None if the sample is not known to be at fault."""
         cause = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             read_bytes = sum(storage.num_bytes for storage in self.op.reads)
@@ -284,8 +304,7 @@ class _Call:
                 "batch smaller, or plan with estimated costs (machine=...)."
             )
         # An opaque module runs the user's own code on the sample, which may raise anything.
-        is_opaque = hasattr(self.target, "on_sample")
-        if not is_opaque and not isinstance(error, _OP_ERRORS):
+        if not hasattr(self.target, "on_sample") and not _is_of_values(error):
             return None
         return InvalidSampleError(
             f"{place} fails on inputs like the sample's: {cause}. "
@@ -294,22 +313,23 @@ class _Call:
 
     def measure_time(self) -> None:
         """Measures the time once more."""
-        target, args, kwargs = self._make_call()
-        if self.device.type == "cuda":
+        with self._errors_explained():
+            target, args, kwargs = self._make_call()
+            if self.device.type == "cuda":
 
-            def launch() -> Any:
-                begin = time.perf_counter()
-                result = target(*args, **kwargs)
-                self.launches_ms.append((time.perf_counter() - begin) * 1e3)
-                return result
+                def launch() -> Any:
+                    begin = time.perf_counter()
+                    result = target(*args, **kwargs)
+                    self.launches_ms.append((time.perf_counter() - begin) * 1e3)
+                    return result
 
-            self.times_ms.append(kernel_ms(launch, self.device))
-            return
-        self._warm_heap()
-        begin = _seconds()
-        result = target(*args, **kwargs)
-        self.times_ms.append((_seconds() - begin) * 1e3)
-        del result
+                self.times_ms.append(kernel_ms(launch, self.device))
+                return
+            self._warm_heap()
+            begin = _seconds()
+            result = target(*args, **kwargs)
+            self.times_ms.append((_seconds() - begin) * 1e3)
+            del result
 
     def _run_once(self) -> None:
         target, args, kwargs = self._make_call()
@@ -324,7 +344,7 @@ class _Call:
 
         def make(node: fx.Node) -> torch.Tensor:
             if node not in made:
-                made[node] = _synthetic_value(node)
+                made[node] = _synthetic_value(node, runs_producer=self.has_produced_integers)
             return made[node]
 
         if hasattr(self.target, "on_sample"):
@@ -348,19 +368,32 @@ def _tracked_results(result: Any, fake: Any) -> Any:
     return [value for value, known in zip(result, fake, strict=True) if known is not None]
 
 
-def _synthetic_value(node: fx.Node) -> torch.Tensor:
+def _is_of_values(error: Exception) -> bool:
+    """Whether an op does not take the shapes, dtypes or values that it was given."""
+    if type(error) not in _OP_ERRORS or is_out_of_memory(error):
+        return False
+    return not any(cause in str(error) for cause in _OTHER_CAUSES)
+
+
+def _synthetic_value(node: fx.Node, *, runs_producer: bool = False) -> torch.Tensor:
     """A synthetic input of an op.
 
     Attention with dropout returns its seed and offset, which the kernel of the backward may read on
     the host. Where they are then is known from a run of the forward alone.
+
+    Args:
+        node: the input.
+        runs_producer: whether integers come from a run of the op that returns them, if it returns
+            several tensors.
     """
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
-    if not (is_item and fake.is_cuda and not fake.is_floating_point() and fake.numel() <= 2):
+    if not is_item or fake.is_floating_point():
         return _synthetic_tensor(fake)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
-    if not is_random(producer.target):
+    is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
+    if not (is_seed or runs_producer):
         return _synthetic_tensor(fake)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), _synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import differing, gradients_of
 from torch import nn
 
-from rockmate import InvalidSampleError, RockmateError
+from rockmate import InvalidSampleError, RockmateError, RockmateModule
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
 from rockmate.step import capture_step
 
 
-def failing(error: Exception) -> Callable[..., Any]:
-    def op(*_: Any, **__: Any) -> Any:
-        raise error
+def failing(error: Exception, *, num_good: int = 0) -> Callable[..., Any]:
+    """An op that raises an error from some call on."""
+    calls = itertools.count()
+
+    def op(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if next(calls) >= num_good:
+            raise error
+        return torch.ones(2, 4)
 
     return op
 
 
-def graph_with(error: Exception) -> Graph:
+def graph_with(error: Exception, *, num_good: int = 0) -> Graph:
     """A step whose first op raises an error."""
     graph = capture_step(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4)).graph
-    graph.ops[0].node.target = failing(error)
+    graph.ops[0].node.target = failing(error, num_good=num_good)
     return graph
 
 
@@ -40,6 +48,7 @@ def test_shapes_that_an_op_does_not_take_are_the_samples_fault() -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_too_little_memory_is_not_the_samples_fault(error: Exception) -> None:
@@ -52,3 +61,46 @@ def test_too_little_memory_is_not_the_samples_fault(error: Exception) -> None:
 def test_a_fault_of_this_library_keeps_its_error() -> None:
     with pytest.raises(KeyError, match="internal"):
         measure_costs(graph_with(KeyError("internal")))
+
+
+def test_memory_may_run_out_in_a_later_round() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(RockmateError, match=r"cpu is out of memory .* bytes.*machine="):
+        measure_costs(graph_with(error, num_good=2))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("no kernel"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("tensor.h:3 INTERNAL ASSERT FAILED"),
+    ],
+)
+def test_a_fault_of_the_device_or_of_pytorch_passes_with_the_op(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        measure_costs(graph_with(error))
+    assert caught.value is error
+    assert any("in 0 was being measured" in note for note in error.__notes__)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.det, torch.logdet])
+def test_pivots_are_measured_as_the_factorization_makes_them(function: Any) -> None:
+    """They count from one, and integers are zeros otherwise."""
+
+    class Determinant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return function(y @ y.mT + torch.eye(6)).sum()
+
+    torch.manual_seed(0)
+    model, x = Determinant(), torch.randn(2, 6, 6)
+    eager = copy.deepcopy(model)
+    RockmateModule(model, x, 1.0)(x).backward()
+    eager(x).backward()
+    assert not differing(gradients_of(model), gradients_of(eager))

@@ -178,6 +178,28 @@ def test_sample_that_the_model_rejects(sample: Any, text: str) -> None:
     assert "Stack" in str(caught.value) or "layers.0.0" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (torch.OutOfMemoryError("no memory"), RockmateError, "out of memory.*batch smaller"),
+        (NotImplementedError("no kernel"), UnsupportedModelError, "cannot be captured"),
+        (RuntimeError("INTERNAL ASSERT FAILED"), UnsupportedModelError, "cannot be captured"),
+        (RuntimeError("sizes do not match"), InvalidSampleError, "raised on the sample"),
+    ],
+)
+def test_the_sample_is_blamed_for_its_own_faults_alone(
+    error: Exception, kind: type[Exception], text: str
+) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(RockmateError, match=text) as caught:
+        Planner(nn.Sequential(nn.Linear(16, 16), Raising()), X)
+    assert type(caught.value) is kind
+    assert "Raising" in str(caught.value) or "in 1" in str(caught.value)
+
+
 @pytest.mark.parametrize("sample", [3, "text", None, 0.5, {1, 2}, object()])
 def test_sample_of_no_known_form(sample: Any) -> None:
     with pytest.raises(InvalidSampleError, match=r"tensor.*tuple.*mapping"):

@@ -279,25 +279,29 @@ class PlanCache:
     def _plan_for_shapes(
         self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
     ) -> RunnableCall:
-        """Reuses the schedule of a larger call if there is one, else plans within its bytes."""
-        # Without a call that was planned for, the first adapted one stands for the family.
-        alike = [each for each in alike if not each.is_adapted] or alike[:1]
-        larger = [each.planned for each in alike if is_no_larger(call, each.planned.call)]
-        family = alike[-1].family  # the same for all of them
-        adapted = family.resized(larger[-1], call) if larger else None
+        """Reuses the schedule of a larger call if there is one, else plans within its bytes.
+
+        A call with other dims of size 1 begins a family: one capture serves the calls like it.
+        """
+        kin = _kin(alike, call)
+        known = kin or alike[:1]
+        family = known[-1].family
+        larger = [each.planned for each in known if is_no_larger(call, each.planned.call)]
+        adapted = family.resized(larger[-1], call) if larger and kin else None
         if adapted is None:
             step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
-                return self._plan_within(step, family, alike[-1].planned.plan.budget_bytes)
+                budget_bytes = known[-1].planned.plan.budget_bytes
+                return self._plan_within(step, family if kin else None, budget_bytes)
             adapted = shaped.planned_call(plan)
-        self.adopt(adapted, family, is_adapted=True)
-        logger.info("the schedule of the sample serves smaller tensors: %s", call)
+        self.adopt(adapted, family if kin else None, is_adapted=True)
+        logger.debug("the schedule of the sample serves smaller tensors: %s", call)
         return self.runnables[0]
 
     def _plan_within(
-        self, step: CapturedStep, family: StepFamily, budget_bytes: int
+        self, step: CapturedStep, family: StepFamily | None, budget_bytes: int
     ) -> RunnableCall:
         """Plans for a step of other sizes within the bytes of the sample's budget."""
         assert self.request is not None
@@ -361,3 +365,14 @@ class PlanCache:
             size_text(plan.budget_bytes),
             plan.predicted_ratio,
         )
+
+
+def _kin(runnables: Sequence[RunnableCall], call: CallSignature) -> list[RunnableCall]:
+    """Those whose family serves a call: they have its dims of size 1.
+
+    First come the calls that were planned for, or that their family began with.
+    """
+    dims = call.broadcast_dims
+    kin = [each for each in runnables if each.planned.call.broadcast_dims == dims]
+    founders = [each for each in kin if not each.is_adapted or each.family.founder is each.planned]
+    return founders or kin[:1]

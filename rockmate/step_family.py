@@ -77,6 +77,11 @@ class StepFamily:
             CallSignature
         ] = []  # captured by itself, in order of their coming
 
+    @property
+    def founder(self) -> PlannedCall:
+        """The planned call whose step is known."""
+        return self._planned
+
     def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
         """A planned call at sizes that are nowhere larger, its program with other numbers.
 

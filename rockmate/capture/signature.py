@@ -71,6 +71,19 @@ class CallSignature:
         )
         return replace(self, tensors=tuple(tensors))
 
+    @property
+    def broadcast_dims(self) -> tuple[tuple[int, int, int], ...]:
+        """(tensor, dim, size) of each dim of size 1 or 0.
+
+        A graph broadcasts such a dim, or has nothing to do. It is another one for other sizes.
+        """
+        return tuple(
+            (index, dim, size)
+            for index, tensor in enumerate(self.tensors)
+            for dim, size in enumerate(tensor.shape)
+            if size < 2
+        )
+
     def part_in(self, other: CallSignature) -> CallSignature:
         """The same call without the keywords that `other` has not."""
         fake_device_tensors = [torch.empty(0) for _ in self.tensors]

@@ -30,14 +30,14 @@ def copy_inputs_of_the_forward(capture: Capture) -> Capture:
     forward = _forward_nodes(capture)
     updated = {role.index for _, role in capture.outputs if role.kind is RoleKind.INPUT_UPDATE}
     returned = {storage for node, _ in capture.outputs for storage in storage_ids(node)}
-    last_source = [node for node in capture.joint.graph.nodes if node in dict(capture.inputs)][-1]
+    last_placeholder = list(capture.joint.graph.find_nodes(op="placeholder"))[-1]
     for node, role in capture.inputs:
         if role.kind is not RoleKind.INPUT or role.index in updated:
             continue
         readers = _readers(node)
         is_copied = readers and readers <= forward and returned.isdisjoint(storage_ids(node))
         if is_copied and has_dense_layout(node.meta["val"]):
-            copy_out(node, behind=last_source).meta[IN_FORWARD] = True
+            copy_out(node, behind=last_placeholder).meta[IN_FORWARD] = True
     return capture
 
 

@@ -400,13 +400,20 @@ def test_numbers_that_are_no_integers_are_rounded_as_in_eager(
     assert "no integer" in caplog.text
 
 
-def test_a_batch_of_one_is_captured_by_itself_and_needs_no_symbols(work: Work) -> None:
+def test_a_batch_of_one_begins_a_family_with_one_symbolic_capture(work: Work) -> None:
     model = Branching()
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
     work.captures.clear()
     check(module, model, x=torch.randn(1, 20, 8))
-    check(module, model, x=torch.randn(1, 13, 8))
-    assert work.captures == ["fixed", "fixed"]
+    assert work.captures == ["fixed"]
+    for length in (13, 17, 12, 19):
+        check(module, model, x=torch.randn(1, length, 8))
+    assert work.captures == ["fixed", "symbolic"]
+    check(module, model, x=torch.randn(4, 11, 8))
+    assert work.captures == ["fixed", "symbolic", "symbolic"], "the sample has a family of its own"
+    check(module, model, x=torch.randn(1, 11, 8))
+    check(module, model, x=torch.randn(3, 12, 8))
+    assert len(work.captures) == 3
 
 
 def test_one_other_batch_is_captured_as_it_is_and_a_second_one_with_symbols(work: Work) -> None:

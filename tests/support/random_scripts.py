@@ -192,10 +192,11 @@ class Model(nn.Module):
 
     def _normalized(self, h: Tensor) -> Tensor:
         habits = self.case.habits
-        if "layer norm" in habits:
-            h = self.norm(h)
+        # In the other order, the gradient of the layer norm's bias would be nothing but rounding.
         if "batch norm" in habits:
             h = self.batch_norm(h)
+        if "layer norm" in habits:
+            h = self.norm(h)
         if "dropout" in habits:
             h = self.dropout(h)
         return nn.functional.relu(h * 1.0, inplace=True) if "in-place op" in habits else h

@@ -9,13 +9,13 @@ import torch
 from torch import fx, nn
 
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import ABSENT, snapshot
+from rockmate.capture.attribute_values import ABSENT, copied, is_container, refill, snapshot
 from rockmate.capture.counted import counted, number_added
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
 from rockmate.capture.traced_forward import TracedForward
-from rockmate.errors import UnsupportedModelError
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 _Trace = Callable[[], tuple[fx.GraphModule, TracedForward]]
 
@@ -44,13 +44,18 @@ def forward_attributes(
     _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
     carried = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
-    counts, is_same = _counts(model, joint, carried, trace) if carried else ([], True)
+    counts, is_same = _counts(model, joint, forward, carried, trace) if carried else ([], True)
+    if forward.left.added:
+        _check_additions(model, joint, forward, trace)
     unwatched = of_tensors | {place.key for place, _ in counts}
+    grown = {id(place.value()) for place, _ in forward.left.added}  # under any name
     settled = {place.key: (place, value) for place, value in carried if place.key not in unwatched}
     read = [
         place
         for key, place in forward.left.accesses.reads.items()
-        if key not in unwatched and not is_switched_off(place.owner, place.name)
+        if key not in unwatched
+        and id(place.value()) not in grown
+        and not is_switched_off(place.owner, place.name)
     ]
     accepted: dict[Any, tuple[Any, ...]] = {place.key: (snapshot(place.value()),) for place in read}
     for key in accepted.keys() & settled.keys() if is_same else ():
@@ -60,6 +65,7 @@ def forward_attributes(
         read=tuple(read),
         accepted=tuple(accepted[place.key] for place in read),
         assigned=tuple(forward.assigned),
+        added=tuple(forward.added),
         values=forward.assigned_structure,
         fixed=(*forward.fixed, *settled.values()),
         counted=tuple(counts),
@@ -79,18 +85,23 @@ def _traced_from(pairs: Sequence[tuple[Place, Any]], trace: _Trace) -> tuple[Any
 
 
 def _counts(
-    model: nn.Module, joint: fx.GraphModule, carried: Sequence[tuple[Place, Any]], trace: _Trace
+    model: nn.Module,
+    joint: fx.GraphModule,
+    forward: TracedForward,
+    carried: Sequence[tuple[Place, Any]],
+    trace: _Trace,
 ) -> tuple[list[tuple[Place, int | float]], bool]:
     """The counters among changed attributes, with what each call adds; and if the graph stays.
 
     Args:
         model: the model.
         joint: its joint graph in the first call.
+        forward: the forward that the graph was traced from.
         carried: the attributes, with the values that the first call leaves.
         trace: see `forward_attributes`.
     """
     later_joint, later = _traced_from(carried, trace)
-    is_same = _are_equal(joint, later_joint)
+    is_same = _are_equal(joint, later_joint) and _leave_the_same(forward, later)
     if later.left.carried and not is_same:
         deciding = [
             pair for pair in carried if not _are_equal(joint, _traced_from([pair], trace)[0])
@@ -103,6 +114,34 @@ def _counts(
             raise _carried_error(model, place, value)
         counts.append((place, number))
     return counts, is_same
+
+
+def _check_additions(
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
+) -> None:
+    """Raises if a list or dict is read to which the forward adds.
+
+    PyTorch reads lists without calling their methods. So a list is tried that holds no tensor.
+    """
+    for place, addition in forward.left.added:
+        items: Any = addition.items
+        container, content = place.value(), copied(place.value())
+        unreadable = (
+            [object()] if isinstance(items, list) else dict.fromkeys((*items, object()), object())
+        )
+        try:
+            refill(container, unreadable)
+            other, later = trace()
+            is_same = _are_equal(joint, other) and any(
+                each.key == place.key and len(found.items) == len(items)
+                for each, found in later.left.added
+            )
+        except (InvalidSampleError, UnsupportedModelError):
+            is_same = False
+        finally:
+            refill(container, content)
+        if not is_same:
+            raise _carried_error(model, place, items)
 
 
 def _refuse_carried_tensors(
@@ -139,19 +178,37 @@ def _is_constant(node: fx.Node) -> bool:
 def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedModelError:
     paths = {id(module): path for path, module in model.named_modules()}
     path = paths.get(id(place.owner), "")
+    advice = (
+        f"Assign a container in each forward before it is used (`self.{place.name} = "
+        f"{'{}' if isinstance(after, dict) else '[]'}`)"
+        if is_container(after)
+        else "Keep the value in a buffer that the forward changes in place "
+        f'(`self.register_buffer("{place.name}", torch.tensor(0.0))`, '
+        f"`self.{place.name}.add_(1)`)"
+    )
     msg = (
         f"the model's forward reads {f'{path}.{place.name}' if path else place} and leaves it with "
         f"another value ({_short(place.value())} -> {_short(after)}), on which the next call "
-        "depends. A plan cannot repeat that. Keep the value in a buffer that the forward changes "
-        "in place "
-        f'(`self.register_buffer("{place.name}", torch.tensor(0.0))`, '
-        f"`self.{place.name}.add_(1)`), or{advice_to_leave(model, path)}."
+        f"depends. A plan cannot repeat that. {advice}, or{advice_to_leave(model, path)}."
     )
     return UnsupportedModelError(msg)
 
 
 def _short(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+
+
+def _leave_the_same(forward: TracedForward, other: TracedForward) -> bool:
+    """Whether two calls assign the same to the same attributes, tensors aside."""
+    places, other_places = (
+        [
+            *(place.key for place in each.assigned),
+            *((place.key, replaces) for place, replaces in each.added),
+            *((place.key, snapshot(value)) for place, value in each.fixed),
+        ]
+        for each in (forward, other)
+    )
+    return places == other_places and forward.assigned_structure == other.assigned_structure
 
 
 def _are_equal(graph: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -32,7 +32,9 @@ class ForwardAttributes:
         read: attributes that the graph depends on.
         accepted: for each of them, snapshots of the values that give this graph.
         assigned: attributes that the forward assigns, whatever stood there before.
-        values: rebuilds the values that it assigns from the step's output tensors.
+        added: lists and dicts that it adds to, and whether it clears them first.
+        values: rebuilds the values that it assigns, then the items that it adds, from the step's
+            output tensors.
         fixed: attributes that it gives an object without tensors, and that object.
         counted: attributes to which each forward adds a number that no tensor depends on, and the
             numbers.
@@ -41,6 +43,7 @@ class ForwardAttributes:
     read: tuple[Place, ...] = ()
     accepted: tuple[tuple[Any, ...], ...] = ()
     assigned: tuple[Place, ...] = ()
+    added: tuple[tuple[Place, bool], ...] = ()
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
     counted: tuple[tuple[Place, int | float], ...] = ()
@@ -65,8 +68,14 @@ class ForwardAttributes:
         Args:
             outputs: the step's output tensors.
         """
-        for place, value in zip(self.assigned, self.values.rebuild(outputs), strict=True):
+        values = self.values.rebuild(outputs)
+        for place, value in zip(self.assigned, values, strict=False):
             place.put(value)
+        for (place, replaces), items in zip(self.added, values[len(self.assigned) :], strict=True):
+            container = place.value()
+            if replaces:
+                container.clear()
+            container.update(items) if isinstance(container, dict) else container.extend(items)
         for place, value in self.fixed:
             present = place.value()
             if is_container(present) and type(present) is type(value):
@@ -84,6 +93,7 @@ class ForwardAttributes:
             read=read,
             accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
+            added=tuple((place.of_copy(memo), replaces) for place, replaces in self.added),
             fixed=tuple(
                 (place.of_copy(memo), memo.get(id(value), value)) for place, value in self.fixed
             ),

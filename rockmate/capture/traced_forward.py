@@ -5,6 +5,7 @@ It leaves the model's attributes as they were, and tells what it did to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
+from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
@@ -34,6 +36,19 @@ class ModuleReplacedError(UnsupportedModelError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Items that a forward adds to a list or dict.
+
+    Attributes:
+        items: a list or dict of them.
+        replaces: whether it clears the list or dict first.
+    """
+
+    items: list[Any] | dict[Any, Any]
+    replaces: bool
+
+
 @dataclass(slots=True)
 class LeftBehind:
     """Attributes that one run of the forward has changed.
@@ -42,15 +57,36 @@ class LeftBehind:
         accesses: what it has read and assigned.
         assigned: what it has assigned without reading it first, with the values.
         carried: what it has read and then changed, with the values: the next run reads those.
+        added: lists and dicts to which it has added without looking at them, with what it added.
     """
 
     accesses: Accesses = field(default_factory=Accesses)
     assigned: list[tuple[Place, Any]] = field(default_factory=list)
     carried: list[tuple[Place, Any]] = field(default_factory=list)
+    added: list[tuple[Place, Addition]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, accesses: Accesses, before: AttributeState) -> LeftBehind:
-        """What has changed since `before`."""
+    def of(
+        cls,
+        accesses: Accesses,
+        before: AttributeState,
+        containers: Sequence[tuple[Place, Recorded]],
+    ) -> LeftBehind:
+        """What has changed since `before`.
+
+        Args:
+            accesses: what was read and assigned.
+            before: the state.
+            containers: those that have recorded.
+        """
+        added = []
+        for place, container in containers:
+            items = container.added()
+            if items is None or container.is_read or not (items or container.is_cleared):
+                continue
+            added.append((place, Addition(items, replaces=container.is_cleared)))
+            container.restore()
+        before.unrecord_containers()
         changes = before.changes()
         assigned = {place.key: (place, value) for place, value in changes}
         for place in accesses.assigned.values():
@@ -59,7 +95,10 @@ class LeftBehind:
                 assigned[place.key] = place, value
         carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
         return cls(
-            accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]
+            accesses,
+            list(assigned.values()),
+            [(place, copied(value)) for place, value in carried],
+            added,
         )
 
 
@@ -73,7 +112,8 @@ class TracedForward(nn.Module):
         structure: rebuilds the arguments of the model.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
-        assigned_structure: rebuilds their values.
+        added: lists and dicts that it adds to, and whether it clears them first.
+        assigned_structure: rebuilds the values of the former and the items of the latter.
         fixed: attributes that it assigns objects without tensors to, and those objects.
         left: what the forward did to attributes.
         differentiable_outputs: indices of the outputs with a gradient.
@@ -93,6 +133,7 @@ class TracedForward(nn.Module):
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
+        self.added: list[tuple[Place, bool]] = []
         self.fixed: list[tuple[Place, Any]] = []
         self.left = LeftBehind()
         self.differentiable_outputs: tuple[int, ...] = ()
@@ -106,12 +147,13 @@ class TracedForward(nn.Module):
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
         try:
+            containers = before.record_containers()
             with accesses_recorded(self.model, before) as accesses:
-                output = self.model(*args, **kwargs)
+                output = unrecorded(self.model(*args, **kwargs))
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             _refuse_reassigned(buffers, _buffers_by_place(self.model))
-            self.left = LeftBehind.of(accesses, before)
+            self.left = LeftBehind.of(accesses, before, containers)
             flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
             if not any(tensor.requires_grad for tensor in flat):
                 msg = (
@@ -165,6 +207,7 @@ class TracedForward(nn.Module):
         """
         num_outputs = len(flat)
         values, self.fixed = [], []
+        self.added = [(place, addition.replaces) for place, addition in self.left.added]
         for place, value in self.left.assigned:
             try:
                 flatten(value, what="it")
@@ -176,7 +219,12 @@ class TracedForward(nn.Module):
                 values.append((place, value))
         self.assigned = [place for place, _ in values]
         self.assigned_structure = flatten_further(
-            tuple(value for _, value in values), flat, what="an attribute"
+            (
+                *(value for _, value in values),
+                *(addition.items for _, addition in self.left.added),
+            ),
+            flat,
+            what="an attribute",
         )
         for index in range(num_outputs, len(flat)):
             if flat[index].requires_grad and id(flat[index]) in inputs:

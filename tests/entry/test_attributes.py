@@ -291,6 +291,78 @@ def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
     assert_equal_steps(eager, module)
 
 
+class Collecting(Net):
+    """A list that grows, a cache that is overwritten, a list that begins anew."""
+
+    latest: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.cache, self.latest = [], {}, [0.0]
+        self.alias = self.losses
+
+    def between(self, h: Tensor) -> Tensor:
+        self.losses.append(h.square().mean())
+        self.alias.append(h.abs().mean())
+        self.cache["last"] = h.detach()
+        self.cache.update(mean=self.cache["last"].mean())
+        self.latest.clear()
+        self.latest.append(h.sum())
+        return h + sum(self.latest) + self.read()
+
+    def read(self) -> Any:
+        return 0
+
+
+def test_containers_that_the_forward_adds_to_get_its_items(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    eager, module = pair(Collecting())
+    assert (module.losses, module.cache, module.latest) == ([], {}, [0.0])
+    collected: Callable[..., Tensor] = lambda m, out: out + sum(m.losses[-2:])  # noqa: E731
+    for change in (None, None, lambda m: m.losses.clear(), lambda m: m.cache.clear()):
+        assert_equal_steps(eager, module, [change], collected)
+        assert len(module.losses) == len(eager.losses)
+        assert all(map(torch.equal, module.losses, eager.losses))
+        assert torch.equal(module.cache["last"], eager.cache["last"])
+        assert torch.equal(module.cache["mean"], eager.cache["mean"])
+        assert torch.equal(module.latest[0], eager.latest[0])
+        assert (len(module.latest), type(module.losses)) == (1, list)
+    assert "planned for" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda net: sum(net.losses),
+        lambda net: torch.stack(net.losses).sum(),
+        lambda net: len(net.losses),
+        lambda net: net.losses[0],
+    ],
+)
+def test_a_container_that_is_read_and_added_to_is_refused(read: Callable[[Any], Any]) -> None:
+    class Reading(Collecting):
+        def read(self) -> Any:
+            return read(self)
+
+    model = Reading()
+    with pytest.raises(UnsupportedModelError, match="reads losses of a Reading"):
+        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    assert model.losses == []
+
+
+def test_the_advice_for_a_container_leads_to_a_run() -> None:
+    class Renewing(Collecting):
+        def between(self, h: Tensor) -> Tensor:
+            self.losses = self.alias = []
+            return super().between(h)
+
+        def read(self) -> Any:
+            return torch.stack(self.losses).sum()
+
+    assert_equal_steps(*pair(Renewing()))
+
+
 # --- attributes that the forward reads and changes ------------------------------------------------
 
 
@@ -403,8 +475,8 @@ def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture)
             self.warned, self.given = {}, False
 
         def between(self, h: Tensor) -> Tensor:
-            if not self.given:
-                self.given = True
+            self.given = True if not self.given else self.given
+            if "shape" not in self.warned:
                 self.warned["shape"] = True
             return h
 
@@ -414,6 +486,25 @@ def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture)
     assert module.given
     assert module.warned == eager.warned == {"shape": True}
     assert "planned for" not in caplog.text
+
+
+def test_what_only_the_first_call_leaves_is_left_once() -> None:
+    class Noting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes, self.is_noted = [], False
+
+        def between(self, h: Tensor) -> Tensor:
+            if not self.is_noted:
+                self.is_noted = True
+                self.notes.append("first")
+                self.first_mean = h.mean().detach()
+            return h
+
+    eager, module = pair(Noting())
+    assert_equal_steps(eager, module)
+    assert module.notes == eager.notes == ["first"]
+    assert torch.equal(module.first_mean, eager.first_mean)
 
 
 def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:

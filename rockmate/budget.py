@@ -7,6 +7,7 @@ import numbers
 import re
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Literal
 
 from rockmate.errors import InvalidBudgetError
 
@@ -20,6 +21,15 @@ _FORMS = (
 )
 
 Budget = int | float | str
+# What happens if no schedule fits a budget: an error, or a plan with the smallest peak found.
+OnInfeasible = Literal["error", "least"]
+
+
+def check_on_infeasible(value: str) -> None:
+    """Raises `ValueError` unless the value is an `OnInfeasible`."""
+    if value not in ("error", "least"):
+        msg = f"on_infeasible is {value!r}; choose 'error' or 'least'"
+        raise ValueError(msg)
 
 
 def size_text(num_bytes: int) -> str:

@@ -41,7 +41,11 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             text += f", which is set by {where}"
         if slowdown is not None:
             text += f"; the plan there takes {slowdown:.2f}x the step time of no recomputation"
-        text += f". Ask for budget={minimum_bytes} or more, or make the batch smaller."
+        text += (
+            f". Ask for budget={minimum_bytes} or more, make the batch smaller, or take the "
+            'smallest peak where nothing fits: on_infeasible="least" (on the command line: '
+            "--on-infeasible least)."
+        )
         super().__init__(text)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes

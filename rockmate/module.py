@@ -19,7 +19,13 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
-from rockmate.budget import Budget, parse_budget, size_text
+from rockmate.budget import (
+    Budget,
+    OnInfeasible,
+    check_on_infeasible,
+    parse_budget,
+    size_text,
+)
 from rockmate.errors import (
     InvalidBudgetError,
     RockmateError,
@@ -28,7 +34,7 @@ from rockmate.errors import (
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
-from rockmate.request import OnInfeasible, PlanRequest, planned_call_of
+from rockmate.request import PlanRequest, planned_call_of
 from rockmate.runtime.ddp import REPLICATED, SHARDED
 from rockmate.runtime.planned_call import PlannedCall
 
@@ -138,8 +144,10 @@ class RockmateModule(nn.Module):
         **planner_options: Any,
     ) -> None:
         _check_arguments(budget, memory_limit, plan)
-        _check_choice("larger", larger, ("plan", "refuse"))
-        _check_choice("on_infeasible", on_infeasible, ("error", "least"))
+        check_on_infeasible(on_infeasible)
+        if larger not in ("plan", "refuse"):
+            msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
+            raise ValueError(msg)
         self._wrap(model)
         if plan is not None:
             _check_plan_arguments(plan, sample_input, strategy, planner_options)
@@ -382,12 +390,6 @@ def _check_arguments(
     if budget is not None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, str]) -> None:
-    if value not in choices:
-        msg = f"{name} is {value!r}; choose {choices[0]!r} or {choices[1]!r}"
-        raise ValueError(msg)
 
 
 def _check_plan_arguments(

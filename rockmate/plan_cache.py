@@ -293,7 +293,8 @@ class PlanCache:
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
-                budget_bytes = known[-1].planned.plan.budget_bytes
+                # A plan whose budget was infeasible has more bytes.
+                budget_bytes = min(each.planned.plan.budget_bytes for each in known)
                 return self._plan_within(step, family if kin else None, budget_bytes)
             adapted = shaped.planned_call(plan)
         self.adopt(adapted, family if kin else None, is_adapted=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rockmate.budget import Budget
+from rockmate.budget import Budget, OnInfeasible
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planning.session import PlanningSession
@@ -65,12 +65,15 @@ class Planner(PlanningSession):
             `InfeasibleBudgetError.minimum_bytes` is the smallest of all.
     """
 
-    def module(self, budget: Budget, *, strategy: str = "rockmate") -> RockmateModule:
+    def module(
+        self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
+    ) -> RockmateModule:
         """A module that trains within a budget; arguments and errors as for `plan`.
 
         It refuses calls of other shapes. `RockmateModule(...)` makes a module that plans for them.
         """
-        return RockmateModule.of(self._step.model, self.planned_call(budget, strategy=strategy))
+        call = self.planned_call(budget, strategy=strategy, on_infeasible=on_infeasible)
+        return RockmateModule.of(self._step.model, call)
 
     def module_of(self, plan: Plan) -> RockmateModule:
         """A module that runs a plan which any planner made for the same step.

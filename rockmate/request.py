@@ -6,15 +6,13 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate.budget import Budget, is_share, size_text
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.budget import Budget, OnInfeasible, is_share
 from rockmate.memory_limit import MemoryLimit
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
@@ -23,10 +21,6 @@ from rockmate.step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
-
-logger = logging.getLogger(__name__)
-
-OnInfeasible = Literal["error", "least"]
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
@@ -111,18 +105,6 @@ class PlanRequest:
         return call if plan is call.plan else session.planned_call_of(plan)
 
     def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:
-        try:
-            return session.planned_call(budget, strategy=self.strategy)
-        except InfeasibleBudgetError as error:
-            if self.on_infeasible == "error":
-                raise
-            call = session.planned_call(error.minimum_bytes, strategy=self.strategy)
-            logger.warning(
-                "the activation budget of %s is infeasible, so the plan has the smallest peak "
-                "found: %s, set by %s, at %.2fx of the time without recomputation",
-                size_text(error.budget_bytes),
-                size_text(error.minimum_bytes),
-                call.plan.peak_place(),
-                call.plan.predicted_ratio,
-            )
-            return call
+        return session.planned_call(
+            budget, strategy=self.strategy, on_infeasible=self.on_infeasible
+        )

@@ -167,6 +167,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         required=True,
         help="a fraction up to 1 of the peak without recomputation, a size as 2GiB, or bytes",
     )
+    plan.add_argument(
+        "--on-infeasible",
+        choices=("error", "least"),
+        default="error",
+        help="if no schedule fits: an error, or the smallest peak found (default: error)",
+    )
     plan.add_argument("--strategy", default="rockmate", help="how to plan (default: rockmate)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="where the plan goes, as JSON")
     plan.add_argument(
@@ -375,7 +381,9 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         allow_chunking=arguments.allow_chunking,
         untraced=arguments.untraced,
     )
-    plan = planner.plan(budgets[0], strategy=arguments.strategy)
+    plan = planner.plan(
+        budgets[0], strategy=arguments.strategy, on_infeasible=arguments.on_infeasible
+    )
     details = [str(plan.explain(name)) for name in arguments.explain] or [
         plan.tree() if arguments.tree else plan.block_table()
     ]

@@ -18,7 +18,14 @@ from typing import Any, Literal, Self
 from torch import nn
 from tqdm import tqdm
 
-from rockmate.budget import Budget, parse_budget, parse_budgets
+from rockmate.budget import (
+    Budget,
+    OnInfeasible,
+    check_on_infeasible,
+    parse_budget,
+    parse_budgets,
+    size_text,
+)
 from rockmate.capture.huggingface import modules_with_checkpointing
 from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
@@ -162,7 +169,9 @@ class PlanningSession:
         """See `Planner`."""
         return self.minimum_peak()
 
-    def plan(self, budget: Budget, *, strategy: str = "rockmate") -> Plan:
+    def plan(
+        self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
+    ) -> Plan:
         """The fastest plan found within a budget, without another capture or measurement.
 
         Args:
@@ -172,19 +181,41 @@ class PlanningSession:
                 boundary of every sqrt(n)-th block (Chen et al. 2016). "rotor" is Rotor's dynamic
                 program without options. "checkmate" solves the whole graph as one program, for
                 small models. All but the default are there to compare with.
+            on_infeasible: "least" plans the smallest peak found where no schedule fits, with one
+                line in the log. The plan's `budget_bytes` is then that peak.
 
         Raises:
             InvalidBudgetError: the budget cannot be read.
             InfeasibleBudgetError: no schedule fits; the error carries the smallest peak.
             SolverLimitError: "checkmate" found no schedule in its time.
-            ValueError: the strategy is unknown.
+            ValueError: the strategy is unknown, or `on_infeasible` is not one of its values.
         """
+        check_on_infeasible(on_infeasible)
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         plan = self._plan_within(budget_bytes, strategy)
-        if plan is None:
-            with gc_paused():
-                raise self._infeasible(budget_bytes, strategy)
-        return plan
+        if plan is not None:
+            return plan
+        with gc_paused():
+            minimum_bytes = self._variants.min_peak(strategy).peak_bytes
+            smallest = self.plan(minimum_bytes, strategy=strategy)
+        if on_infeasible == "error":
+            raise InfeasibleBudgetError(
+                budget_bytes,
+                minimum_bytes,
+                where=smallest.peak_place(),
+                slowdown=smallest.predicted_ratio,
+            )
+        logger.warning(
+            "no schedule fits the budget of %s, so the plan takes the smallest peak found, %s, "
+            "which is set by %s; the activation peak without recomputation is %s, and the plan "
+            "takes %.2fx of its time",
+            size_text(budget_bytes),
+            size_text(minimum_bytes),
+            smallest.peak_place(),
+            size_text(self.baseline_peak_bytes),
+            smallest.predicted_ratio,
+        )
+        return smallest
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
@@ -235,10 +266,14 @@ class PlanningSession:
                 for budget_bytes, best in found.items()
             }
 
-    def planned_call(self, budget: Budget, *, strategy: str = "rockmate") -> PlannedCall:
+    def planned_call(
+        self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
+    ) -> PlannedCall:
         """A plan with the code that runs it; arguments and errors as for `plan`."""
         self._step.check_present()
-        return self.planned_call_of(self.plan(budget, strategy=strategy))
+        return self.planned_call_of(
+            self.plan(budget, strategy=strategy, on_infeasible=on_infeasible)
+        )
 
     def planned_call_of(self, plan: Plan) -> PlannedCall:
         """A plan that any session made for the same step, with the code that runs it.
@@ -283,16 +318,6 @@ class PlanningSession:
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         with gc_paused():
             return self._variants.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
-
-    def _infeasible(self, budget_bytes: int, strategy: str) -> InfeasibleBudgetError:
-        minimum_bytes = self._variants.min_peak(strategy).peak_bytes
-        smallest = self.plan(minimum_bytes, strategy=strategy)
-        return InfeasibleBudgetError(
-            budget_bytes,
-            minimum_bytes,
-            where=smallest.peak_place(),
-            slowdown=smallest.predicted_ratio,
-        )
 
     def _as_plan(
         self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate

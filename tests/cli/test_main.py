@@ -407,6 +407,17 @@ def test_plan_is_printed_explained_and_saved(
     assert "gelu" in capsys.readouterr().out
 
 
+def test_plan_takes_the_smallest_peak_if_asked(
+    network: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked_for = ["plan", network, "--budget", "1KiB", "--quiet"]
+    assert main(asked_for) == 2
+    assert "--on-infeasible least" in capsys.readouterr().err
+    assert main([*asked_for, "--on-infeasible", "least"]) == 0
+    assert "<- peak" in capsys.readouterr().out
+    assert "no schedule fits the budget of 1.0 KiB" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

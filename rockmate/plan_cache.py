@@ -294,7 +294,7 @@ class PlanCache:
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
                 # A plan whose budget was infeasible has more bytes.
-                budget_bytes = min(each.planned.plan.budget_bytes for each in known)
+                budget_bytes = min(each.planned.plan.budget_bytes for each in alike)
                 return self._plan_within(step, family if kin else None, budget_bytes)
             adapted = shaped.planned_call(plan)
         self.adopt(adapted, family if kin else None, is_adapted=True)

@@ -68,7 +68,7 @@ ACTIONS = (
     "autocast",
     "leave an output out",
     "clip",
-    "adam",
+    "momentum",
     "set gradients to zero",
 )
 
@@ -244,10 +244,9 @@ class Script:
 
     def train(self) -> list[Record]:
         """Runs all steps."""
-        # Adam takes a step of full size for a gradient of rounding, which bfloat16 makes large.
-        is_adam = self.case.has("adam") and not self.case.has("autocast")
-        kind = torch.optim.Adam if is_adam else torch.optim.SGD
-        optimizer = kind(self.model.parameters(), lr=0.01)
+        # Momentum moves a parameter with a zero gradient. Adam would take full steps on rounding.
+        momentum = 0.9 if self.case.has("momentum") else 0.0
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
         records = []
         for step in range(NUM_STEPS):
             self._change(step)
@@ -428,10 +427,10 @@ def difference(case: Case, ours: list[Record], theirs: list[Record]) -> str:
     """The first difference of two runs of a case, empty if there is none but rounding.
 
     Gradients are added in another order in some scripts. So tensors may differ by a thousandth, and
-    by two hundredths where they were added in bfloat16. It is that of the largest element of the
+    by five hundredths where they were added in bfloat16. It is that of the largest element of the
     tensor, or of all gradients or all parameters: some are nothing but rounding.
     """
-    tolerance = 2e-2 if case.has("autocast") else 1e-3
+    tolerance = 5e-2 if case.has("autocast") else 1e-3
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for name, value in other.values.items():
             if mine.values.get(name) != value:

@@ -107,11 +107,14 @@ class RunnableCall:
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""
         attributes = self.planned.attributes
-        attributes.release()
+        leaves_any = attributes.leaves_any
+        if leaves_any:
+            attributes.release()
         outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
         for index in self.planned.non_differentiable_outputs:
             outputs[index] = forbid_gradient(outputs[index])
-        attributes.deliver(outputs)
+        if leaves_any:
+            attributes.deliver(outputs)
         return self.planned.output_structure.rebuild(outputs)
 
 

@@ -243,6 +243,7 @@ class _Recorder:
         self._own: dict[type, dict[str, Any]] = {}
         self._thread = threading.get_ident()
         self._is_resting = False
+        self._containers: dict[int, Any] = {}  # whose items have been reached, by address
 
     def record(self, cls: type) -> None:
         """Has accesses to instances of a class recorded."""
@@ -310,8 +311,10 @@ class _Recorder:
         if id(value) in self._accesses.owners:
             return
         if is_container(value) or isinstance(value, tuple):
-            for item in items_of(value):
-                self._reach(item)
+            if id(value) not in self._containers:
+                self._containers[id(value)] = value
+                for item in items_of(value):
+                    self._reach(item)
         elif isinstance(value, nn.Module) or _can_record(type(value)):
             self._accesses.owners[id(value)] = value
             self._state.save(value)

@@ -111,34 +111,48 @@ def refill(container: Any, content: Any) -> None:
         container.extend(content) if isinstance(container, deque) else container.update(content)
 
 
-def copied(value: Any) -> Any:
-    """A copy of a container and of those in it; other objects are the same."""
-    if isinstance(value, dict):
-        copies = copy.copy(value)
-        for key, item in value.items():
-            copies[key] = copied(item)
-        return copies
+def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """A copy of a container and of those in it; other objects are the same.
+
+    Args:
+        value: what is copied.
+        seen: copies that have been made, by the address of the original.
+    """
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return seen[id(value)]
     if isinstance(value, tuple):
-        items = map(copied, value)
+        items = [copied(item, seen) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list | deque):
-        copies = copy.copy(value)
+    if not is_container(value):
+        return value
+    result = seen[id(value)] = copy.copy(value)
+    if isinstance(value, types.SimpleNamespace | dict):
+        table = vars(result) if isinstance(result, types.SimpleNamespace) else result
+        for key, item in list(table.items()):
+            table[key] = copied(item, seen)
+    elif isinstance(value, list | deque):
         for place, item in enumerate(value):
-            copies[place] = copied(item)
-        return copies
-    if isinstance(value, types.SimpleNamespace):
-        return types.SimpleNamespace(**copied(vars(value)))
-    return copy.copy(value) if is_container(value) else value
+            result[place] = copied(item, seen)
+    return result
 
 
-def traced_in(value: Any) -> list[Any]:
-    """The tensors and symbolic numbers in a value, its containers, and attributes of objects."""
+def traced_in(value: Any, seen: dict[int, Any] | None = None) -> list[Any]:
+    """The tensors and symbolic numbers in a value, its containers, and attributes of objects.
+
+    Args:
+        value: where they are looked for.
+        seen: objects that have been looked at, by address.
+    """
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return [value]
-    if isinstance(value, type | torch.nn.Module | types.FunctionType | types.ModuleType):
+    known = isinstance(value, type | torch.nn.Module | types.FunctionType | types.ModuleType)
+    if known or id(value) in seen:
         return []
+    seen[id(value)] = value
     items = items_of(value) or list(getattr(value, "__dict__", {}).values())
-    return [found for item in items for found in traced_in(item)]
+    return [found for item in items for found in traced_in(item, seen)]
 
 
 def text_of(taken: Any) -> str:

@@ -56,11 +56,15 @@ class ForwardAttributes:
                 return f"{place} was {text_of(accepted[0])} and is {value!r:.100}"
         return ""
 
+    @property
+    def leaves_any(self) -> bool:
+        """Whether the forward leaves anything behind."""
+        return bool(self.assigned or self.added or self.fixed or self.counted)
+
     def release(self) -> None:
-        """Drops tensors of the last call, so that they take no memory beside those of this one."""
+        """Drops values of the last call, so that they take no memory beside those of this one."""
         for place in self.assigned:
-            if isinstance(place.value(), torch.Tensor):
-                place.put(None)
+            place.put(None)
 
     def deliver(self, outputs: list[torch.Tensor]) -> None:
         """Leaves behind what the forward leaves behind.

@@ -363,6 +363,31 @@ def test_the_advice_for_a_container_leads_to_a_run() -> None:
     assert_equal_steps(*pair(Renewing()))
 
 
+class Owner:
+    """An object around a model that refers to it, as trainers and loggers do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.owner, self.scale = net, self, 2.0
+
+
+def test_objects_and_containers_may_contain_themselves() -> None:
+    class Cyclic(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.owner = Owner(self)
+            self.ring: list[Any] = [1.0]
+            self.ring.append(self.ring)
+
+        def between(self, h: Tensor) -> Tensor:
+            self.current = self.owner
+            self.first_ring = self.ring if h.ndim > 3 else None
+            return h * self.owner.scale * self.ring[0]
+
+    eager, module = pair(Cyclic())
+    assert_equal_steps(eager, module, [None, lambda m: setattr(m.owner, "scale", 3.0)])
+    assert module.current is module.owner
+
+
 # --- attributes that the forward reads and changes ------------------------------------------------
 
 

@@ -43,6 +43,14 @@ def will_execute(node: Any) -> bool:
         return False
 
 
+def is_asked_for(leaf_node: Any) -> bool:
+    """Whether the running backward accumulates the gradient of a leaf or returns it."""
+    try:
+        return torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:  # `autograd.grad` returns it
+        return True
+
+
 def dispatch_keys() -> tuple[Any, Any]:
     """The dispatcher's included and excluded keys in this thread, for `accumulate`."""
     return (

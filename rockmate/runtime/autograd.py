@@ -61,6 +61,7 @@ from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.planned_layout import PlannedLayout
 from rockmate.runtime.program import Argument, ArgumentKind, Program
+from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
 
 
 class Runner:
@@ -254,13 +255,8 @@ class PlannedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
-        _refuse_unsupported_backward(ctx, accumulates=not runner.returned_names)
-        partial, is_last = runner.pending.begin(ctx)
-        sink = (
-            LastHooksSink(ctx.owners)
-            if ctx.visited
-            else GradientSink(ctx.owners, partial, fires_hooks=is_last)
-        )
+        _refuse_unsupported_backward(ctx)
+        sink = _sink(ctx)
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
         arguments = _take_arguments(ctx, backward, sink, tangents)
@@ -275,7 +271,8 @@ class PlannedStep(torch.autograd.Function):
         if isinstance(sink, LastHooksSink):
             parameters = sink.remaining_gradients(ctx.visited)
         else:
-            parameters = [_defined(values[place]) for place in runner.parameter_gradients]
+            returned = [_defined(values[place]) for place in runner.parameter_gradients]
+            parameters = returned or [None] * len(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
 
 
@@ -417,7 +414,18 @@ def _defined(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None or is_undefined(gradient) else gradient
 
 
-def _refuse_unsupported_backward(ctx: Any, *, accumulates: bool) -> None:
+def _sink(ctx: Any) -> GradientSink:
+    """What receives the gradients of parameters."""
+    if not ctx.runner.returned_names and not ctx.anchor.is_visited():
+        refuse_parameters(ctx.visited, has_others=bool(ctx.owners and not ctx.visited))
+        return DroppingSink()
+    partial, is_last = ctx.runner.pending.begin(ctx)
+    if ctx.visited:
+        return LastHooksSink(ctx.owners)
+    return GradientSink(ctx.owners, partial, fires_hooks=is_last)
+
+
+def _refuse_unsupported_backward(ctx: Any) -> None:
     if ctx.saved is None:
         msg = (
             "backward ran a second time through the same forward, whose values have been freed. "
@@ -429,11 +437,5 @@ def _refuse_unsupported_backward(ctx: Any, *, accumulates: bool) -> None:
         msg = (
             "create_graph=True asks for a second derivative, which a planned backward does not "
             "have. Use the plain model for it."
-        )
-        raise BackwardError(msg)
-    if accumulates and not ctx.anchor.is_visited():
-        msg = (
-            "torch.autograd.grad and backward(inputs=...) want gradients returned, but this module "
-            'adds them to .grad as they are computed. Make it with gradients="returned".'
         )
         raise BackwardError(msg)

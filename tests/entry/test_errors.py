@@ -472,20 +472,6 @@ def test_autograd_grad_in_the_default_mode(name: str) -> None:
     assert not gradients_of(model), "nothing was accumulated behind the user's back"
 
 
-def test_autograd_grad_for_an_input_in_the_default_mode() -> None:
-    model = models.Stack()
-    x = X.clone().requires_grad_(True)
-    module = RockmateModule(model, x, 1.0)
-    try:
-        (found,) = torch.autograd.grad(module(x).sum(), [x])
-    except BackwardError as error:
-        assert 'gradients="returned"' in str(error)  # noqa: PT017
-        assert not gradients_of(model)
-        return
-    assert found.shape == x.shape
-    assert not gradients_of(model)
-
-
 def test_backward_with_inputs_in_the_default_mode_accumulates_nowhere_else() -> None:
     model = models.Stack()
     x = X.clone().requires_grad_(True)

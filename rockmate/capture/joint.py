@@ -188,8 +188,9 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
     if tangents != set(forward.differentiable_outputs):
         missing = sorted(set(forward.differentiable_outputs) - tangents)
         msg = (
-            f"output tensors {missing} of the model require grad but are its own inputs or "
-            "parameters, or views of them. Return a copy, or detach them."
+            f"output tensors {missing} of the model, or tensors that its forward assigns to "
+            "attributes, require grad but are its own inputs or parameters, or views of them. "
+            "Return or assign a copy, or detach them."
         )
         raise UnsupportedModelError(msg)
     assert forward.output_structure is not None

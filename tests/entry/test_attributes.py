@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import RockmateModule, SignatureMismatchError, UnsupportedModelError
+from bench import measure
+from rockmate import Planner, RockmateModule, SignatureMismatchError, UnsupportedModelError
 
 Change = Callable[[Any], None]
 
@@ -270,6 +271,33 @@ def test_only_the_loss_and_what_is_assigned() -> None:
     for theirs, ours in zip(eager.parameters(), module.parameters(), strict=True):
         assert torch.equal(theirs.grad, ours.grad)
     assert torch.equal(module.mean, eager.mean)
+
+
+def test_tensors_that_the_forward_assigns_are_within_the_budget() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                x = nn.functional.gelu(layer(x))
+                if index == 2:
+                    self.hidden, self.parts, self.loss = x.detach(), [2 * x], x.square().mean()
+            return x.square().mean()
+
+    model: Any = Keeping()
+    x = torch.randn(512, 256)
+    planner = Planner(model, x)
+    for budget in (planner.minimum_peak_bytes, planner.baseline_peak_bytes):
+        module = planner.module(budget)
+
+        def one_step(module: Any = module) -> None:
+            (module(x) + model.loss).backward()
+
+        one_step()
+        one_step()
+        assert measure.allocator_peak(one_step) <= budget
 
 
 def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:

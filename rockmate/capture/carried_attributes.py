@@ -9,7 +9,14 @@ import torch
 from torch import fx, nn
 
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import ABSENT, copied, is_container, refill, snapshot
+from rockmate.capture.attribute_values import (
+    ABSENT,
+    copied,
+    is_container,
+    refill,
+    snapshot,
+    traced_in,
+)
 from rockmate.capture.counted import counted, number_added
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
@@ -152,12 +159,13 @@ def _refuse_carried_tensors(
     A table that the forward makes from constants, in its first call, is such a tensor.
     """
     returned = joint.graph.output_node()
+    values = {place.key: value for place, value in forward.left.carried}
     for node, descriptor in zip(returned.args[0], returned.meta["desc"], strict=True):  # pyright: ignore
         if type(descriptor).__name__ != "PlainAOTOutput":
             continue
         place = forward.carried_outputs.get(descriptor.idx)
         if place is not None and not _is_constant(node):
-            raise _carried_error(model, place, node.meta["val"])
+            raise _carried_error(model, place, values[place.key])
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -195,7 +203,9 @@ def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedMod
 
 
 def _short(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return f"a {type(value).__name__} with tensors" if traced_in(value) else f"{value!r:.60}"
 
 
 def _leave_the_same(forward: TracedForward, other: TracedForward) -> bool:

@@ -374,7 +374,7 @@ def test_a_container_that_is_read_and_added_to_is_refused(read: Callable[[Any], 
             return read(self)
 
     model = Reading()
-    with pytest.raises(UnsupportedModelError, match="reads losses of a Reading"):
+    with pytest.raises(UnsupportedModelError, match=r"reads losses of a Reading .*losses = "):
         RockmateModule(model, torch.randn(6, 8), budget=1.0)
     assert model.losses == []
 

@@ -26,6 +26,7 @@ from rockmate.budget import (
     parse_budget,
     size_text,
 )
+from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
     InvalidBudgetError,
     RockmateError,
@@ -234,6 +235,14 @@ class RockmateModule(nn.Module):
     def is_planned(self) -> bool:
         """Whether there is a plan. Without a sample, the first training call makes it."""
         return bool(self._plans.runnables)
+
+    def plan_first_at(self, largest: Callable[[CallSignature], CallSignature]) -> None:
+        """Without a sample: plans at other sizes than those of the first call, which then fits.
+
+        Args:
+            largest: the first call -> the same call at the sizes to plan for.
+        """
+        self._plans.largest = largest
 
     @_Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ model that it was made for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,6 +138,7 @@ class PlanCache:
     Attributes:
         runnables: at most `MAX_PLANS`, the one in use first.
         request: how to plan when no plan serves a call; None where only the given plan may run.
+        largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class PlanCache:
         self._replans, self._refuses_larger = replans, refuses_larger
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
+        self.largest: Callable[[CallSignature], CallSignature] | None = None
 
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
@@ -229,6 +231,9 @@ class PlanCache:
     def runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:
         """The runnable call that serves `call`; it is planned for if there is none."""
         if not self.runnables:
+            if self.largest is not None:
+                self._samples.append(PlannedSample(self.largest(call)))
+                self.largest = None
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
         changed = first.difference(self._model, replans=self._replans)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import Budget
 from rockmate.errors import UnsupportedModelError
 from rockmate.hf.buckets import PadToBuckets
+from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
@@ -32,7 +34,7 @@ def wrap_trainer(
 ) -> RockmateModule:
     """Wraps the model of a trainer that has not started.
 
-    The plan is made for the first batch that it trains on.
+    The plan is made at the first batch, for the longest of 1,024 rows of the training set.
 
     `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
     options follow the trainer:
@@ -42,8 +44,7 @@ def wrap_trainer(
     - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
     - If no schedule fits the budget, the smallest peak is taken, with a warning.
 
-    A trainer that replaces the model's `forward` (TRL's do) must do so first: then this is the only
-    way.
+    A trainer that replaces the model's `forward` (TRL's do) must do so first.
 
     Args:
         trainer: a `transformers.Trainer`, or a subclass's.
@@ -79,6 +80,7 @@ def wrap_trainer(
     if buckets is not None:
         _pad_to(trainer, model, buckets)
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
+    module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
     return module
 

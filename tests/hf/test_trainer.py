@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -197,6 +200,72 @@ def test_wrap_trainer_plans_for_the_loss_alone_where_nothing_else_is_read(tmp_pa
         assert module.plan.options["outputs"] == (outputs or "loss")
         assert made.predict(made.eval_dataset).predictions is not None
     assert peaks[None] < peaks["all"]
+
+
+class RowsOfLengths(torch.utils.data.Dataset):
+    """Rows of different lengths. To read one draws random numbers of all kinds."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        draws = (torch.rand(1), random.random(), np.random.rand())
+        assert len(draws) == 3
+        words = [(index + place) % 60 + 2 for place in range(self.lengths[index])]
+        return {"input_ids": words, "labels": words}
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    words = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
+    return {"input_ids": torch.tensor(words), "labels": torch.tensor(words)}
+
+
+def test_wrap_trainer_plans_for_the_longest_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes last, and no batch needs another plan; the numbers are the plain run's."""
+    lengths = [*[5, 6, 7, 8] * 3, *[12, 16, 9, 9]]
+    found = []
+    for budget in (None, 1.0):
+        made, record = trainer(
+            llama(attention_dropout=0.0),
+            tmp_path,
+            train_dataset=RowsOfLengths(lengths),
+            train_sampling_strategy="sequential",
+        )
+        made.data_collator = padded
+        module = None if budget is None else wrap_trainer(made, budget)
+        made.train()
+        found.append([step for step in record.logs if "loss" in step])
+    assert found[0] == found[1]
+    assert module is not None
+    planned = [each.message for each in caplog.records if "planned for this call" in each.message]
+    assert len(planned) == 1
+    assert "first training call" in planned[0]
+
+
+def test_a_training_set_that_cannot_be_read_here_is_planned_for_its_first_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forbidden(Sentences):
+        begun = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.begun += 1
+            if self.begun == 2 * BATCH + 1:
+                msg = "not here"
+                raise OSError(msg)
+            return super().__getitem__(index)
+
+    made, _ = trainer(llama(), tmp_path, train_dataset=Forbidden())
+    module = wrap_trainer(made, 1.0)
+    made.train()
+    assert module.is_planned
+    assert "longest rows of the training set cannot be read here: OSError: not here" in caplog.text
 
 
 def test_wrap_trainer_goes_on_where_no_schedule_fits(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""The largest batch that a trainer will make, so that its first plan is made for it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rockmate.capture.signature import CallSignature, TensorSignature, is_no_larger
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+logger = logging.getLogger(__name__)
+
+# Rows of the training set whose lengths are looked at.
+_MOST_ROWS = 1024
+
+
+def largest_call(trainer: Trainer, call: CallSignature) -> CallSignature:
+    """The first call of a trainer's model at the sizes of the trainer's largest batch.
+
+    That batch has the longest rows among at most 1,024 of the training set, evenly spaced. It is
+    the call itself if the rows cannot be told: a stream, or an input that is no column of a batch.
+    """
+    named = call.structure.rebuild(list(call.tensors))[1]
+    if not all(any(each is value for value in named.values()) for each in call.tensors):
+        return call
+    name_of = {id(value): name for name, value in named.items()}
+    try:
+        batch = _longest_batch(trainer, named)
+    except Exception as error:  # noqa: BLE001 (a data set may be readable in its workers only)
+        logger.warning(
+            "the first batch is planned for, since the longest rows of the training set cannot be "
+            "read here: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return call
+    tensors: list[TensorSignature] = []
+    for signature in call.tensors:
+        found = batch.get(name_of[id(signature)])
+        if isinstance(found, torch.Tensor) and found.ndim == len(signature.shape):
+            tensors.append(replace(signature, shape=tuple(found.shape)))
+        elif signature.shape:
+            return call
+        else:
+            tensors.append(signature)
+    largest = replace(call, tensors=tuple(tensors))
+    return largest if is_no_larger(call, largest) else call
+
+
+def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch of the longest rows, as the trainer's loader collates it; empty for a stream."""
+    loader: Any = trainer.callback_handler.train_dataloader
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return {}
+    step = -(-len(dataset) // _MOST_ROWS)
+    with _random_state_kept():
+        rows = [dataset[index] for index in range(0, len(dataset), step)]
+        if not all(isinstance(row, Mapping) for row in rows):
+            return {}
+        rows.sort(key=lambda row: _length(row, named), reverse=True)
+        batch_size = loader.batch_size or trainer.args.train_batch_size
+        return loader.collate_fn(rows[:batch_size])
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Leaves random state as it was: a row or a collator may draw from it."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _length(row: Mapping[str, Any], named: Mapping[str, Any]) -> int:
+    values = (value for name, value in row.items() if name in named)
+    return max((len(value) for value in values if _has_length(value)), default=0)
+
+
+def _has_length(value: Any) -> bool:
+    return value.ndim > 0 if isinstance(value, torch.Tensor) else hasattr(value, "__len__")

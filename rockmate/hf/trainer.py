@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rockmate._torch.members import forward_hooks
 from rockmate.budget import Budget
 from rockmate.errors import UnsupportedModelError
 from rockmate.hf.buckets import PadToBuckets
@@ -92,7 +93,7 @@ def _optimizer_of(trainer: Trainer) -> Any:
 
 def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `RockmateModule` that suit the trainer's use of the model."""
-    if _computes_loss_itself(trainer):
+    if _reads_outputs(trainer):
         return {"on_infeasible": "least", "differentiable": "all"}
     if "outputs" not in given:
         logger.info(
@@ -120,13 +121,20 @@ def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) ->
     trainer.data_collator = PadToBuckets(trainer.data_collator, lengths, pad_token_id=pad_token_id)
 
 
-def _computes_loss_itself(trainer: Trainer) -> bool:
-    """Whether the loss may come from other outputs of the model than its loss."""
+def _reads_outputs(trainer: Trainer) -> bool:
+    """Whether the loss or a hook may read other outputs of the model than its loss.
+
+    A method may be replaced in a subclass or in the object.
+    """
     from transformers import Trainer
 
+    model = trainer.model
     return (
         trainer.compute_loss_func is not None
         or trainer.label_smoother is not None
-        or type(trainer).compute_loss is not Trainer.compute_loss
-        or type(trainer).training_step is not Trainer.training_step
+        or any(
+            getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name)
+            for name in ("compute_loss", "training_step")
+        )
+        or (model is not None and bool(forward_hooks(model)))
     )

@@ -202,6 +202,39 @@ def test_wrap_trainer_plans_for_the_loss_alone_where_nothing_else_is_read(tmp_pa
     assert peaks[None] < peaks["all"]
 
 
+def test_wrap_trainer_keeps_outputs_that_are_read(tmp_path: Path) -> None:
+    """By a method of the object, a label smoother, a loss function, a hook."""
+
+    def own_loss(made: transformers.Trainer) -> None:
+        def compute_loss(model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            return model(**inputs).logits.square().mean()
+
+        made.compute_loss = compute_loss
+
+    def hooked(made: transformers.Trainer) -> None:
+        made.model.register_forward_hook(lambda _, __, outputs: seen.append(outputs.logits.shape))
+
+    seen: list[torch.Size] = []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (own_loss, {}),
+        (hooked, {}),
+        (None, {"label_smoothing_factor": 0.1}),
+        (None, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.square().mean()}),
+    ]
+    for prepare, arguments in cases:
+        found = []
+        for budget in (None, 1.0):
+            made, record = trainer(llama(attention_dropout=0.0), tmp_path, max_steps=2, **arguments)
+            if prepare is not None:
+                prepare(made)
+            if budget is not None:
+                assert wrap_trainer(made, budget) is made.model
+            made.train()
+            found.append([step for step in record.logs if "loss" in step])
+        assert found[0] == found[1]
+    assert len(seen) >= 4
+
+
 class RowsOfLengths(torch.utils.data.Dataset):
     """Rows of different lengths. To read one draws random numbers of all kinds."""
 

@@ -237,11 +237,7 @@ class RockmateModule(nn.Module):
         return bool(self._plans.runnables)
 
     def plan_first_at(self, largest: Callable[[CallSignature], CallSignature]) -> None:
-        """Without a sample: plans at other sizes than those of the first call, which then fits.
-
-        Args:
-            largest: the first call -> the same call at the sizes to plan for.
-        """
+        """Without a sample: plans first for what `largest` makes of the first call's sizes."""
         self._plans.largest = largest
 
     @_Forward
@@ -299,15 +295,24 @@ class RockmateModule(nn.Module):
         """The wrapped module's."""
         return self.original.load_state_dict(state_dict, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RockmateModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the wrapped module under the same plan.
 
-        With opaque submodules, the copy plans at its first training call.
+        With opaque submodules, the copy plans at its first training call; if the plan was given,
+        the copy is the plain model.
         """
         model = copy.deepcopy(self.original, memo)
+        plans = self._plans.copy_for(model, memo)
+        if plans is None:
+            logger.warning(
+                "a RockmateModule is copied as the plain %s, since its plan runs untraced "
+                "submodules of the module that it was loaded for. Load the plan for the copy.",
+                type(model).__name__,
+            )
+            return memo.setdefault(id(self), model)
         module = type(self).__new__(type(self))
         module._wrap(model)
-        module._plans = self._plans.copy_for(model, memo)
+        module._plans = plans
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

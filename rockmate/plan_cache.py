@@ -32,7 +32,7 @@ from rockmate.capture.signature import (
     optional_keywords,
     resized_call,
 )
-from rockmate.errors import InfeasibleBudgetError, RockmateError, SignatureMismatchError
+from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
 from rockmate.request import PlanRequest
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
@@ -191,7 +191,7 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         return self.runnable_for(call, tensors).run(tensors)
 
-    def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache:
+    def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.
 
         With opaque submodules it has no plan: they belong to the model that was captured. The copy
@@ -201,8 +201,8 @@ class PlanCache:
             model: the copy.
             memo: of the `copy.deepcopy` that made it.
 
-        Raises:
-            RockmateError: there are opaque submodules, and the plan was given.
+        Returns:
+            The cache; None with opaque submodules if the plan was given, so that no other is made.
         """
         copied = PlanCache(
             model, self.request, replans=self._replans, refuses_larger=self._refuses_larger
@@ -220,12 +220,7 @@ class PlanCache:
                 )
             )
         elif self.request is None:
-            msg = (
-                "the plan runs untraced submodules of the module that it was loaded for, so a copy "
-                "cannot share it. Copy the model itself, `module.original`, and load the plan for "
-                "the copy."
-            )
-            raise RockmateError(msg)
+            return None
         return copied
 
     def runnable_for(self, call: CallSignature, tensors: Sequence[Tensor]) -> RunnableCall:

@@ -1,7 +1,8 @@
-"""Pickled modules: the plain model, with a warning."""
+"""Pickled modules, and copies whose plan cannot be copied: the plain model, with a warning."""
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing, nn
 
-from rockmate import RockmateModule
+from rockmate import Planner, RockmateModule
 
 
 def planned() -> tuple[RockmateModule, Tensor]:
@@ -49,3 +50,19 @@ def test_a_spawned_process_gets_the_plain_model(tmp_path: Path) -> None:
     process.join()
     assert process.exitcode == 0
     assert torch.equal(torch.load(path), module(x))
+
+
+def test_a_copy_that_cannot_share_a_given_plan_is_the_plain_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The advice leads to a planned copy."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh())), torch.randn(4, 8)
+    plan = Planner(model, x, untraced=["1"]).plan(1.0)
+    module = RockmateModule(model, x, plan=plan)
+    copied = copy.deepcopy(module)
+    assert type(copied) is nn.Sequential
+    assert not isinstance(vars(copied).get("_wrapped"), nn.Module)
+    assert "Load the plan for the copy" in caplog.text
+    planned_copy = RockmateModule(copied, x, plan=plan)
+    assert torch.equal(planned_copy(x), module(x))

@@ -11,6 +11,7 @@ model that it was made for.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 # Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
+
+# Warnings of plans for other shapes are at least this far apart; plans between them are logged as
+# information.
+SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 class RunnableCall:
@@ -164,6 +169,7 @@ class PlanCache:
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
+        self._warned_of_shapes_s: float | None = None  # when, by the monotonic clock
 
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
@@ -319,7 +325,9 @@ class PlanCache:
             )
             raise error.advised(advice) from None
         self.adopt(planned, family)
-        self._log_plan("its tensors have other shapes than the sample's")
+        self._log_plan(
+            "its tensors have other shapes than the sample's", level=self._level_for_shapes()
+        )
         return self.runnables[0]
 
     def _plan(self, call: CallSignature, tensors: Sequence[Tensor], *, reason: str) -> RunnableCall:
@@ -359,9 +367,18 @@ class PlanCache:
         current = [each for each in self.runnables if not each.difference(self._model)]
         return (current or self.runnables)[0].planned.plan.budget_bytes
 
-    def _log_plan(self, reason: str) -> None:
+    def _level_for_shapes(self) -> int:
+        """The level of the line for a plan of other shapes: one warning a minute at most."""
+        now_s, warned_s = time.monotonic(), self._warned_of_shapes_s
+        if warned_s is not None and now_s - warned_s < SECONDS_BETWEEN_WARNINGS:
+            return logging.INFO
+        self._warned_of_shapes_s = now_s
+        return logging.WARNING
+
+    def _log_plan(self, reason: str, *, level: int = logging.WARNING) -> None:
         plan = self.runnables[0].planned.plan
-        logger.warning(
+        logger.log(
+            level,
             "planned for this call, since %s: predicted peak %s within %s, "
             "%.3fx of the time without recomputation",
             reason,

@@ -233,7 +233,7 @@ class PlanningSession:
         schedules of neighbouring budgets. This takes much less time than one by one, and a larger
         budget never takes longer. Near the lower bound, the plans are as fast as those of `plan`.
         Far from it, close to the smallest peak, some are a few percent of a step slower or faster,
-        and up to a tenth slower at the smallest peak itself.
+        and up to a fifth slower at the smallest peak itself.
 
         Plans that may run in chunks are made one by one; with `allow_chunking=True` all are.
         Infeasible budgets are left out. `Planner.module_of` trains a plan.

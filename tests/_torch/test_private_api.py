@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,8 +37,10 @@ from rockmate._torch.distributed import (
 )
 from rockmate._torch.engine import (
     accumulate,
+    backward_id,
     below_autograd,
     dispatch_keys,
+    is_asked_for,
     is_profiling,
     keeps_graph,
     profiler_label,
@@ -62,6 +64,7 @@ from rockmate._torch.members import (
     has_accumulation_hooks,
     has_tensor_hooks,
     is_compiled,
+    is_member,
     member_tables_of,
     module_hooks_of,
     other_hook_keys,
@@ -274,6 +277,8 @@ class _Asking(torch.autograd.Function):
 
     leaf = torch.empty(0, requires_grad=True)
     answers: tuple[bool, bool] | None = None
+    backward_ids: ClassVar[list[int]] = []
+    is_leaf_asked_for = False
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -283,6 +288,8 @@ class _Asking(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         node = torch.autograd.graph.get_gradient_edge(_Asking.leaf).node
         _Asking.answers = keeps_graph(), will_execute(node)
+        _Asking.backward_ids.append(backward_id())
+        _Asking.is_leaf_asked_for = is_asked_for(node)
         return gradients[0], None
 
 
@@ -292,8 +299,11 @@ class TestEngine:
         total = _Asking.apply(values, _Asking.leaf).sum()
         total.backward(retain_graph=True)
         assert _Asking.answers == (True, True)
+        assert _Asking.is_leaf_asked_for
         torch.autograd.grad(total, values)
         assert _Asking.answers == (False, False)
+        assert len(set(_Asking.backward_ids[-2:])) == 2
+        assert backward_id() == -1
 
     def test_gradients_are_accumulated_and_hooks_fire(self) -> None:
         leaf, seen = torch.ones(2, requires_grad=True), []
@@ -354,6 +364,12 @@ class TestGraphs:
 
 
 class TestMembers:
+    def test_members_have_names(self) -> None:
+        module = nn.BatchNorm1d(2)
+        module.add_module("child", nn.Linear(1, 1))
+        names = ("weight", "running_mean", "child", "eps")
+        assert [is_member(module, name) for name in names] == [True, True, True, False]
+
     def test_tables(self) -> None:
         module = nn.Sequential(nn.BatchNorm1d(2))
         parameters, buffers = tensor_tables(module[0])

@@ -70,11 +70,7 @@ def test_example(
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [
-        (
-            "causal_lm.py",
-            ["--budget", "1000"],
-            r"the activation budget of 1,000 bytes is below [^\n]* Ask for budget=\d+ or more",
-        ),
+        ("causal_lm.py", ["--budget", "banana"], r"budget 'banana' cannot be read"),
         ("image_classification.py", ["--budget", "banana"], r"budget 'banana' cannot be read"),
         ("data_parallel.py", ["--budget", "1000"], r"the activation budget of 1,000 bytes"),
     ],

@@ -74,7 +74,7 @@ def test_they_are_about_as_fast_as_plans_made_one_by_one(name: str) -> None:
     ]
     assert statistics.mean(slower) <= 0.01
     assert statistics.median(slower) <= 0.0025
-    assert max(slower) <= 0.15
+    assert max(slower) <= 0.2
 
 
 def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(

@@ -302,8 +302,10 @@ class PlanCache:
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
-                # A plan whose budget was infeasible has more bytes.
-                budget_bytes = min(each.planned.plan.budget_bytes for each in alike)
+                # A plan whose budget was infeasible has more bytes. Adapted plans have the budget
+                # of the plan that they come from, and are made only where they are read.
+                planned_for = [each for each in alike if not each.is_adapted] or known
+                budget_bytes = min(each.planned.plan.budget_bytes for each in planned_for)
                 return self._plan_within(step, family if kin else None, budget_bytes)
             adapted = shaped.planned_call(plan)
         self.adopt(adapted, family if kin else None, is_adapted=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rockmate._torch.allocator import is_out_of_memory
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
@@ -44,7 +46,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "
             f"of a tensor{where}. Control flow or shapes that depend on data have no single "
             "schedule; replace it by a tensor operation, "
-            f"or{advice_to_leave(model, path)}. ({text})"
+            f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
         return UnsupportedModelError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
@@ -66,6 +68,27 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} raised on the sample input{where}: {what}"
         )
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
+
+
+def refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises for an op that only raises or prints: no result of the step depends on it.
+
+    `torch.linalg.inv`, `solve` and `cholesky` have one, which raises for a singular matrix.
+    """
+    for node in graph.nodes:
+        if str(node.target) == "with_effects":
+            op, path = str(node.args[1]), node.meta.get("module", "")
+            instead = (
+                "It raises for some values. Call the function of torch.linalg that ends in _ex and "
+                "raises for none"
+                if "linalg" in op
+                else "Remove it"
+            )
+            msg = (
+                f"{type(model).__name__} cannot be captured: {op}{f' in {path}' if path else ''} "
+                f"has an effect but no result. {instead}, or{advice_to_leave(model, path)}."
+            )
+            raise UnsupportedModelError(msg)
 
 
 def advice_to_leave(model: nn.Module, path: str) -> str:
@@ -90,6 +113,23 @@ def advice_to_leave(model: nn.Module, path: str) -> str:
     )
     command = f"on the command line: --untraced {','.join(names)}"
     return f" run {what}: untraced=[{listed}] ({command}){larger}"
+
+
+def _layerdrop_advice(model: nn.Module, path: str) -> str:
+    """The switches of LayerDrop, where the submodule at `path` skips layers by a random number."""
+    forward: Any = inspect.unwrap(type(model.get_submodule(path)).forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    if not any(name.endswith("layerdrop") for name in names):
+        return ""
+    owners = [(name, module) for name, module in model.named_modules() if name]
+    owners.append(("config", getattr(model, "config", None)))
+    switches = [
+        f"{owner}.{name}=0.0"
+        for owner, holder in owners
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if name.endswith("layerdrop") and value
+    ]
+    return f" Or train without LayerDrop, setting {', '.join(switches)}." if switches else ""
 
 
 def _around(model: nn.Module, paths: Sequence[str]) -> str:

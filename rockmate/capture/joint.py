@@ -29,7 +29,7 @@ from torch import fx, nn
 from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
-from rockmate.capture.diagnose import explain_failure
+from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_module import record_calls
@@ -155,6 +155,7 @@ def _traced(
             raise explain_failure(error, model, modules.innermost) from error
         install(joint.graph, calls)
     modules.name_backward(joint.graph)
+    refuse_effects(joint.graph, model)
     return joint
 
 

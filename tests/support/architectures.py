@@ -450,7 +450,7 @@ REFUSED: dict[str, Refused] = {
     "wav2vec2-layerdrop": Refused(
         partial(_model, "Wav2Vec2", "ForSequenceClassification", _SOUND, apply_spec_augment=False),
         _sounds,
-        ("wav2vec2.encoder", "dropout_probability|skip_the_layer", _NEXT_STEP),
+        ("wav2vec2.encoder", "setting config.layerdrop=0.0", _NEXT_STEP),
     ),
 }
 

@@ -1,0 +1,82 @@
+"""Refusals name the next step, and it leads to a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule, UnsupportedModelError
+
+MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Inverse(nn.Module):
+    def __init__(self, inverse: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inverse = inverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inverse(x @ x.mT + torch.eye(4))
+
+
+def _around(inverse: Callable[[Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Inverse(inverse), nn.Linear(4, 4))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    model(MATRICES).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _has_equal_gradients(model: nn.Module, other: nn.Module) -> bool:
+    expected, found = _gradients(model), _gradients(other)
+    return len(expected) == len(found) == 4 and all(map(torch.equal, expected, found))
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="PyTorch before 2.13 leaves the check out of the graph",
+)
+@pytest.mark.parametrize("inverse", [torch.linalg.inv, torch.linalg.cholesky])
+def test_a_check_of_values_names_two_ways_out(inverse: Callable[[Tensor], Tensor]) -> None:
+    model = _around(inverse)
+    with pytest.raises(UnsupportedModelError, match=r'ends in _ex .* untraced=\["1"\]'):
+        RockmateModule(model, MATRICES, 1.0)
+    eager = copy.deepcopy(model)
+    assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0, untraced=["1"]))
+
+
+@pytest.mark.parametrize("inverse", [torch.linalg.inv_ex, torch.linalg.cholesky_ex])
+def test_functions_that_check_nothing_are_planned(inverse: Callable[[Tensor], Any]) -> None:
+    model = _around(lambda x: inverse(x)[0])
+    eager = copy.deepcopy(model)
+    assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0))
+
+
+class Drops(nn.Module):
+    """Skips its layer by a random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop = 0.5
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.layerdrop:
+            return x
+        return self.layer(x)
+
+
+def test_layerdrop_names_its_switches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Drops(), Drops())
+    switches = r"without LayerDrop, setting 1\.layerdrop=0\.0, 2\.layerdrop=0\.0"
+    with pytest.raises(UnsupportedModelError, match=switches):
+        RockmateModule(model, MATRICES, 1.0)

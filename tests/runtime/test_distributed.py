@@ -208,6 +208,58 @@ def check_equal_to_plain(rank: int) -> None:
         equal(ours, trained_ddp(rank, is_planned=False, **variant))
 
 
+class Heads(nn.Module):
+    """Two outputs, of which the loss takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.body(x)
+        return self.first(y), self.second(y)
+
+
+def trained_heads(
+    rank: int, head_of: Callable[[int, int], int], *, is_planned: bool, finds_unused: bool
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor | None]]:
+    """The error, if any, of three steps; weights and gradients after them."""
+    torch.manual_seed(0)
+    model = Heads()
+    module = RockmateModule(model, batch_of(0, rank), 1.0) if is_planned else model
+    parallel = DistributedDataParallel(module, find_unused_parameters=finds_unused)
+    optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-2), ""
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            head = head_of(rank, step)
+            parallel(batch_of(step, rank))[head].square().mean().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        text = str(error).partition(".")[0]
+    parameters = list(model.parameters())
+    return text, parameters, [parameter.grad for parameter in parameters]
+
+
+def check_left_out_heads(rank: int) -> None:
+    head_of: Callable[[int, int], int]
+    for head_of in (lambda *_: 0, lambda _, step: step % 2, lambda rank, _: rank):
+        for finds_unused in (False, True):
+            run = partial(trained_heads, rank, head_of, finds_unused=finds_unused)
+            (error, weights, gradients), (expected_error, *expected) = (
+                run(is_planned=True),
+                run(is_planned=False),
+            )
+            assert error == expected_error
+            assert bool(error) != finds_unused
+            assert all(map(torch.equal, weights, expected[0]))
+            if finds_unused:
+                for ours, theirs in zip(gradients, expected[1], strict=True):
+                    assert (ours is None) == (theirs is None)
+                    assert ours is None or theirs is None or torch.equal(ours, theirs)
+
+
 def check_plans_agree(rank: int) -> None:
     module = trained_ddp(rank, is_planned=True)["module"]
     own = Planner(models.Stack(2), torch.randn(8, 16)).plan(1.0)
@@ -269,6 +321,11 @@ def enter(rank: int, store: str, checks: list[Callable[[int], None]]) -> None:
 
 
 def test_two_processes() -> None:
-    checks = [check_buckets_become_ready_one_by_one, check_plans_agree, check_equal_to_plain]
+    checks = [
+        check_buckets_become_ready_one_by_one,
+        check_plans_agree,
+        check_equal_to_plain,
+        check_left_out_heads,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(enter, (f"{folder}/store", checks), nprocs=NUM_RANKS)

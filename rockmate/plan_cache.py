@@ -238,14 +238,15 @@ class PlanCache:
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
         changed = first.difference(self._model, replans=self._replans)
+        values = ""  # of those that the forward reads, one that is another now
         if not changed and call == first.planned.call:
-            return first
+            values = first.planned.read_values.difference(self._model, tensors)
+            if not values:
+                return first
         if not self._replans:
             check_call(first.planned.call, call)
-            msg = (
-                f"the module has changed since it was planned: {changed}. Change it back, or make "
-                "a new RockmateModule."
-            )
+            what = f"the module has changed since it was planned: {changed}" if changed else values
+            msg = f"{what}. Change it back, or make a new RockmateModule."
             raise SignatureMismatchError(msg)
         if changed:
             for runnable in self.runnables:
@@ -253,6 +254,9 @@ class PlanCache:
         current = [each for each in self.runnables if not each.difference(self._model)]
         for runnable in current:
             if call == runnable.planned.call:
+                values = runnable.planned.read_values.difference(self._model, tensors)
+                if values:
+                    continue
                 self.runnables.remove(runnable)
                 self.runnables.insert(0, runnable)
                 return runnable
@@ -260,7 +264,8 @@ class PlanCache:
         alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
         if alike:
             return self._plan_for_shapes(alike, call, tensors)
-        return self._plan(call, tensors, reason=changed or self._difference_in(call))
+        reason = changed or values or self._difference_in(call)
+        return self._plan(call, tensors, reason=reason)
 
     def _difference_in(self, call: CallSignature) -> str:
         """The difference between a call and the samples, in words.

@@ -127,6 +127,7 @@ class CapturedStep:
             output_structure=self.capture.output_structure,
             non_differentiable_outputs=self.capture.non_differentiable_outputs,
             attributes=self.capture.attributes,
+            read_values=self.capture.read_values,
         )
 
     def adapted(self, plan: Plan, *, in_place: frozenset[int] | None = None) -> Plan | None:

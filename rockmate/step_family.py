@@ -224,6 +224,8 @@ class StepFamily:
         """A symbolic capture that equals the planned step at that one's sizes."""
         begin = time.perf_counter()
         planned, options = self._planned, self._options
+        if planned.read_values.check is not None:
+            raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
         apart = list(opaque_modules(self._model, opaque_names(options)))
         if apart:
             raise SizesNotCoveredError(

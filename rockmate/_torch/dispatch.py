@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rockmate._torch.ops import OpOverload
 
@@ -58,6 +59,34 @@ def dispatched_call(
     except (TypeError, RuntimeError, ValueError, IndexError):
         return None
     return None
+
+
+def ops_observed(run: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Has `run(op, args, kwargs)` answer for each op within; it may call the op.
+
+    It stands before the tracer's own modes, so that it sees the tensors that Python code has.
+    """
+    return _Observer(run)
+
+
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """Runs ops for themselves, though a tracer is at work."""
+    return _disable_current_modes()
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._run(func, tuple(args), dict(kwargs or {}))
 
 
 class _Intercepted(Exception):

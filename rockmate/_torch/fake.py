@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
+    "functional_part",
     "is_fake",
+    "is_plain",
     "mode_of",
     "move_to",
 ]
@@ -24,6 +27,16 @@ __all__ = [
 def mode_of(fake: Any) -> FakeTensorMode:
     """The mode in which ops on a fake tensor give fake tensors of the same kind."""
     return fake.fake_mode
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that an op gets in a trace has values: nobody has wrapped it."""
+    return type(tensor) is torch.Tensor and not torch._is_functional_tensor(tensor)
+
+
+def functional_part(traced: torch.Tensor) -> torch.Tensor | None:
+    """The tensor in AOTAutograd's wrapper, on which its `tolist` works; None without wrapper."""
+    return traced.elem if isinstance(traced, FunctionalTensor) else None
 
 
 def move_to(fake: FakeTensor, device: torch.device) -> None:

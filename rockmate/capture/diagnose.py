@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from rockmate._torch.allocator import is_out_of_memory
+from rockmate.capture.read_values import UnknownValueError
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 
 # Submodules that an error names at most.
@@ -48,7 +49,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             "schedule; replace it by a tensor operation, "
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
-        return UnsupportedModelError(msg)
+        return UnknownValueError(msg)
     if "convert all Tensors to FakeTensors" in str(error):
         msg = (
             f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor "

@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
+from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.diagnose import explain_failure, refuse_effects
@@ -35,6 +36,7 @@ from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
+from rockmate.capture.read_values import UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure
 from rockmate.capture.trace_state import (
@@ -80,16 +82,31 @@ def capture_joint(
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     make = partial(TracedForward, model, structure, differentiable=differentiable, outputs=outputs)
     try:
-        return _captured(model, make, tensors, untraced)
+        return _captured_with_values(model, make, tensors, untraced)
     except ModuleReplacedError:
         logger.info("the model runs once before it is captured, since its first call changes it")
         before = AttributeState(model)
         try:
             _run_once(model, tensors, structure)
-            return _captured(model, make, tensors, untraced)
+            return _captured_with_values(model, make, tensors, untraced)
         except BaseException:
             before.restore()
             raise
+
+
+def _captured_with_values(
+    model: nn.Module,
+    make: Callable[..., TracedForward],
+    tensors: list[torch.Tensor],
+    untraced: Sequence[str],
+) -> Capture:
+    """The capture of a model, which may read values that follow from its call and buffers."""
+    try:
+        return _captured(model, make, tensors, untraced)
+    except UnknownValueError:
+        if any(map(is_fake, (*tensors, *model.buffers()))):
+            raise
+        return _captured(model, partial(make, sample=tensors), tensors, untraced)
 
 
 def _captured(
@@ -202,6 +219,7 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
         constants,
         forward.output_structure,
         forward.non_differentiable_outputs,
+        read_values=forward.read_values,
     )
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from rockmate._torch.graphs import module_without_code
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES, ForwardAttributes
+from rockmate.capture.read_values import NO_VALUES, ReadValues
 from rockmate.capture.structure import Structure
 
 
@@ -62,6 +63,7 @@ class Capture:
             `Role.index`.
         non_differentiable_outputs: indices of the outputs with a gradient in eager and none here.
         attributes: what the forward reads and leaves behind in attributes.
+        read_values: values of tensors that it reads.
     """
 
     joint: fx.GraphModule
@@ -71,6 +73,7 @@ class Capture:
     output_structure: Structure
     non_differentiable_outputs: tuple[int, ...]
     attributes: ForwardAttributes = NO_ATTRIBUTES
+    read_values: ReadValues = NO_VALUES
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:

@@ -5,7 +5,8 @@ It leaves the model's attributes as they were, and tells what it did to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
+from rockmate.capture.read_values import NO_VALUES, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
@@ -119,12 +121,23 @@ class TracedForward(nn.Module):
         differentiable_outputs: indices of the outputs with a gradient.
         non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
         carried_outputs: for the index of a carried tensor its attribute.
+        read_values: values of tensors that it reads.
         notice: what the user should know of the outputs.
     """
 
     def __init__(
-        self, model: nn.Module, structure: Structure, *, differentiable: str, outputs: str
+        self,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        differentiable: str,
+        outputs: str,
+        sample: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        """Takes the model and how it is called.
+
+        With the tensors of a `sample`, reads of values that follow from them are answered.
+        """
         super().__init__()
         self.model = model
         self.structure = structure
@@ -139,6 +152,9 @@ class TracedForward(nn.Module):
         self.differentiable_outputs: tuple[int, ...] = ()
         self.non_differentiable_outputs: tuple[int, ...] = ()
         self.carried_outputs: dict[int, Place] = {}
+        self.read_values = NO_VALUES
+        self._sample = sample
+        self._buffer_values = dict(model.named_buffers()) if sample is not None else {}
         self.notice = ""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,7 +164,7 @@ class TracedForward(nn.Module):
         before = AttributeState(self.model)
         try:
             containers = before.record_containers()
-            with accesses_recorded(self.model, before) as accesses:
+            with self._reads_answered(tensors), accesses_recorded(self.model, before) as accesses:
                 output = unrecorded(self.model(*args, **kwargs))
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
@@ -168,6 +184,19 @@ class TracedForward(nn.Module):
             index for index, tensor in enumerate(flat) if tensor.requires_grad
         )
         return tuple(_unshared(flat))
+
+    @contextmanager
+    def _reads_answered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Answers reads of values that follow from the sample, if there is one."""
+        if self._sample is None:
+            yield
+            return
+        reader = ValueReader()
+        reader.know_inputs(tensors, self._sample)
+        reader.know_buffers(dict(self.model.named_buffers()), self._buffer_values)
+        with reader.answering():
+            yield
+        self.read_values = reader.read_values()
 
     def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
         """The tensors of the model's output, detached where they get no gradient."""

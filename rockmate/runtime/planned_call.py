@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelSignature
+from rockmate.capture.read_values import ReadValues
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.structure import Structure
 from rockmate.plan.plan import Plan
@@ -27,6 +28,7 @@ class PlannedCall:
         non_differentiable_outputs: indices of outputs with a gradient in eager and none in the
             plan; see `rockmate.runtime.non_differentiable`.
         attributes: what the forward reads and leaves behind in attributes.
+        read_values: values of tensors that it reads.
     """
 
     plan_of: Callable[[], Plan]
@@ -36,6 +38,7 @@ class PlannedCall:
     output_structure: Structure
     non_differentiable_outputs: tuple[int, ...]
     attributes: ForwardAttributes
+    read_values: ReadValues
 
     @cached_property
     def plan(self) -> Plan:

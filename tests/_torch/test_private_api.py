@@ -29,7 +29,12 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.autocast import autocast_dtypes, autocast_off
 from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces, used_bytes
-from rockmate._torch.dispatch import dispatched_call, generated_functions
+from rockmate._torch.dispatch import (
+    dispatched_call,
+    generated_functions,
+    ops_observed,
+    outside_of_modes,
+)
 from rockmate._torch.distributed import (
     active_data_parallel,
     default_store,
@@ -52,7 +57,9 @@ from rockmate._torch.fake import (
     FakeTensor,
     FakeTensorMode,
     ShapeEnv,
+    functional_part,
     is_fake,
+    is_plain,
     mode_of,
     move_to,
 )
@@ -252,6 +259,34 @@ class TestDispatch:
 
     def test_arguments_that_do_not_fit(self) -> None:
         assert dispatched_call(torch.mm, (1, 2), {}) is None
+
+    def test_ops_observed(self) -> None:
+        seen: list[tuple[Any, ...]] = []
+
+        def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            seen.append((op, args[0] is values, is_plain(values), functional_part(values)))
+            with outside_of_modes():
+                return op(*args, **kwargs) + 1
+
+        values = torch.ones(2)
+        with ops_observed(run):
+            result = values.sin()
+        assert torch.equal(result, torch.ones(2).sin() + 1)
+        assert seen == [(aten.sin.default, True, True, None)]
+
+    def test_tensors_of_a_trace_are_not_plain(self) -> None:
+        found: list[tuple[bool, bool, bool]] = []
+
+        class Model(nn.Module):
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+                part = functional_part(x)
+                assert part is not None
+                found.append((is_plain(x), is_plain(part), part is functional_part(x)))
+                return (x.sin(),)
+
+        with contextlib.ExitStack() as stack:
+            joint_graph(stack, Model(), [torch.ones(3, requires_grad=True)])
+        assert set(found) == {(False, False, True)}
 
     def test_generated_functions(self) -> None:
         assert list(generated_functions(aten.mm.default)) == [torch.mm, torch.Tensor.mm]

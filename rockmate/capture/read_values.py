@@ -1,0 +1,234 @@
+"""Values that the forward reads from tensors: known where they follow from the call alone.
+
+A forward may branch on its input, as on whether a mask is causal. While it is traced, ops on the
+call's tensors and on buffers are also run on the sample's values, and a read is answered with the
+sample's value. The graph then holds for calls in which all reads give the same values. The ops
+that lead to them are kept, so that each call is checked before its plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import has_side_effect, map_aggregate
+
+from rockmate._torch.dispatch import ops_observed, outside_of_modes
+from rockmate._torch.fake import functional_part, is_plain
+from rockmate._torch.ops import OpOverload, schema_of
+from rockmate._torch.storage import storage_id
+from rockmate.errors import UnsupportedModelError
+
+_ITEM, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_NAMESPACES = ("aten", "prims")  # of ops that run on any values
+
+
+class UnknownValueError(UnsupportedModelError):
+    """The forward reads a value of a tensor, which the tracer does not have."""
+
+
+class _OtherValueError(Exception):
+    """A call reads another value than the sample."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadValues:
+    """What a forward has read from the tensors of its call and from buffers.
+
+    Attributes:
+        check: takes the tensors of a call and the buffers; raises `_OtherValueError` where a value
+            is not the sample's. None where nothing was read.
+        buffers: names of the buffers that it takes.
+        changes: whether it changes its arguments in place, so that it needs copies.
+    """
+
+    check: Callable[..., None] | None = None
+    buffers: tuple[str, ...] = ()
+    changes: bool = False
+
+    def difference(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
+        """The first value that is another in this call, in words; empty if none is."""
+        if self.check is None:
+            return ""
+        arguments = [*tensors, *map(model.get_buffer, self.buffers)]
+        if self.changes:
+            arguments = [argument.clone() for argument in arguments]
+        try:
+            with torch.no_grad():
+                self.check(*arguments)
+        except _OtherValueError as error:
+            return str(error)
+        return ""
+
+
+NO_VALUES = ReadValues()
+"""Those of a forward that reads none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor that follows from the call: the tracer's, its node, and the sample's value.
+
+    The tracer's tensor is held, so that its id stays its own.
+    """
+
+    traced: torch.Tensor
+    node: fx.Node
+    value: torch.Tensor
+
+
+class ValueReader:
+    """Answers the reads of one run of a forward, and keeps the ops that lead to them."""
+
+    def __init__(self) -> None:
+        """Begins with nothing known."""
+        self._graph = fx.Graph()
+        self._root = nn.Module()  # holds constants
+        self._known: dict[int, _Known] = {}
+        self._reads = 0
+        self._names: list[str] = []
+        self._changes = False
+
+    def know_inputs(self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Takes the call's tensors, as the tracer passes them, and the sample's."""
+        for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
+            self._learn(tensor, self._graph.placeholder(f"input_{index}"), _copy(value))
+
+    def know_buffers(
+        self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Takes the model's buffers by name, as the tracer passes them, and their values."""
+        for name, value in values.items():
+            node = self._graph.placeholder(f"buffer_{len(self._names)}")
+            self._names.append(name)
+            self._learn(traced[name], node, _copy(value))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answers the reads of what runs within."""
+        with ops_observed(self._run):
+            yield
+
+    def read_values(self) -> ReadValues:
+        """What has been read so far. The reader is used up."""
+        if not self._reads:
+            return NO_VALUES
+        self._graph.output(None)
+        self._graph.eliminate_dead_code()
+        check = fx.GraphModule(self._root, self._graph).forward
+        return ReadValues(check, tuple(self._names), self._changes)
+
+    def _learn(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
+        for tensor in (traced, functional_part(traced)):
+            if tensor is not None:
+                self._known[id(tensor)] = _Known(tensor, node, value)
+
+    def _run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op on the tracer's tensors, and on the sample's where they are known."""
+        for operand in _tensors_in((args, kwargs)):
+            if is_plain(operand) and id(operand) not in self._known:
+                self._learn_constant(operand)
+        value = self._evaluated(op, args, kwargs)
+        if value is not None and op in (_ITEM, _EQUAL):
+            return self._read(op, args, value)
+        result = op(*args, **kwargs)
+        if value is None:
+            self._forget_changed(op, args, kwargs)
+            return result
+        node = self._call(op, args, kwargs)
+        for path, traced in _paths(result):
+            part, part_node = value, node
+            for index in path:
+                part = part[index]
+                part_node = self._graph.call_function(_item_of, (part_node, index))
+            self._learn(traced, part_node, part)
+        return result
+
+    def _learn_constant(self, tensor: torch.Tensor) -> None:
+        """A tensor that the model's code makes of Python numbers; the tracer passes it as it is."""
+        name = f"constant_{len(self._known)}"
+        self._root.register_buffer(name, _copy(tensor))
+        # Each check has a copy of its own, since an op may change it.
+        constant = self._graph.get_attr(name)
+        node = self._graph.call_function(torch.ops.aten.clone.default, (constant,))
+        self._learn(tensor, node, _copy(tensor))
+
+    def _evaluated(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's result on the sample's values; None where they are not known."""
+        operands = _tensors_in((args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_known = all(id(operand) in self._known for operand in operands)
+        if is_random or not is_known or op.namespace not in _NAMESPACES:
+            return None
+        args, kwargs = map_aggregate((args, kwargs), self._value)
+        with outside_of_modes(), torch.no_grad():
+            return op(*args, **kwargs)
+
+    def _value(self, item: Any) -> Any:
+        return self._known[id(item)].value if isinstance(item, torch.Tensor) else item
+
+    def _read(self, op: OpOverload, args: tuple[Any, ...], value: bool | float) -> bool | float:
+        self._reads += 1
+        read = self._call(op, args, {})
+        self._graph.call_function(_expect, (read, value))
+        return value
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        def node(item: Any) -> Any:
+            return self._known[id(item)].node if isinstance(item, torch.Tensor) else item
+
+        args, kwargs = map_aggregate((args, kwargs), node)
+        self._changes |= schema_of(op).is_mutable
+        return self._graph.call_function(op, args, kwargs)
+
+    def _forget_changed(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Forgets what an op writes to that has no known result, and what shares its memory."""
+        if not schema_of(op).is_mutable:
+            return
+        operands = [item for item in _tensors_in((args, kwargs)) if id(item) in self._known]
+        changed = {storage_id(self._known[id(operand)].value) for operand in operands}
+        self._known = {
+            key: known
+            for key, known in self._known.items()
+            if storage_id(known.value) not in changed
+        }
+
+
+@has_side_effect
+def _expect(value: complex, expected: complex) -> None:
+    """Raises `_OtherValueError` unless the values are equal or both not a number."""
+    are_nan = value != value and expected != expected
+    if value != expected and not are_nan:
+        msg = f"a value that the forward reads from its inputs or buffers was {expected!r} and is "
+        raise _OtherValueError(f"{msg}{value!r}")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with outside_of_modes():
+        return tensor.detach().clone()
+
+
+def _item_of(items: Sequence[Any], index: int) -> Any:
+    return items[index]
+
+
+def _tensors_in(item: Any) -> list[torch.Tensor]:
+    return [tensor for _, tensor in _paths(item)]
+
+
+def _paths(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Each tensor within tuples, lists and dicts, with the indices that lead to it."""
+    if isinstance(item, torch.Tensor):
+        yield path, item
+    elif isinstance(item, tuple | list):
+        for index, part in enumerate(item):
+            yield from _paths(part, (*path, index))
+    elif isinstance(item, dict):
+        for key, part in item.items():
+            yield from _paths(part, (*path, key))

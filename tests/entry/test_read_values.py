@@ -1,0 +1,192 @@
+"""Forwards that read values of their inputs: each branch has a plan of its own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rockmate import RockmateModule
+from rockmate.errors import SignatureMismatchError, UnsupportedModelError
+
+pytestmark = pytest.mark.model
+
+
+class Branches(nn.Module):
+    """Runs one of two layers, as a flag among the inputs says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        layer = self.first if (flag > 0).all() else self.second
+        return self.drop(torch.tanh(layer(x)))
+
+
+class Scaled(nn.Module):
+    """Reads a length and uses it as a number and as a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        longest = int(lengths.max())
+        return self.layer(x[:, :longest]).sin() / longest
+
+
+class InPlace(nn.Module):
+    """Reads a value that ops in place have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(2, dtype=torch.int64)
+        total[0].add_(flag.sum())
+        base = torch.tensor([1, 2])
+        base += total
+        return self.layer(x) * (2.0 if base.tolist()[0] > 4 else 3.0)
+
+
+class Started(nn.Module):
+    """Initializes itself from its first batch, as a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("is_started", torch.tensor(False))
+        self.register_buffer("offset", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_started:
+            self.offset.copy_(x.detach().mean(0))
+            self.is_started.fill_(True)
+        return self.layer(x - self.offset).tanh()
+
+
+Calls = list[tuple[torch.Tensor, ...]]
+
+
+def steps(module: nn.Module, model: nn.Module, calls: Calls) -> list[torch.Tensor | None]:
+    found: list[torch.Tensor | None] = []
+    torch.manual_seed(1)
+    for call in calls:
+        model.zero_grad()
+        output = module(*call)
+        output.square().mean().backward()
+        found += [output.detach(), *(each.grad for each in model.parameters())]
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+def check_equal(make: Callable[[], nn.Module], calls: Calls) -> RockmateModule:
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, calls[0], budget=1.0, on_infeasible="least")
+    found, expected = steps(module, model, calls), steps(plain, plain, calls)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours, theirs)
+    return module
+
+
+def x(seed: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def flags(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_each_branch_has_a_plan() -> None:
+    calls = [(x(i), flags(1, i % 2)) for i in range(6)]
+    module = check_equal(Branches, calls)
+    assert len(module._plans.runnables) == 2
+
+
+def test_other_shapes_read_their_own_values() -> None:
+    calls = [(x(i, 4 + i % 3), flags(*([1] * (1 + i % 3)), i % 2)) for i in range(12)]
+    check_equal(Branches, calls)
+
+
+def test_numbers_and_sizes_from_values() -> None:
+    calls = [
+        (torch.randn(2, 6, 8), torch.tensor(lengths))
+        for lengths in ([3, 6], [6, 1], [2, 4], [4, 4], [3, 6])
+    ]
+    check_equal(Scaled, calls)
+
+
+def test_values_after_changes_in_place() -> None:
+    calls = [(x(i), flags(i, 1)) for i in (1, 2, 3, 4, 3, 2)]
+    module = check_equal(InPlace, calls)
+    assert len(module._plans.runnables) == 4  # one for each list
+
+
+def test_values_of_buffers() -> None:
+    check_equal(Started, [(x(i),) for i in range(3)])
+
+
+def test_encoder_reads_whether_its_mask_is_causal() -> None:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    window = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).tril(-3).bool(), -torch.inf)
+    inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    check_equal(make, [(inputs, mask) for mask in (causal, window, causal)])
+
+
+def test_a_given_plan_refuses_other_values() -> None:
+    model = Branches()
+    module = RockmateModule(model, (x(0), flags(1, 1)), budget=1.0, replan=False)
+    module(x(1), flags(2, 3))
+    with pytest.raises(SignatureMismatchError, match="was True and is False"):
+        module(x(1), flags(0, 1))
+
+
+def test_another_value_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    module = RockmateModule(Branches(), (x(0), flags(1, 1)), budget=1.0)
+    with caplog.at_level(logging.WARNING):
+        module(x(1), flags(0, 1))
+    assert "the forward reads from its inputs or buffers was True and is False" in caplog.text
+
+
+class Activations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.exp() if y.sum() > 0 else y.sin()
+
+
+class Draws(Activations):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.exp() if torch.rand([]) > 0.5 else y.sin()
+
+
+class Overwritten(Activations):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(4, 8)
+        view = total[0]
+        total.add_(self.layer(x).detach())
+        return self.layer(x) * (2.0 if view.sum() > 0 else 3.0)
+
+
+@pytest.mark.parametrize("model_class", [Activations, Draws, Overwritten])
+def test_values_that_the_call_does_not_decide_are_refused(model_class: type[nn.Module]) -> None:
+    with pytest.raises(UnsupportedModelError, match="reads the value of a tensor"):
+        RockmateModule(model_class(), x(0), budget=1.0)

@@ -41,7 +41,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             "single schedule; replace it by a tensor operation of fixed shape (`torch.where` for "
             f"`x[mask]` and `x[mask] = y`), or{advice_to_leave(model, path)}."
         )
-        return UnsupportedModelError(msg)
+        return UnknownValueError(msg)
     if any(_reads_values(cause) for cause in causes):
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "

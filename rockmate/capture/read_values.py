@@ -4,6 +4,9 @@ A forward may branch on its input, as on whether a mask is causal. While it is t
 call's tensors and on buffers are also run on the sample's values, and a read is answered with the
 sample's value. The graph then holds for calls in which all reads give the same values. The ops
 that lead to them are kept, so that each call is checked before its plan runs.
+
+How many elements of a mask are true is such a value, too. `x[mask]`, `nonzero` and `masked_select`
+then have fixed shapes, and where the elements are is computed in each step.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.node import has_side_effect, map_aggregate
+from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.dispatch import ops_observed, outside_of_modes
 from rockmate._torch.fake import functional_part, is_plain
@@ -110,7 +115,7 @@ class ValueReader:
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answers the reads of what runs within."""
-        with ops_observed(self._run):
+        with ops_observed(self._run), _CountedMasks(self):
             yield
 
     def read_values(self) -> ReadValues:
@@ -121,6 +126,21 @@ class ValueReader:
         self._graph.eliminate_dead_code()
         check = fx.GraphModule(self._root, self._graph).forward
         return ReadValues(check, tuple(self._names), self._changes)
+
+    def true_elements(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
+        """The indices of a mask's true elements, one tensor a dim; None if it is not known."""
+        known = self._known.get(id(mask))
+        if known is None or known.traced.dtype is not torch.bool or not known.traced.ndim:
+            return None
+        with outside_of_modes():
+            count = int(known.value.count_nonzero())
+        node = self._graph.call_function(torch.ops.aten.count_nonzero.default, (known.node,))
+        self._expect(self._graph.call_function(_ITEM, (node,)), count)
+        return torch.nonzero_static(mask, size=count).unbind(1)
+
+    def _expect(self, node: fx.Node, value: complex) -> None:
+        self._reads += 1
+        self._graph.call_function(_expect, (node, value))
 
     def _learn(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
         for tensor in (traced, functional_part(traced)):
@@ -172,9 +192,7 @@ class ValueReader:
         return self._known[id(item)].value if isinstance(item, torch.Tensor) else item
 
     def _read(self, op: OpOverload, args: tuple[Any, ...], value: bool | float) -> bool | float:
-        self._reads += 1
-        read = self._call(op, args, {})
-        self._graph.call_function(_expect, (read, value))
+        self._expect(self._call(op, args, {}), value)
         return value
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -198,6 +216,50 @@ class ValueReader:
             for key, known in self._known.items()
             if storage_id(known.value) not in changed
         }
+
+
+class _CountedMasks(TorchFunctionMode):
+    """Has what depends on the number of a mask's true elements work with their indices.
+
+    It stands above autograd, so that backwards work with them, too.
+    """
+
+    def __init__(self, reader: ValueReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            tensor, index, *value = args
+            return func(tensor, self._without_masks(index), *value, **kwargs)
+        if func in (torch.masked_select, torch.Tensor.masked_select):
+            return self._selected(func, *args, **kwargs)
+        if func in (torch.nonzero, torch.Tensor.nonzero):
+            return self._nonzero(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _without_masks(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        found = [self._reader.true_elements(part) for part in parts]
+        if not any(found):
+            return index
+        pairs = zip(parts, found, strict=True)
+        return tuple(chain.from_iterable(true or (part,) for part, true in pairs))
+
+    def _selected(self, func: Any, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if input.shape != mask.shape:
+            return func(input, mask)
+        true = self._reader.true_elements(mask)
+        return func(input, mask) if true is None else input[true]
+
+    def _nonzero(self, func: Any, input: torch.Tensor, *, as_tuple: bool = False) -> Any:
+        true = self._reader.true_elements(input)
+        if true is None:
+            return func(input, as_tuple=as_tuple)
+        return true if as_tuple else torch.stack(true, 1)
 
 
 @has_side_effect

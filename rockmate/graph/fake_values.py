@@ -18,10 +18,20 @@ from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids, tensors_of
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
+
+def _masked(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    _: float,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    return torch.mul(values, mask).clone(memory_format=memory_format)
+
+
 # For a kernel, a call whose result has the same layout. These kernels read values, which fake
 # tensors lack, or they take many steps.
-_STAND_INS: dict[Any, Any] = {
-    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
+STAND_INS: dict[Any, Any] = {
+    dropout_apply: _masked,
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
 }
 
@@ -39,7 +49,7 @@ def fake_result(
     """
     given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
     with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():
-        return _STAND_INS.get(target, target)(*given[0], **given[1])
+        return STAND_INS.get(target, target)(*given[0], **given[1])
 
 
 def refresh(node: fx.Node) -> None:

@@ -77,8 +77,20 @@ def split_dropout_backwards(graph: fx.Graph) -> None:
         drawn = _viewed(mask)
         if drawn.target is dropout_mask:
             with graph.inserting_before(node):
-                masked = graph.call_function(dropout_apply, (gradient, mask, drawn.args[3]))
+                args = (gradient, mask, drawn.args[3])
+                natural = fake_result(dropout_apply, args, {}, like=node)
+                result = node.meta["val"]
+                if natural.stride() != result.stride():  # as where the gradient is transposed
+                    args = (*args, _memory_format(result))
+                masked = graph.call_function(dropout_apply, args)
             _replace(node, masked)
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The format of a tensor that has one, as the result of each dropout's backward."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    return {4: torch.channels_last, 5: torch.channels_last_3d}[tensor.ndim]
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from rockmate._torch.fake import is_fake
+from rockmate.errors import UnsupportedModelError
 
 _aten = torch.ops.aten
 # Size of a chunk of dropout or of the cross-entropy gradient. It is large enough that calls cost
@@ -85,7 +86,12 @@ def _integer_draw_matches() -> bool:
 
 
 def dropout_apply(
-    values: torch.Tensor, mask: torch.Tensor, probability: float, *, out: torch.Tensor | None = None
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    probability: float,
+    memory_format: torch.memory_format | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Applies a dropout mask as eager does on CPU, bitwise. It serves for the gradient, too.
 
@@ -95,7 +101,16 @@ def dropout_apply(
 
     The mask is read as 8-bit integers: ATen converts these to the input's dtype many at a time, and
     booleans one by one. If both tensors are contiguous, one chunk at a time is converted.
+
+    Args:
+        values: the input, or the gradient of the output.
+        mask: True where values are kept.
+        probability: of a value to be dropped.
+        memory_format: of the result; None for what a product of the two has.
+        out: takes the result.
     """
+    if memory_format is not None and out is None:
+        out = torch.empty_like(values, memory_format=memory_format)
     scale = _keep_scale(probability, values.dtype)
     numbers = mask.view(torch.uint8)
     numel = converted_numel(values, mask)
@@ -107,6 +122,26 @@ def dropout_apply(
         value, number, target = (tensor[start : start + numel] for tensor in flat)
         torch.mul(value, number, out=target).mul_(scale)
     return result
+
+
+def as_strided(
+    tensor: torch.Tensor, size: list[int], stride: list[int], offset: int | None = None
+) -> torch.Tensor:
+    """The view of a tensor that was captured as contiguous.
+
+    Raises:
+        UnsupportedModelError: it is not, so that the view would have other elements. A kernel then
+            lays out its result in another way than PyTorch's description of it says.
+    """
+    if not tensor.is_contiguous():
+        msg = (
+            f"a view with strides {list(stride)} (as_strided) was captured of a contiguous tensor, "
+            f"and its kernel returned strides {list(tensor.stride())}. Call .contiguous() on the "
+            "tensor ahead of as_strided in the model's forward, or run its submodule as it is "
+            "(untraced=)."
+        )
+        raise UnsupportedModelError(msg)
+    return tensor.as_strided(size, stride, offset)
 
 
 def converted_numel(values: torch.Tensor, mask: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ from rockmate.capture.nodes import layout_of
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
+from rockmate.ops.kernels import as_strided
 from rockmate.ops.rng import exchange_random_state, get_random_state
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
@@ -167,8 +168,11 @@ class GraphWriter:
             # A second item node of one result.
             return self.value(root)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
-        assert callable(node.target)
-        return self.graph.call_function(node.target, args, kwargs)
+        target: Any = node.target
+        if target is torch.ops.aten.as_strided.default:
+            base: Any = node.args[0]
+            target = as_strided if base.meta["val"].is_contiguous() else target
+        return self.graph.call_function(target, args, kwargs)
 
     def _call_of(self, op: Op, *, is_recompute: bool) -> tuple[Any, Any, Any]:
         """Target and arguments of a run. A recomputation may have its own, with saved results."""

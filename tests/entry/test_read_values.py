@@ -190,3 +190,29 @@ class Overwritten(Activations):
 def test_values_that_the_call_does_not_decide_are_refused(model_class: type[nn.Module]) -> None:
     with pytest.raises(UnsupportedModelError, match="reads the value of a tensor"):
         RockmateModule(model_class(), x(0), budget=1.0)
+
+
+class Masked(nn.Module):
+    """Takes rows of activations where a mask is true, and writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).tanh() * 2
+        y[mask] = self.layer(y[mask]).sin()
+        rows = mask.nonzero(as_tuple=True)[0]
+        weights = torch.linspace(0, 1, mask.numel()).masked_select(mask)
+        return (self.head(y[rows]) * weights[:, None] + mask.nonzero().sum()).cos()
+
+
+def test_masks_of_one_count_share_a_plan() -> None:
+    rows = [[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 1, 0], [0, 0, 1, 1]]
+    module = check_equal(Masked, [(x(i), torch.tensor(row).bool()) for i, row in enumerate(rows)])
+    assert len(module._plans.runnables) == 2
+
+
+def test_a_mask_without_a_true_element() -> None:
+    calls = [(x(i), torch.tensor(row).bool()) for i, row in enumerate([[1, 0, 1], [0, 0, 0]])]
+    check_equal(Masked, [(row[:3], mask) for row, mask in calls])

@@ -15,7 +15,8 @@ from rockmate._torch.autocast import autocast_off
 from rockmate._torch.fake import mode_of
 from rockmate.capture.roles import Capture, with_graph
 from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
-from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, target_weight
+from rockmate.graph.fake_values import STAND_INS
+from rockmate.ops.kernels import target_weight
 
 _aten = torch.ops.aten
 HALF_PRECISION = {torch.float16, torch.bfloat16}
@@ -29,13 +30,6 @@ VIEWS = {
     _aten.transpose.int,
     _aten._unsafe_view.default,
     _aten.detach.default,
-}
-
-# Kernel -> a function with a result of the same layout, for kernels that read values or run many
-# ops. The function runs on fake tensors, which have no values.
-_RESULTS: dict[Any, Any] = {
-    dropout_apply: lambda values, mask, _: torch.mul(values, mask),
-    cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
 }
 
 
@@ -123,7 +117,7 @@ def insert_call(
     }
     given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     with as_captured(like):
-        node.meta["val"] = _RESULTS.get(target, target)(*given[0], **given[1])
+        node.meta["val"] = STAND_INS.get(target, target)(*given[0], **given[1])
     return node
 
 

@@ -1,0 +1,102 @@
+"""Each op of a captured step lays its results out as the capture says.
+
+A view that was captured for one layout reads other elements in another.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from rockmate import RockmateModule
+from rockmate.errors import UnsupportedModelError
+from rockmate.ops.kernels import as_strided
+from rockmate.ops.rng import is_random
+from rockmate.step import capture_step
+
+pytestmark = pytest.mark.model
+
+
+class Transposed(nn.Module):
+    """Dropout whose gradient comes transposed, as that of attention in windows."""
+
+    def __init__(self, *, channels_last: bool) -> None:
+        super().__init__()
+        self.layer, self.channels_last = nn.Linear(8, 16), channels_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).softmax(-1).unflatten(-1, (4, 4))
+        if self.channels_last:
+            y = y.contiguous(memory_format=torch.channels_last)
+        y = nn.functional.dropout(y, 0.3, self.training)
+        return y.transpose(0, 1).reshape(6, 4, 16).square().sum()
+
+
+def as_captured(node: fx.Node) -> Any:
+    return map_aggregate(node.meta["val"], of_layout)
+
+
+def of_layout(fake: Any) -> Any:
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    extent = sum((size - 1) * step for size, step in zip(fake.shape, fake.stride(), strict=True))
+    memory = torch.zeros(1 + max(extent, 0), dtype=fake.dtype)
+    return memory.as_strided(fake.shape, fake.stride())
+
+
+def steps_that_matter(tensor: torch.Tensor) -> list[int]:
+    return [
+        step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ] * bool(tensor.numel())
+
+
+def other_layouts(model: nn.Module, sample: Any) -> list[str]:
+    """Ops whose results have another layout than the capture says."""
+    found = []
+    for node in capture_step(model, sample).capture.joint.graph.nodes:
+        if node.op != "call_function" or is_random(node.target) or "val" not in node.meta:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), as_captured)
+        fake, result = node.meta["val"], node.target(*args, **kwargs)
+        pairs = (
+            zip(result, fake, strict=True) if isinstance(fake, tuple | list) else [(result, fake)]
+        )
+        found += [
+            f"{node.name}: {mine.stride()}, captured {theirs.stride()}"
+            for mine, theirs in pairs
+            if isinstance(theirs, torch.Tensor)
+            and steps_that_matter(mine) != steps_that_matter(theirs)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_dropout_of_a_transposed_gradient(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Transposed(channels_last=channels_last), torch.randn(4, 6, 8)
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    module = RockmateModule(model, x, budget=1.0)
+    for run in (module, plain):
+        torch.manual_seed(1)
+        run(x).backward()
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", ["convnext", "longformer", "resnet", "t5"])
+def test_models(name: str) -> None:
+    assert not other_layouts(architectures.make(name), ARCHITECTURES[name].make_batch(0))
+
+
+def test_a_view_of_another_layout_than_captured_is_refused() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    assert torch.equal(as_strided(values, [3], [2]), torch.tensor([0.0, 2.0, 4.0]))
+    with pytest.raises(UnsupportedModelError, match=r"strides \[1, 3\]. Call .contiguous\(\)"):
+        as_strided(values.t(), [3], [2])

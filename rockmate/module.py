@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import reprlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,23 +23,31 @@ from rockmate.budget import (
     Budget,
     OnInfeasible,
     check_on_infeasible,
-    parse_budget,
     size_text,
 )
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
-    InvalidBudgetError,
     RockmateError,
     UnsupportedModelError,
 )
-from rockmate.memory_limit import MemoryLimit, Optimizer
+from rockmate.frames.runner import FrameRunner
+from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
-from rockmate.request import PlanRequest, planned_call_of
+from rockmate.request import (
+    PlanRequest,
+    check_arguments,
+    check_mode,
+    check_plan_arguments,
+    memory_limit_of,
+    planned_call_of,
+)
 from rockmate.runtime.ddp import REPLICATED, SHARDED
 from rockmate.runtime.planned_call import PlannedCall
 
 logger = logging.getLogger(__name__)
+
+Mode = Literal["plan", "frames", "auto"]
 
 
 class _Forward:
@@ -111,6 +119,10 @@ class RockmateModule(nn.Module):
             module that was given a `plan`.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
+        mode: "plan" captures the model and plans. "frames" captures nothing: what calls of
+            submodules save is dropped when memory is short, and they run again in the backward.
+            "auto" plans, and takes frames, with a line in the log, where it cannot capture.
+        keep: paths of submodules that frames leave alone.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
             "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
             above the budget, and warns with both in one line.
@@ -142,30 +154,49 @@ class RockmateModule(nn.Module):
         replan: bool = True,
         larger: Literal["plan", "refuse"] = "plan",
         on_infeasible: OnInfeasible = "error",
+        mode: Mode = "plan",
+        keep: Collection[str] = (),
         **planner_options: Any,
     ) -> None:
-        _check_arguments(budget, memory_limit, plan)
+        check_arguments(budget, memory_limit, plan)
+        check_mode(mode, keep, budget)
         check_on_infeasible(on_infeasible)
         if larger not in ("plan", "refuse"):
             msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
             raise ValueError(msg)
         self._wrap(model)
+        if mode != "plan":
+            assert budget is not None
+            make = partial(FrameRunner, model, budget, on_infeasible=on_infeasible, keep=keep)
+            self._make_frames = make
+        if mode == "frames":
+            if planner_options or strategy is not None:
+                msg = (
+                    f"{', '.join(planner_options) or 'strategy'} belongs to planning, and "
+                    'mode="frames" does not plan. Leave it out.'
+                )
+                raise TypeError(msg)
+            self._frames = make()
+            return
         if plan is not None:
-            _check_plan_arguments(plan, sample_input, strategy, planner_options)
+            check_plan_arguments(plan, sample_input, strategy, planner_options)
             self._plans = PlanCache(model)
             self._plans.adopt(planned_call_of(plan, model, sample_input))
             self._plans.runnables[0].warn_of_hooks(model)
             return
         request = PlanRequest(
             budget=budget,
-            memory_limit=_memory_limit(memory_limit, optimizer, steps_in_backward),
+            memory_limit=memory_limit_of(memory_limit, optimizer, steps_in_backward),
             strategy=strategy or "rockmate",
             on_infeasible=on_infeasible,
             options=planner_options,
         )
         self._plans = PlanCache(model, request, replans=replan, refuses_larger=larger == "refuse")
         if sample_input is not None:
-            self._plans.plan_for_sample(sample_input)
+            try:
+                self._plans.plan_for_sample(sample_input)
+            except UnsupportedModelError as error:
+                self._go_on_with_frames(error)
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
@@ -182,7 +213,18 @@ class RockmateModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self.__dict__["_forward_of_model"] = _with_signature_of(model)
         self._plans = PlanCache(model)
+        self._frames: FrameRunner | None = None
+        self._make_frames: Callable[[], FrameRunner] | None = None
         self._num_runs = 0
+
+    def _go_on_with_frames(self, error: UnsupportedModelError) -> None:
+        """With mode "auto": leaves planning for frames; else raises the error."""
+        if self._make_frames is None:
+            advice = 'Or keep the budget without a captured graph: mode="frames".'
+            error.args = (f"{error} {advice}",)
+            raise error
+        logger.warning("the budget is kept by frames instead of a plan, since %s", error)
+        self._frames = self._make_frames()
 
     @property
     def __class__(self) -> type:
@@ -230,6 +272,11 @@ class RockmateModule(nn.Module):
             )
             raise RockmateError(msg)
         return self._plans.runnables[0].planned.plan
+
+    @property
+    def frames(self) -> FrameRunner | None:
+        """What runs the training calls where there is no plan: mode "frames", or "auto"."""
+        return self._frames
 
     @property
     def is_planned(self) -> bool:
@@ -281,8 +328,16 @@ class RockmateModule(nn.Module):
         # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
         if not (self.training and torch.is_grad_enabled()):
+            if self._frames is not None:
+                self._frames.end_recording()
             return self.original(*args, **kwargs)
-        return self._plans.run(args, kwargs)
+        if self._frames is None:
+            try:
+                return self._plans.run(args, kwargs)
+            except UnsupportedModelError as error:
+                self._go_on_with_frames(error)
+        assert self._frames is not None
+        return self._frames.run(args, kwargs)
 
     train, eval, to, cuda, cpu = map(_delegate, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(_delegate, ("half", "bfloat16", "float", "double"))
@@ -354,12 +409,14 @@ class RockmateModule(nn.Module):
         return f"RockmateModule(\n  {self._plan_text()}\n  {wrapped}\n)"
 
     def _plan_text(self) -> str:
+        if self._frames is not None:
+            return self._frames.summary()
         if not self._plans.runnables:
             return "(not planned yet)"
         plan = self.plan
+        peak, ratio = size_text(plan.predicted_peak_bytes), f"{plan.predicted_ratio:.3f}x"
         return (
-            f"(budget {size_text(plan.budget_bytes)}, predicted peak "
-            f"{size_text(plan.predicted_peak_bytes)} at {plan.predicted_ratio:.3f}x of the time "
+            f"(budget {size_text(plan.budget_bytes)}, predicted peak {peak} at {ratio} of the time "
             "without recomputation)"
         )
 
@@ -375,62 +432,6 @@ def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[
 
 
 _run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
-
-
-def _check_arguments(
-    budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
-) -> None:
-    """Raises for none or several of the three, and for a value that cannot be read."""
-    values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
-    given = [name for name, value in values.items() if value is not None]
-    if not given:
-        msg = (
-            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '
-            "a memory_limit for the whole device, or a plan."
-        )
-        raise InvalidBudgetError(msg)
-    if len(given) > 1:
-        msg = (
-            f"RockmateModule was given {' and '.join(given)}; give one of them. A plan has its "
-            "budget, plan.budget_bytes."
-        )
-        raise TypeError(msg)
-    if plan is not None and not isinstance(plan, Plan):
-        msg = (
-            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed. Give "
-            "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
-        )
-        raise TypeError(msg)
-    if budget is not None:
-        # An unreadable budget fails before the capture, not after it. The peak is unknown here.
-        parse_budget(budget, 1 << 62)
-
-
-def _check_plan_arguments(
-    plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
-) -> None:
-    """Raises `TypeError` for an argument that excludes a plan, and for a missing sample."""
-    given = [*options, *(["strategy"] if strategy else [])]
-    if not given and sample_input is not None:
-        return
-    made_with = {"strategy": plan.strategy, **plan.options}
-    settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
-    if given:
-        what = f"{', '.join(given)} cannot be given"
-        next_step = "Leave that out, or give a budget instead of the plan."
-    else:
-        what = "a sample must be given"
-        next_step = "Give the sample that it was made for."
-    msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
-    raise TypeError(msg)
-
-
-def _memory_limit(
-    limit: int | str | None, optimizer: Optimizer, steps_in_backward: bool
-) -> MemoryLimit | None:
-    if limit is None:
-        return None
-    return MemoryLimit(limit=limit, optimizer=optimizer, steps_in_backward=steps_in_backward)
 
 
 def _with_signature_of(model: nn.Module) -> Callable[..., Any]:

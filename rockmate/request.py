@@ -6,14 +6,16 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate.budget import Budget, OnInfeasible, is_share
-from rockmate.memory_limit import MemoryLimit
+from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
+from rockmate.errors import InvalidBudgetError
+from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.planned_call import PlannedCall
@@ -108,3 +110,73 @@ class PlanRequest:
         return session.planned_call(
             budget, strategy=self.strategy, on_infeasible=self.on_infeasible
         )
+
+
+def check_arguments(
+    budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
+) -> None:
+    """Raises for none or several of the three, and for a value that cannot be read."""
+    values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
+    given = [name for name, value in values.items() if value is not None]
+    if not given:
+        msg = (
+            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '
+            "a memory_limit for the whole device, or a plan."
+        )
+        raise InvalidBudgetError(msg)
+    if len(given) > 1:
+        msg = (
+            f"RockmateModule was given {' and '.join(given)}; give one of them. A plan has its "
+            "budget, plan.budget_bytes."
+        )
+        raise TypeError(msg)
+    if plan is not None and not isinstance(plan, Plan):
+        msg = (
+            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed. Give "
+            "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
+        )
+        raise TypeError(msg)
+    if budget is not None:
+        # An unreadable budget fails before the capture, not after it. The peak is unknown here.
+        parse_budget(budget, 1 << 62)
+
+
+def check_mode(mode: str, keep: Collection[str], budget: Budget | None) -> None:
+    """Raises for an unknown mode, and for arguments that it does not take."""
+    if mode not in ("plan", "frames", "auto"):
+        msg = f"mode is {mode!r}; choose 'plan', 'frames' or 'auto'"
+        raise ValueError(msg)
+    if mode != "plan" and budget is None:
+        msg = f'mode="{mode}" needs a budget: bytes, a size, or a fraction of the peak.'
+        raise TypeError(msg)
+    if keep and mode == "plan":
+        msg = 'keep names submodules that frames leave alone: it needs mode="frames" or "auto".'
+        raise TypeError(msg)
+
+
+def check_plan_arguments(
+    plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
+) -> None:
+    """Raises `TypeError` for an argument that excludes a plan, and for a missing sample."""
+    given = [*options, *(["strategy"] if strategy else [])]
+    if not given and sample_input is not None:
+        return
+    made_with = {"strategy": plan.strategy, **plan.options}
+    settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
+    if given:
+        what = f"{', '.join(given)} cannot be given"
+        next_step = "Leave that out, or give a budget instead of the plan."
+    else:
+        what = "a sample must be given"
+        next_step = "Give the sample that it was made for."
+    msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
+    raise TypeError(msg)
+
+
+def memory_limit_of(
+    limit: int | str | None, optimizer: Optimizer, steps_in_backward: bool
+) -> MemoryLimit | None:
+    """The bound on the whole device; None where none is given."""
+    if limit is None:
+        return None
+    return MemoryLimit(limit=limit, optimizer=optimizer, steps_in_backward=steps_in_backward)

@@ -34,6 +34,7 @@ ORDER = (
     "step_family",
     "request",
     "plan_cache",
+    "frames",
     "module",
     "planner",
     "hf",

@@ -10,9 +10,10 @@ its configuration is positional, and PyTorch has announced its removal.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
@@ -163,13 +164,108 @@ def timeline(function: Callable[[], Any]) -> Timeline:
     return Timeline(points=points, marks=marks, duration_s=timed[-1][0])
 
 
-def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """The function's result, and the profiler's events of each thread, in order."""
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Live bytes between two marks, in excess of those when the recording began.
+
+    Attributes:
+        begin_bytes: at the first mark.
+        peak_bytes: the largest number.
+    """
+
+    begin_bytes: int
+    peak_bytes: int
+
+
+class Recording:
+    """Allocations of one device, from its creation to `stop`, in stretches between marks.
+
+    On the CPU the legacy profiler is on meanwhile, in this thread. One recording runs at a time.
+    """
+
+    _present: ClassVar[weakref.ref[Recording] | None] = None
+
+    def __init__(self, device: torch.device) -> None:
+        """Begins with the first stretch; ends a recording that was left."""
+        self.end_present()
+        Recording._present = weakref.ref(self)
+        self._device = device
+        self._stretches: list[Stretch] = []
+        self._num_marks = 0
+        self._is_stopped = False
+        if device.type == "cuda":
+            self._origin_bytes = torch.cuda.memory_allocated(device)
+            self._begin_bytes = self._origin_bytes
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            _enable_profiler_legacy(_profiler_config())
+
+    def mark(self) -> int:
+        """Ends a stretch and begins the next; returns the number of the new one."""
+        self._num_marks += 1
+        if self._is_stopped:
+            return self._num_marks
+        if self._device.type == "cuda":
+            self._end_stretch_cuda()
+        else:
+            with torch.profiler.record_function(_MARK):
+                pass
+        return self._num_marks
+
+    def stop(self) -> list[Stretch]:
+        """Ends the recording; all stretches."""
+        if self._is_stopped:
+            return self._stretches
+        self._is_stopped, Recording._present = True, None
+        if self._device.type == "cuda":
+            self._end_stretch_cuda()
+            return self._stretches
+        events = [event for thread in _disable_profiler_legacy() for event in thread]
+        start = next(event for event in events if event.name() == "__start_profile")
+        events.sort(key=start.cpu_elapsed_us)
+        live = begin = peak = 0
+        for event in events:
+            if event.kind() == "memory_alloc":
+                live += event.cpu_memory_usage()
+                peak = max(peak, live)
+            elif event.kind() == "push" and event.name() == _MARK:
+                self._stretches.append(Stretch(begin, peak))
+                begin = peak = live
+        self._stretches.append(Stretch(begin, peak))
+        return self._stretches
+
+    @staticmethod
+    def end_present() -> None:
+        """Ends the present recording, if there is one."""
+        present = Recording._present and Recording._present()
+        if present is not None:
+            present.stop()
+
+    def __del__(self) -> None:
+        """Leaves no profiler on."""
+        self.stop()
+
+    def _end_stretch_cuda(self) -> None:
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        begin_bytes, self._begin_bytes = (
+            self._begin_bytes,
+            torch.cuda.memory_allocated(self._device),
+        )
+        torch.cuda.reset_peak_memory_stats(self._device)
+        origin = self._origin_bytes
+        self._stretches.append(Stretch(begin_bytes - origin, peak_bytes - origin))
+
+
+def _profiler_config() -> ProfilerConfig:
     # In order: state, report_input_shapes, profile_memory, with_stack, with_flops, with_modules.
-    config = ProfilerConfig(
+    return ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
     )
-    _enable_profiler_legacy(config)
+
+
+def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
+    """The function's result, and the profiler's events of each thread, in order."""
+    _enable_profiler_legacy(_profiler_config())
     try:
         result = function()
     finally:

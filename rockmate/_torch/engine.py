@@ -7,7 +7,7 @@ and PyTorch uses them for its own needs alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ def is_asked_for(leaf_node: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # `autograd.grad` returns it
         return True
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls a function when the running backward has ended. Only a running one takes it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def dispatch_keys() -> tuple[Any, Any]:

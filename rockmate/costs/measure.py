@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from tqdm import tqdm
 
-from rockmate._torch.allocator import is_out_of_memory, workspace_bytes
+from rockmate._torch.allocator import Recording, is_out_of_memory, workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import kernel_ms, make_workspaces
 from rockmate._torch.engine import is_profiling
@@ -69,6 +69,7 @@ def measure_costs(
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
         RockmateError: a profiler is running, or the device has no memory for a single op.
     """
+    Recording.end_present()  # of a step in frames whose script has done nothing since
     if is_profiling():
         msg = (
             "a profiler is running, and planning needs PyTorch's own to measure allocations. "

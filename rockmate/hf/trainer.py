@@ -44,6 +44,7 @@ def wrap_trainer(
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
     - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
     - If no schedule fits the budget, the smallest peak is taken, with a warning.
+    - If the model cannot be captured, frames keep the budget (`mode="auto"`), with a warning.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first.
 
@@ -55,8 +56,8 @@ def wrap_trainer(
             its arguments name.
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
             are; see `PadToBuckets`, which becomes the trainer's data collator.
-        **options: as for `RockmateModule`. `outputs="all"` keeps all outputs,
-            `on_infeasible="error"` stops where no schedule fits.
+        **options: as for `RockmateModule`. `outputs="all"` keeps all outputs. `mode="plan"` and
+            `on_infeasible="error"` raise where this function goes on.
 
     Returns:
         The module, which now is `trainer.model`.
@@ -73,6 +74,8 @@ def wrap_trainer(
         raise UnsupportedModelError(REPLICATED)
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
+    if memory_limit is None:
+        options.setdefault("mode", "auto")
     options = {**_options_for(trainer, options), **options}
     model = trainer.model
     if model is None:
@@ -93,6 +96,8 @@ def _optimizer_of(trainer: Trainer) -> Any:
 
 def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `RockmateModule` that suit the trainer's use of the model."""
+    if given.get("mode") == "frames":  # which capture no outputs
+        return {"on_infeasible": "least"}
     if _reads_outputs(trainer):
         return {"on_infeasible": "least", "differentiable": "all"}
     if "outputs" not in given:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import rockmate._torch
 from rockmate._torch.allocator import (
+    Recording,
     is_out_of_memory,
     net_allocated,
     peak_beyond_result,
@@ -42,6 +43,7 @@ from rockmate._torch.distributed import (
 )
 from rockmate._torch.engine import (
     accumulate,
+    at_end_of_backward,
     backward_id,
     below_autograd,
     dispatch_keys,
@@ -292,6 +294,43 @@ class TestDispatch:
         assert list(generated_functions(aten.mm.default)) == [torch.mm, torch.Tensor.mm]
         assert list(generated_functions(aten.gelu.default)) == [torch.nn.functional.gelu]
         assert list(generated_functions(aten.slice.Tensor)) == []
+
+
+class TestRecording:
+    def test_stretches_between_marks(self) -> None:
+        recording = Recording(torch.device("cpu"))
+        held = torch.empty(1000, dtype=torch.uint8)
+        assert recording.mark() == 1
+        large = torch.empty(9000, dtype=torch.uint8)
+        del large
+        first, second = recording.stop()
+        assert (first.begin_bytes, first.peak_bytes) == (0, held.nbytes)
+        assert second.begin_bytes == held.nbytes
+        assert second.peak_bytes == held.nbytes + 9000
+        assert recording.stop() == [first, second]
+        assert not is_profiling()
+
+    def test_one_at_a_time_and_none_left_behind(self) -> None:
+        first = Recording(torch.device("cpu"))
+        second = Recording(torch.device("cpu"))
+        assert len(first.stop()) == 1
+        assert is_profiling()
+        Recording.end_present()
+        assert not is_profiling()
+        del second
+        third = Recording(torch.device("cpu"))
+        del third
+        assert not is_profiling()
+
+
+def test_a_callback_at_the_end_of_a_backward() -> None:
+    found: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: at_end_of_backward(lambda: found.append("end")))
+    x.register_hook(lambda _: found.append("last gradient"))
+    y.sum().backward()
+    assert found == ["last gradient", "end"]
 
 
 class TestDistributed:

@@ -1,0 +1,264 @@
+"""Runs a model's training calls with some of its submodules' calls as frames."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rockmate._torch.allocator import Recording, is_out_of_memory
+from rockmate._torch.engine import is_profiling
+from rockmate._torch.pytree import tree_leaves
+from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.frames.frame import Frame
+from rockmate.frames.memory import Counts, FrameKey, Memory, StepNeeds, StepRecorder
+from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
+
+logger = logging.getLogger(__name__)
+
+_FSDP1 = (
+    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
+    "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
+)
+
+
+class FrameRunner:
+    """Training calls of one model within a budget, without a captured graph.
+
+    The first step holds nothing and is measured. So is each step that is larger than all before
+    it, and one after each split of a frame. From then on frames are dropped late, under pressure.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        *,
+        on_infeasible: OnInfeasible = "error",
+        keep: Collection[str] = (),
+    ) -> None:
+        """Chooses frames by structure; nothing runs.
+
+        Args:
+            model: the module.
+            budget: bytes, a size, or a fraction of the peak of a step that drops nothing.
+            on_infeasible: see `RockmateModule`.
+            keep: paths of submodules whose calls are no frames.
+
+        Raises:
+            UnsupportedModelError: FSDP1 has sharded the model.
+        """
+        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+            raise UnsupportedModelError(_FSDP1)
+        self._model, self._budget, self._on_infeasible = model, budget, on_infeasible
+        self._keep = frozenset(keep)
+        self._paths = [path for path in first_paths(model) if path not in self._keep]
+        tensors = [*model.parameters(), *model.buffers()]
+        self._memory = Memory(tensors[0].device if tensors else torch.device("cpu"))
+        self._num_calls: Counter[str] = Counter()
+        self._num_frames = 0
+        self._num_elements = 0
+        self._num_recorded_elements = 0
+        self._before_split: tuple[list[str], StepNeeds] | None = None
+        self._is_settled = False  # no frame is split any more
+        self._step_hook: Any = None
+        self._refusal: InfeasibleBudgetError | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the submodules whose calls are frames."""
+        return tuple(self._paths)
+
+    @property
+    def needs(self) -> StepNeeds | None:
+        """What the largest measured step needs; None before the first."""
+        return self._memory.needs
+
+    @property
+    def counts(self) -> Counts:
+        """What has happened to the frames of the last call."""
+        return self._memory.counts
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget; None until the first step is measured."""
+        return self._memory.budget_bytes
+
+    def summary(self) -> str:
+        """One line: the budget, the smallest peak, and what the last call dropped."""
+        needs, counts = self.needs, self.counts
+        if needs is None or self.budget_bytes is None:
+            return f"(frames of {len(self._paths)} submodules, not measured yet)"
+        return (
+            f"(frames: budget {size_text(self.budget_bytes)}, smallest peak "
+            f"{size_text(needs.minimum_bytes)}, {size_text(needs.baseline_bytes)} if nothing is "
+            f"dropped; of {counts.num_frames} frames {counts.num_made_again} ran twice, in "
+            f"{counts.made_again_s:.3f} s)"
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output for a training call.
+
+        Raises:
+            InfeasibleBudgetError: the budget is below the smallest peak, which the first step has
+                shown.
+        """
+        self.end_recording()
+        if self._refusal is not None:
+            raise self._refusal
+        memory = self._memory
+        self._num_elements = sum(
+            each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        )
+        memory.begin_step()
+        self._num_calls.clear()
+        self._begin_recording()
+        if memory.needs is not None:
+            memory.scale = self._num_elements / max(1, memory.needs.num_elements)
+        with self._frames_installed():
+            return self._model(*args, **kwargs)
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    def _begin_recording(self) -> None:
+        memory = self._memory
+        known = memory.needs.num_elements if memory.needs is not None else -1
+        if self._num_elements <= known:
+            return
+        Recording.end_present()
+        if not is_profiling():
+            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            memory.recorder = StepRecorder(memory.device, parameters)
+            self._num_recorded_elements = self._num_elements
+            # An optimizer's step is the first that most scripts do after the backward.
+            # The hook is global, so it does not hold this object.
+            end_recording = weakref.WeakMethod(self.end_recording)
+            self._step_hook = register_optimizer_step_pre_hook(
+                lambda *_: found() if (found := end_recording()) is not None else None
+            )
+
+    def end_recording(self) -> None:
+        """After the backward of a measured step: what it needs, and whether frames are right."""
+        memory, recorder = self._memory, self._memory.recorder
+        if recorder is None:
+            return
+        memory.recorder = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        needs = recorder.stop(self._num_recorded_elements)
+        if not recorder.has_ended:  # the script has not called backward
+            return
+        is_split, self._before_split = self._before_split, None
+        if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
+            self._paths, needs = is_split
+            self._is_settled = True
+        budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
+        large = [] if self._is_settled else self._frames_to_split(needs, budget_bytes)
+        if large:
+            self._before_split = self._paths, needs
+        for path in large:
+            self._paths = split(self._model, self._paths, path)
+        self._paths = [path for path in self._paths if path not in self._keep]
+        if large:
+            memory.budget_bytes = memory.needs = None
+            return
+        memory.needs = needs
+        memory.budget_bytes = self._checked(budget_bytes, needs)
+
+    def _frames_to_split(self, needs: StepNeeds, budget_bytes: int) -> list[str]:
+        """Frames that save a large share of all; or those at the peak, if the budget is below."""
+        saved: dict[str, int] = {}
+        peaks: dict[str, int] = {}
+        for key, each in needs.by_key.items():
+            saved[key.path] = max(saved.get(key.path, 0), each.saved_bytes)
+            peaks[key.path] = max(peaks.get(key.path, 0), each.peak_bytes)
+        total = sum(saved.values())
+        large = [path for path in saved if saved[path] > LARGE_SHARE * total]
+        if budget_bytes < needs.minimum_bytes:
+            large += [path for path in peaks if peaks[path] > budget_bytes and path not in large]
+        return [path for path in large if can_split(self._model, path)]
+
+    def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
+        """The budget, or the least peak where that is allowed."""
+        minimum = needs.minimum_bytes
+        if budget_bytes >= minimum:
+            logger.info(
+                "frames: %d calls of %d submodules, budget %s, smallest peak %s, %s if nothing is "
+                "dropped",
+                len(needs.by_key), len(self._paths), size_text(budget_bytes), size_text(minimum),
+                size_text(needs.baseline_bytes),
+            )  # fmt: skip
+            return budget_bytes
+        if self._on_infeasible == "error":
+            largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
+            self._refusal = InfeasibleBudgetError(budget_bytes, minimum, where=str(largest))
+            return minimum
+        logger.warning(
+            "the budget of %s is below the smallest peak of frames, %s, which is taken",
+            size_text(budget_bytes), size_text(minimum),
+        )  # fmt: skip
+        return minimum
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _frames_installed(self) -> Iterator[None]:
+        """Has the chosen submodules run as frames."""
+        before: list[tuple[dict[str, Any], Any]] = []
+        try:
+            for path in self._paths:
+                module = self._model.get_submodule(path)
+                table = vars(module)
+                before.append((table, table.get("forward")))
+                table["forward"] = self._framed(path, module, module.forward)
+            yield
+        finally:
+            for table, forward in reversed(before):
+                if forward is None:
+                    del table["forward"]
+                else:
+                    table["forward"] = forward
+
+    def _framed(
+        self, path: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def framed(*args: Any, **kwargs: Any) -> Any:
+            if self._memory.is_inside or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return self._run_frame(path, module, (forward, args, kwargs))
+
+        return framed
+
+    def _run_frame(
+        self,
+        path: str,
+        module: nn.Module,
+        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        memory = self._memory
+        key = FrameKey(path, self._num_calls[path])
+        self._num_calls[path] += 1
+        self._num_frames += 1
+        frame = Frame(key, self._num_frames, module, call, memory)
+        memory.begin_forward(frame)
+        with memory.inside_frame():
+            while True:
+                try:
+                    output = frame.run()
+                    break
+                except Exception as error:
+                    if not is_out_of_memory(error) or not memory.drop_one(frame.order):
+                        raise
+                    frame.roll_back()
+                    frame = Frame(key, frame.order, module, call, memory)
+        memory.end_forward(frame)
+        return output

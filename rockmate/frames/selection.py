@@ -1,0 +1,59 @@
+"""Which submodules' calls are frames.
+
+Frames lie side by side, never within one another. What a frame reads from outside stays in memory,
+so a frame should save much more than it reads: blocks of layers, not layers.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_FEW = 4
+"""Fewer frames than this are split by their parameters before anything is measured."""
+LARGE_SHARE = 0.15
+"""A frame that saves more than this share of all is split where it can be."""
+
+
+def inner_paths(model: nn.Module, path: str) -> list[str]:
+    """Paths of the outermost submodules of submodules within the one at `path`.
+
+    Containers are passed through. Layers without submodules are left out: they save little that
+    they do not read.
+    """
+    found = []
+    for name, child in model.get_submodule(path).named_children():
+        inner = f"{path}.{name}" if path else name
+        if type(child) in _CONTAINERS:
+            found += inner_paths(model, inner)
+        elif next(child.children(), None) is not None:
+            found.append(inner)
+    return found
+
+
+def first_paths(model: nn.Module) -> list[str]:
+    """A first choice, by structure and numbers of parameters."""
+    paths = inner_paths(model, "")
+    while True:
+        sizes = {path: _num_parameters(model, path) for path in paths}
+        total = sum(sizes.values())
+        splittable = [path for path in paths if inner_paths(model, path)]
+        largest = max(splittable, key=sizes.__getitem__, default=None)
+        if largest is None or (len(paths) >= _FEW and sizes[largest] <= total / 2):
+            return paths
+        paths = split(model, paths, largest)
+
+
+def split(model: nn.Module, paths: list[str], which: str) -> list[str]:
+    """The paths with one of them replaced by those within it."""
+    place = paths.index(which)
+    return [*paths[:place], *inner_paths(model, which), *paths[place + 1 :]]
+
+
+def can_split(model: nn.Module, path: str) -> bool:
+    """Whether there are several submodules of submodules within the one at `path`."""
+    return len(inner_paths(model, path)) > 1
+
+
+def _num_parameters(model: nn.Module, path: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(path).parameters())

@@ -1,0 +1,365 @@
+"""Training in a budget without a captured graph: as eager, bit for bit, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+from rockmate.errors import BackwardError, InfeasibleBudgetError, UnsupportedModelError
+
+pytestmark = pytest.mark.model
+
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+class Block(nn.Module):
+    """Normalization with statistics, dropout, a residual and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x + self.drop(self.layers(self.norm(x))) / self.num_calls
+
+
+class Chain(nn.Module):
+    """Blocks one after the other; some take part by chance, or by their input."""
+
+    def __init__(self, kind: str = "plain", num_blocks: int = 6) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if self.kind == "layerdrop" and torch.rand([]) < 0.3:
+                continue
+            x = block(x)
+            if self.kind == "halting" and x.square().mean() > 2 + index / 4:
+                break
+            if self.kind == "shared":
+                x = self.blocks[0](x).sin()
+            if self.kind == "python random" and random.random() < 0.5:
+                x = x * 2
+        return self.head(x)
+
+
+def batch(seed: int, rows: int = 128) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(module: nn.Module, seed: int, rows: int = 128) -> Tensor:
+    return module(batch(seed, rows)).square().mean()
+
+
+def trained(
+    module: nn.Module,
+    model: nn.Module,
+    loss: Callable[[nn.Module, int], Tensor],
+    num_steps: int = 4,
+) -> list[Tensor | None]:
+    """Losses, gradients, weights, buffers and the generator's state after each step."""
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), list[Any]()
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        value = loss(module, step)
+        value.backward()
+        found += [
+            value.detach(),
+            *(each.grad for each in model.parameters()),
+            torch.get_rng_state(),
+        ]
+        optimizer.step()
+        found += [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
+    return found
+
+
+def framed(model: nn.Module, budget: float | str = 0.5, **options: Any) -> RockmateModule:
+    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", **options)
+
+
+def check(
+    model: nn.Module, loss: Callable[[nn.Module, int], Tensor] = loss_of, budget: float = 0.4
+) -> RockmateModule:
+    plain = copy.deepcopy(model)
+    module = framed(model, budget)
+    ours, expected = trained(module, model, loss), trained(plain, plain, loss)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
+        assert getattr(mine, "num_calls", 0) == getattr(theirs, "num_calls", 0)
+        assert "forward" not in vars(mine)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["plain", "layerdrop", "halting", "shared"])
+@pytest.mark.parametrize("budget", [0.25, 0.6, 1.0])
+def test_equal_to_eager(kind: str, budget: float) -> None:
+    module = check(Chain(kind), budget=budget)
+    assert module.frames is not None
+    if kind != "layerdrop":  # the first step may have fewer layers than others
+        assert (module.frames.counts.num_made_again > 0) == (budget < 1.0)
+
+
+def test_python_random_numbers_between_frames_are_drawn_once() -> None:
+    check(Chain("python random"))
+
+
+def test_accumulation_and_two_calls_before_a_backward() -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        loss_of(module, seed + 10).backward()
+        return loss_of(module, seed) + loss_of(module, seed + 20)
+
+    check(Chain(), loss)
+
+
+def test_two_backwards_of_one_graph() -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        value = loss_of(module, seed)
+        value.backward(retain_graph=True)
+        return value
+
+    check(Chain(), loss)
+
+
+def test_batches_of_several_sizes() -> None:
+    check(Chain(), lambda module, seed: loss_of(module, seed, (64, 200, 3, 128)[seed]))
+
+
+def test_autocast_around_the_forward_alone() -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = module(batch(seed))
+        return output.float().square().mean()
+
+    check(Chain(), loss)
+
+
+def test_attributes_and_modes_changed_before_the_backward() -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        value = loss_of(module, seed)
+        module.eval()
+        for each in module.modules():
+            if isinstance(each, nn.Dropout):
+                each.p = 0.9
+        value.backward(retain_graph=True)
+        module.train()
+        return value
+
+    check(Chain(), loss)
+
+
+def test_hooks_of_parameters_and_modules_fire_as_in_eager() -> None:
+    def noted(model: Chain, module: nn.Module) -> list[str]:
+        found: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+        for name, each in list(model.blocks.named_children())[1:]:
+            each.register_forward_hook(lambda *_, name=name: found.append(f"forward {name}"))
+            each.register_full_backward_hook(lambda *_, name=name: found.append(f"back {name}"))
+        for step in range(3):
+            loss_of(module, step).backward()
+        return found
+
+    model = Chain()
+    plain = copy.deepcopy(model)
+    assert noted(model, framed(model)) == noted(plain, plain)
+
+
+def peak_of(module: RockmateModule, model: nn.Module, rows: int) -> int:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = batch(0, rows)
+    return timeline(lambda: module(x).square().mean().backward()).peak_bytes
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.5, 0.7, 0.9, 1.0])
+def test_peak_is_within_the_budget(budget: float) -> None:
+    model = Chain(num_blocks=8)
+    module = framed(model, budget)
+    for step in range(4):
+        loss_of(module, step, 1024).backward()
+    assert module.frames is not None
+    module.frames.end_recording()
+    budget_bytes = module.frames.budget_bytes
+    assert budget_bytes is not None
+    eager = copy.deepcopy(model)
+    eager_peak = peak_of(eager, eager, 1024)  # pyright: ignore[reportArgumentType]
+    assert budget_bytes <= 1.02 * budget * eager_peak
+    assert peak_of(module, model, 1024) <= 1.01 * budget_bytes
+
+
+def test_too_small_a_budget_names_the_smallest_which_works() -> None:
+    model = Chain()
+    module = RockmateModule(model, None, "1KiB", mode="frames")
+    loss_of(module, 0).backward()
+    with pytest.raises(InfeasibleBudgetError, match="smallest peak found") as caught:
+        loss_of(module, 1)
+    again = RockmateModule(model, None, caught.value.minimum_bytes, mode="frames")
+    for step in range(4):
+        loss_of(again, step).backward()
+
+
+class Chance(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x.sin().cos().exp()
+
+
+def test_a_frame_that_does_not_repeat_itself_is_named_and_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Chain()
+    model.blocks[2] = Chance()
+    monkeypatch.setattr(random, "random", iter((0.1, 0.9)).__next__)
+    value = loss_of(framed(model), 0)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.2 .*keep=\['blocks\.2'\]"):
+        value.backward()
+    monkeypatch.undo()
+    module = framed(model, keep=["blocks.2"])
+    for step in range(4):
+        loss_of(module, step).backward()
+
+
+class Doubling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+class Overwritten(Chain):
+    """Changes the input of a block after its call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            y = block(y)
+        with torch.no_grad():
+            x.mul_(2)
+        return self.head(y)
+
+
+def test_an_input_changed_after_its_call_is_named() -> None:
+    model = Overwritten()
+    model.blocks[0] = Doubling()
+    loss_of(model, 0).backward()  # eager has no need of it
+    value = loss_of(framed(model), 0)
+    with pytest.raises(UnsupportedModelError, match=r"an input of blocks\.0 .*changed in place"):
+        value.backward()
+    loss_of(framed(model, keep=["blocks.0"]), 0).backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    value = loss_of(framed(Chain()), 0)
+    with pytest.raises(BackwardError, match="create_graph=True"):
+        value.backward(create_graph=True)
+
+
+class Short(Block):
+    """Runs out of memory once in the call of a number."""
+
+    fails_at = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.num_calls == Short.fails_at:
+            Short.fails_at = -1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+
+def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Chain()
+    model.blocks[4] = Short()
+    plain = copy.deepcopy(model)
+    expected = trained(plain, plain, loss_of)
+    monkeypatch.setattr(Short, "fails_at", 3)  # nothing is held in the first, measured step
+    module = framed(model, 1.0)
+    for mine, theirs in zip(trained(module, model, loss_of), expected, strict=True):
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert Short.fails_at == -1
+
+
+def test_auto_plans_where_it_can() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.softplus(self.body(x))
+
+    module = RockmateModule(Plain(), batch(0), 1.0, mode="auto")
+    assert module.is_planned
+    assert module.frames is None
+
+
+@pytest.mark.parametrize("has_sample", [False, True])
+def test_auto_takes_frames_where_there_is_no_graph(
+    has_sample: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Chain("halting")
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING):
+        module = RockmateModule(model, batch(0) if has_sample else None, 0.5, mode="auto")
+        ours = trained(module, model, loss_of)
+    assert "frames instead of a plan, since" in caplog.text
+    assert module.frames is not None
+    for mine, theirs in zip(ours, trained(plain, plain, loss_of), strict=True):
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+def test_a_refusal_ends_in_the_line_that_works() -> None:
+    with pytest.raises(UnsupportedModelError, match='mode="frames"'):
+        RockmateModule(Chain("halting"), batch(0), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mode": "late"}, ValueError, "choose 'plan', 'frames' or 'auto'"),
+        ({"mode": "frames", "untraced": ["head"]}, TypeError, "untraced belongs to planning"),
+        ({"keep": ["head"]}, TypeError, 'needs mode="frames"'),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        RockmateModule(Chain(), batch(0), 0.5, **options)
+
+
+def test_the_summary_says_what_was_dropped() -> None:
+    model = Chain()
+    module = framed(model)
+    assert "not measured yet" in repr(module)
+    for step in range(4):
+        loss_of(module, step).backward()
+    assert "frames: budget" in repr(module)
+    assert "ran twice" in repr(module)

@@ -84,7 +84,11 @@ def capture_joint(
     try:
         return _captured_with_values(model, make, tensors, untraced)
     except ModuleReplacedError:
-        logger.info("the model runs once before it is captured, since its first call changes it")
+        logger.warning(
+            "the model runs once before it is captured, since its first call changes it. What its "
+            "first call draws at random for that is not drawn in the first planned step, whose "
+            "dropout is therefore not that of eager's first step."
+        )
         before = AttributeState(model)
         try:
             _run_once(model, tensors, structure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -98,17 +98,17 @@ class Frame:
         self.num_bytes, self.seconds = 0, 0.0
         self.is_made_again = self.is_pinned = False
 
-    def _outside_storages(self) -> set[int]:
-        """Storages that are in memory whether or not the frame is dropped."""
+    def _outside_storages(self) -> dict[int, torch.Tensor]:
+        """Storages that are in memory whether or not the frame is dropped.
+
+        Their tensors are held meanwhile: a forward may put another tensor in the place of a buffer,
+        and the storage of an activation may then get the address of the old one.
+        """
         members = chain.from_iterable(
             table.values() for module in self._submodules for table in tensor_tables(module)
         )
-        return {
-            key
-            for tensor in (*self._inputs, *members)
-            if tensor is not None
-            for key in storages_of(tensor)
-        }
+        tensors = [each for each in (*self._inputs, *members) if each is not None]
+        return {key: tensor for tensor in tensors for key in storages_of(tensor)}
 
     # --- the forward ------------------------------------------------------------------------------
 
@@ -119,6 +119,7 @@ class Frame:
         with saved_tensors_hooks(self._pack, self._unpack):
             output = forward(*args, **kwargs)
         self.seconds = time.perf_counter() - begin
+        self._outside = {}
         changed, is_whole = self._kept_buffers.changed()
         self._memory.changing_buffers.setdefault(self.key.path, set()).update(changed)
         self.is_pinned = not is_whole or self._changed_inputs()
@@ -151,7 +152,7 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys = storages_of(tensor)
         saved = _Saved(tensor, version_of(tensor))
-        if self._outside.issuperset(keys):
+        if all(key in self._outside for key in keys):
             return saved
         assert self._saved is not None
         slot = Slot(self, len(self._saved))
@@ -247,10 +248,10 @@ class Frame:
         self._memory.note_made_again(time.perf_counter() - begin)
 
     def _collector(
-        self, made: list[_Saved | None], outside: set[int]
+        self, made: list[_Saved | None], outside: Mapping[int, torch.Tensor]
     ) -> Callable[[torch.Tensor], None]:
         def collect(tensor: torch.Tensor) -> None:
-            if outside.issuperset(storages_of(tensor)):
+            if all(key in outside for key in storages_of(tensor)):
                 return
             index = len(made)
             known = (tensor.shape, tensor.dtype)
@@ -271,7 +272,7 @@ class Frame:
         return UnsupportedModelError(msg)
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[set[int]]:
+    def _as_it_was(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """State as in the first run; yields the storages outside of the frame."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -280,7 +281,8 @@ class Frame:
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(attributes_as(self._attributes, self._submodules))
             buffers = stack.enter_context(self._kept_buffers.put_back())
-            yield self._outside_storages() | {key for each in buffers for key in storages_of(each)}
+            copies = {key: each for each in buffers for key in storages_of(each)}
+            yield {**self._outside_storages(), **copies}
 
 
 def _detached(value: Any) -> Any:

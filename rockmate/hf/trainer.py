@@ -43,8 +43,7 @@ def wrap_trainer(
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
     - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
-    - If no schedule fits the budget, the smallest peak is taken, with a warning.
-    - If the model cannot be captured, frames keep the budget (`mode="auto"`), with a warning.
+    - Where no schedule fits, the smallest peak is taken. Without a graph, frames keep the budget.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first.
 
@@ -56,8 +55,7 @@ def wrap_trainer(
             its arguments name.
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
             are; see `PadToBuckets`, which becomes the trainer's data collator.
-        **options: as for `RockmateModule`. `outputs="all"` keeps all outputs. `mode="plan"` and
-            `on_infeasible="error"` raise where this function goes on.
+        **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
         The module, which now is `trainer.model`.
@@ -74,9 +72,7 @@ def wrap_trainer(
         raise UnsupportedModelError(REPLICATED)
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
-    if memory_limit is None:
-        options.setdefault("mode", "auto")
-    options = {**_options_for(trainer, options), **options}
+    options = {**_options_for(trainer, options, budget), **options}
     model = trainer.model
     if model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
@@ -94,18 +90,23 @@ def _optimizer_of(trainer: Trainer) -> Any:
     return trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
-def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options_for(
+    trainer: Trainer, given: Mapping[str, Any], budget: Budget | None
+) -> dict[str, Any]:
     """The options of `RockmateModule` that suit the trainer's use of the model."""
+    options: dict[str, Any] = {"on_infeasible": "least"}
+    if budget is not None:
+        options["mode"] = "auto"
     if given.get("mode") == "frames":  # which capture no outputs
-        return {"on_infeasible": "least"}
+        return options
     if _reads_outputs(trainer):
-        return {"on_infeasible": "least", "differentiable": "all"}
+        return {**options, "differentiable": "all"}
     if "outputs" not in given:
         logger.info(
             "the planned forward returns the loss alone, since Trainer reads nothing else in "
             'training. wrap_trainer(..., outputs="all") keeps the other outputs.'
         )
-    return {"on_infeasible": "least", "outputs": "loss"}
+    return {**options, "outputs": "loss"}
 
 
 def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) -> None:

@@ -19,17 +19,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
-from rockmate.budget import (
-    Budget,
-    OnInfeasible,
-    check_on_infeasible,
-    size_text,
-)
+from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
 from rockmate.capture.signature import CallSignature
-from rockmate.errors import (
-    RockmateError,
-    UnsupportedModelError,
-)
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.frames.runner import FrameRunner
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
@@ -48,6 +40,8 @@ from rockmate.runtime.planned_call import PlannedCall
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
+# A forward may also fail on a sample because it is traced.
+_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
 
 
 class _Forward:
@@ -195,7 +189,7 @@ class RockmateModule(nn.Module):
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
-            except UnsupportedModelError as error:
+            except _CAPTURE_ERRORS as error:
                 self._go_on_with_frames(error)
 
     @classmethod
@@ -217,9 +211,11 @@ class RockmateModule(nn.Module):
         self._make_frames: Callable[[], FrameRunner] | None = None
         self._num_runs = 0
 
-    def _go_on_with_frames(self, error: UnsupportedModelError) -> None:
+    def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises the error."""
         if self._make_frames is None:
+            if isinstance(error, InvalidSampleError):
+                raise error
             advice = 'Or keep the budget without a captured graph: mode="frames".'
             error.args = (f"{error} {advice}",)
             raise error
@@ -334,7 +330,7 @@ class RockmateModule(nn.Module):
         if self._frames is None:
             try:
                 return self._plans.run(args, kwargs)
-            except UnsupportedModelError as error:
+            except _CAPTURE_ERRORS as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
         return self._frames.run(args, kwargs)

@@ -356,6 +356,19 @@ def test_auto_takes_frames_where_there_is_no_graph(
         assert mine is None or theirs is None or torch.equal(mine, theirs)
 
 
+def test_auto_takes_frames_where_the_trace_alone_fails() -> None:
+    class Traced(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                raise TypeError("no mask")
+            return super().forward(x)
+
+    model = Traced()
+    module = RockmateModule(model, batch(0), 0.5, mode="auto")
+    loss_of(module, 0).backward()
+    assert module.frames is not None
+
+
 def test_a_refusal_ends_in_the_line_that_works() -> None:
     with pytest.raises(UnsupportedModelError, match='mode="frames"'):
         RockmateModule(Chain("halting"), batch(0), 0.5)

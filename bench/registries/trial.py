@@ -1,0 +1,211 @@
+"""Three training steps of a model in eager and inside a budget, and what differs.
+
+Both run the same batches from the same seeds, dropout included. Equal is bit for bit: losses,
+gradients, which parameters have none, and buffers. What is not is judged by the model in float64:
+the distance to it may be at most `TOLERANCE`, which is set beforehand.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule
+from rockmate.errors import RockmateError
+
+NUM_STEPS = 3
+TOLERANCE = 1e-4
+"""Largest distance to float64, relative to the norm: a thousand times the spacing of float32."""
+FRACTION = 0.6
+_LEARNING_RATE = 1e-2
+_SHARE_OF_ALL = 1e-2
+
+Batch = dict[str, Tensor]
+Builder = Callable[[], nn.Module]
+BatchMaker = Callable[[nn.Module, int], Batch]
+
+
+class Step(NamedTuple):
+    """What one training step leaves."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+class Run(NamedTuple):
+    """Three steps and the buffers after them."""
+
+    steps: list[Step]
+    buffers: dict[str, Tensor]
+
+
+def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
+    """The verdict on one model, its reason, and the seconds of each part."""
+    begin = time.perf_counter()
+    found = _first_that_runs(builders, make_batch)
+    if isinstance(found, str):
+        return {"verdict": "eager-fails", "detail": found}
+    model, eager = found
+    record: dict[str, Any] = {
+        "num_parameters": sum(each.numel() for each in model.parameters()),
+        "eager_s": round(time.perf_counter() - begin, 2),
+    }
+    batches = [make_batch(model, seed) for seed in range(NUM_STEPS)]
+    reference = copy.deepcopy(model).double()
+    begin = time.perf_counter()
+    try:
+        module = _wrapped(model, batches[0])
+        planned = _train(module, model, batches)
+    except RockmateError as error:
+        return record | {"verdict": "refused", "detail": _text(error)}
+    except Exception as error:  # noqa: BLE001
+        return record | {"verdict": "error", "detail": _text(error)}
+    record |= {
+        "planned_s": round(time.perf_counter() - begin, 2),
+        "mode": "plan" if module.frames is None else "frames",
+    }
+    difference = _difference(planned, eager)
+    if not difference:
+        return record | {"verdict": "bitwise", "detail": ""}
+    return record | _judged(planned, eager, reference, batches) | {"difference": difference}
+
+
+def _first_that_runs(
+    builders: list[Builder], make_batch: BatchMaker
+) -> tuple[nn.Module, Run] | str:
+    """The first build that eager can train, untrained, with eager's steps; or why none can."""
+    reasons = []
+    for build in builders:
+        try:
+            torch.manual_seed(0)
+            model = build()
+            copied = copy.deepcopy(model)
+            batches = [make_batch(model, seed) for seed in range(NUM_STEPS)]
+            run = _train(copied, copied, batches)
+        except Exception as error:  # noqa: BLE001
+            reasons.append(_text(error))
+            continue
+        if all(bool(step.loss.isfinite()) for step in run.steps):
+            return model, run
+        reasons.append("the loss is not finite")
+    return reasons[0]
+
+
+def _wrapped(model: nn.Module, batch: Batch) -> RockmateModule:
+    """Within `FRACTION` of the peak or the smallest peak; in frames if it cannot be captured."""
+    torch.manual_seed(1)
+    return RockmateModule(
+        model,
+        batch,
+        FRACTION,
+        mode="auto",
+        on_infeasible="least",
+        outputs="loss",
+        machine="cpu-avx2",
+    )
+
+
+def _train(module: nn.Module, model: nn.Module, batches: list[Batch]) -> Run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+    steps = []
+    for seed, batch in enumerate(batches):
+        torch.manual_seed(100 + seed)
+        numpy.random.seed(100 + seed)  # speech models mask time steps by it
+        optimizer.zero_grad(set_to_none=True)
+        loss = module(**batch).loss
+        loss.backward()
+        gradients = {
+            name: None if each.grad is None else each.grad.detach().clone()
+            for name, each in model.named_parameters()
+        }
+        steps.append(Step(loss.detach().clone(), gradients))
+        optimizer.step()
+    return Run(steps, {name: each.clone() for name, each in model.named_buffers()})
+
+
+def _difference(run: Run, other: Run) -> str:
+    """The first thing that is not equal bit for bit; empty if nothing is."""
+    for number, (ours, theirs) in enumerate(zip(run.steps, other.steps, strict=True), start=1):
+        if not _is_same(ours.loss, theirs.loss):
+            return f"step {number}, loss: {ours.loss.item()!r}, eager {theirs.loss.item()!r}"
+        for name, expected in theirs.gradients.items():
+            found = ours.gradients.get(name)
+            if (found is None) != (expected is None):
+                missing = "has no gradient" if found is None else "has a gradient, eager none"
+                return f"step {number}, {name}: {missing}"
+            if found is not None and expected is not None and not _is_same(found, expected):
+                return f"step {number}, gradient of {name}: largest difference " + (
+                    f"{(found - expected).abs().max().item():.2e}"
+                )
+    for name, expected in other.buffers.items():
+        if not _is_same(run.buffers[name], expected):
+            return f"buffer {name} after {len(run.steps)} steps"
+    return ""
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return torch.equal(tensor, other) or (
+        torch.equal(tensor.isnan(), other.isnan())
+        and bool(torch.equal(tensor.nan_to_num(), other.nan_to_num()))
+    )
+
+
+def _judged(planned: Run, eager: Run, reference: nn.Module, batches: list[Batch]) -> dict[str, Any]:
+    """Both runs beside float64: within rounding, WRONG, or no judgement where eager itself is far.
+
+    Random numbers or choices may differ in float64; eager's own distance shows it.
+    """
+    doubled = [
+        {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+        for batch in batches
+    ]
+    if any(
+        (ours.gradients[name] is None) != (theirs is None)
+        for ours, eagers in zip(planned.steps, eager.steps, strict=True)
+        for name, theirs in eagers.gradients.items()
+    ):
+        return {"verdict": "WRONG", "detail": "other parameters have gradients than in eager"}
+    try:
+        exact = _train(reference, reference, doubled)
+    except Exception as error:  # noqa: BLE001
+        ours, detail = _distance(planned, eager), f"no float64 ({_text(error)})"
+        verdict = "within rounding" if ours <= TOLERANCE else "WRONG"
+        return {"verdict": verdict, "detail": f"{detail}; distance to eager {ours:.1e}"}
+    ours, theirs = _distance(planned, exact), _distance(eager, exact)
+    detail = f"distance to float64 {ours:.1e}, eager's {theirs:.1e}"
+    if theirs > TOLERANCE:
+        ours = _distance(planned, eager)
+        detail += f", to eager {ours:.1e}"
+    return {"verdict": "within rounding" if ours <= TOLERANCE else "WRONG", "detail": detail}
+
+
+def _distance(run: Run, exact: Run) -> float:
+    """The largest distance of a loss or a gradient, relative to its norm.
+
+    A gradient far below all others is compared with a share of them: it may be all rounding.
+    """
+    largest = 0.0
+    for ours, theirs in zip(run.steps, exact.steps, strict=True):
+        loss = theirs.loss.double()
+        largest = max(largest, ((ours.loss.double() - loss).abs() / loss.abs()).item())
+        known = {n: g.double() for n, g in theirs.gradients.items() if g is not None}
+        norms = {name: gradient.norm().item() for name, gradient in known.items()}
+        least = _SHARE_OF_ALL * max(norms.values(), default=0.0)
+        for name, gradient in known.items():
+            found = ours.gradients[name]
+            assert found is not None
+            distance = (found.double() - gradient).norm().item()
+            largest = max(largest, distance / max(norms[name], least, 1e-30))
+    return largest
+
+
+def _text(error: BaseException) -> str:
+    words = " ".join(str(error).split()).replace(f"{Path(torch.__file__).parents[1]}/", "")
+    return f"{type(error).__name__}: {words}"[:600]

@@ -1,0 +1,76 @@
+"""`bench.zoo`: tiny builds from configurations, verdicts, and the page."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench import zoo
+from bench.registries import trial as trials
+from bench.registries.batches import make_batch
+from bench.registries.page import page
+from bench.registries.tiny import builders, names_of
+from bench.registries.trial import trial
+
+pytestmark = pytest.mark.model
+
+
+def test_llama_is_bitwise() -> None:
+    found = trial(list(builders("causal-lm", "llama")), partial(make_batch, "causal-lm"))
+    assert (found["verdict"], found["mode"]) == ("bitwise", "plan")
+
+
+def test_a_model_that_eager_cannot_train_is_not_counted() -> None:
+    found = trial([partial(nn.Linear, 2, 2)], lambda *_: {"y": torch.ones(1)})
+    assert found["verdict"] == "eager-fails"
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = trials._train
+
+    def spoiled(module: nn.Module, model: nn.Module, batches: list[Any]) -> Any:
+        run = train(module, model, batches)
+        if module is not model:
+            name = next(iter(run.steps[1].gradients))
+            run.steps[1].gradients[name] *= 1.01
+        return run
+
+    monkeypatch.setattr(trials, "_train", spoiled)
+    found = trial(list(builders("causal-lm", "gpt2")), partial(make_batch, "causal-lm"))
+    assert found["verdict"] == "WRONG"
+    assert found["difference"].startswith("step 2, gradient of")
+
+
+def test_registries_are_known() -> None:
+    assert "llama" in names_of("causal-lm")
+    assert "vit" in names_of("image-classification")
+
+
+def record(name: str, verdict: str, **more: Any) -> dict[str, Any]:
+    return {"registry": "ctc", "name": name, "verdict": verdict, "detail": f"of {name}", **more}
+
+
+def test_the_page_counts_and_names(tmp_path: Path) -> None:
+    records = [
+        record("a", "bitwise", mode="plan"),
+        record("b", "within rounding", mode="frames"),
+        record("c", "WRONG"),
+        record("d", "eager-fails"),
+    ]
+    lines = "\n".join(page([{**each, **zoo.machine_record("bench.zoo")} for each in records]))
+    assert "| ctc | 3 | 2 | 1 | 1 | 1 | 1 | 0 | 0 | 0 | 1 |" in lines
+    assert "| ctc | `c` | WRONG | of c |" in lines
+    assert "- ctc: `d`" in lines
+
+
+def test_the_newest_line_of_a_model_counts(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.jsonl"
+    lines = [record("a", "WRONG"), record("a", "bitwise")]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert [each["verdict"] for each in zoo.read(path)] == ["bitwise"]

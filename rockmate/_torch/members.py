@@ -70,6 +70,11 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` has been called. It has no public mark."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_member(module: nn.Module, name: str) -> bool:
     """Whether a parameter, buffer or submodule of the module has this name."""
     return name in module._parameters or name in module._buffers or name in module._modules

@@ -65,7 +65,7 @@ class Buffers:
             modules: of the forward.
             changing: (position of the module, name) of those that change; None if not known yet.
         """
-        self._owners = modules
+        self._owners, self._are_known = modules, changing is not None
         self._versions: dict[tuple[int, str], int] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         for key, buffer in self._present():
@@ -83,17 +83,20 @@ class Buffers:
         """Those that the forward has changed, and whether there is a copy of each.
 
         Batch normalization changes its statistics without counting a write, so that values are
-        compared where there are copies. Copies of others are dropped.
+        compared in the first call. Copies of others are dropped.
         """
         found = {
             key
             for key, buffer in self._present()
             if self._versions.get(key) != version_of(buffer)
-            or (key in self._copies and not torch.equal(self._copies[key], buffer))
+            or (key in self._copies and (self._are_known or self._differs(key, buffer)))
         }
         is_whole = found <= self._copies.keys()
         self._copies = {key: value for key, value in self._copies.items() if key in found}
         return found, is_whole
+
+    def _differs(self, key: tuple[int, str], buffer: torch.Tensor) -> bool:
+        return not torch.equal(self._copies[key], buffer)
 
     def restore(self) -> None:
         """Copies the values back."""

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, is_out_of_memory
 from rockmate._torch.engine import is_profiling
+from rockmate._torch.members import is_compiled, is_compiled_in_place
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 _FSDP1 = (
     "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
     "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
+)
+_COMPILED = (
+    "the model, or a submodule of it, has been through torch.compile, whose code frames cannot "
+    "enter. Pass the model itself, uncompiled."
 )
 
 
@@ -55,10 +60,12 @@ class FrameRunner:
             keep: paths of submodules whose calls are no frames.
 
         Raises:
-            UnsupportedModelError: FSDP1 has sharded the model.
+            UnsupportedModelError: FSDP1 has sharded the model, or it is compiled.
         """
         if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
             raise UnsupportedModelError(_FSDP1)
+        if any(is_compiled(each) or is_compiled_in_place(each) for each in model.modules()):
+            raise UnsupportedModelError(_COMPILED)
         self._model, self._budget, self._on_infeasible = model, budget, on_infeasible
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]

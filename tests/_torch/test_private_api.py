@@ -73,6 +73,7 @@ from rockmate._torch.members import (
     has_accumulation_hooks,
     has_tensor_hooks,
     is_compiled,
+    is_compiled_in_place,
     is_member,
     member_tables_of,
     module_hooks_of,
@@ -485,6 +486,9 @@ class TestMembers:
         module = nn.Linear(2, 2)
         assert not is_compiled(module)
         assert is_compiled(torch.compile(module, backend="eager"))  # pyright: ignore
+        assert not is_compiled_in_place(module)
+        module.compile(backend="eager")
+        assert is_compiled_in_place(module)
 
 
 def test_ops() -> None:

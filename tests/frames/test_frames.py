@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
@@ -372,6 +373,30 @@ def test_auto_takes_frames_where_the_trace_alone_fails() -> None:
 def test_a_refusal_ends_in_the_line_that_works() -> None:
     with pytest.raises(UnsupportedModelError, match='mode="frames"'):
         RockmateModule(Chain("halting"), batch(0), 0.5)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_compiled_models_are_refused(is_whole: bool) -> None:
+    model: Any = Chain()
+    if is_whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.blocks[1].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="Pass the model itself, uncompiled"):
+        framed(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_within_frames(use_reentrant: bool) -> None:
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.layers, self.norm(x), use_reentrant=use_reentrant)
+            return x + self.drop(y)  # pyright: ignore[reportArgumentType]
+
+    model = Chain()
+    for index in (1, 3):
+        model.blocks[index] = Checkpointed()
+    check(model)
 
 
 @pytest.mark.parametrize(

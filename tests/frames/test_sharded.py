@@ -1,4 +1,4 @@
-"""Frames of a model that FSDP2 shards over two processes, as without frames."""
+"""Frames of a model in two processes, sharded by FSDP2 or replicated, as without frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import RockmateModule
 
@@ -51,6 +52,23 @@ def trained(rank: int, *, is_framed: bool) -> tuple[list[Tensor], int]:
     return found, framed.frames.counts.num_made_again
 
 
+def trained_in_parallel(rank: int, *, is_framed: bool) -> list[Tensor]:
+    """Losses and gradients of four steps under DistributedDataParallel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    framed = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
+    module = DistributedDataParallel(framed if is_framed else model)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Any]()
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        loss = module(torch.randn(64, 32)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]  # pyright: ignore
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 def enter(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -60,6 +78,8 @@ def enter(rank: int, store: str) -> None:
     expected, _ = trained(rank, is_framed=False)
     assert all(map(torch.equal, ours, expected))
     assert num_made_again > 0
+    in_parallel = [trained_in_parallel(rank, is_framed=is_framed) for is_framed in (True, False)]
+    assert all(map(torch.equal, *in_parallel))
     torch.distributed.destroy_process_group()
 
 

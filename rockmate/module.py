@@ -8,9 +8,7 @@ is the wrapped module's own.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
-import types
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -35,6 +33,12 @@ from rockmate.request import (
     planned_call_of,
 )
 from rockmate.runtime.ddp import REPLICATED, SHARDED
+from rockmate.runtime.delegation import (
+    ForwardOfModel,
+    delegate,
+    take_special_methods,
+    with_signature_of,
+)
 from rockmate.runtime.planned_call import PlannedCall
 
 logger = logging.getLogger(__name__)
@@ -42,33 +46,6 @@ logger = logging.getLogger(__name__)
 Mode = Literal["plan", "frames", "auto"]
 # A forward may also fail on a sample because it is traced.
 _CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
-
-
-class _Forward:
-    """Descriptor of `forward`: an instance's `forward` has the signature of the wrapped module's.
-
-    It defines no `__set__`, so assigning to `module.forward` replaces it, as for any module.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, module: RockmateModule | None, owner: type | None = None) -> Any:
-        if module is None:
-            return self.function
-        return types.MethodType(module.__dict__["_forward_of_model"], module)
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    """A method that calls the wrapped module's own version and returns the wrapper."""
-
-    def method(self: RockmateModule, *args: Any, **kwargs: Any) -> RockmateModule:
-        getattr(self.original, name)(*args, **kwargs)
-        return self
-
-    method.__name__, method.__doc__ = name, f"The wrapped module's `{name}`."
-    return method
 
 
 class RockmateModule(nn.Module):
@@ -205,7 +182,8 @@ class RockmateModule(nn.Module):
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
-        self.__dict__["_forward_of_model"] = _with_signature_of(model)
+        self.__dict__["_forward_of_model"] = with_signature_of(model)
+        take_special_methods(self, model)
         self._plans = PlanCache(model)
         self._frames: FrameRunner | None = None
         self._make_frames: Callable[[], FrameRunner] | None = None
@@ -283,7 +261,7 @@ class RockmateModule(nn.Module):
         """Without a sample: plans first for what `largest` makes of the first call's sizes."""
         self._plans.largest = largest
 
-    @_Forward
+    @ForwardOfModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward: planned in training, unchanged otherwise.
 
@@ -335,8 +313,8 @@ class RockmateModule(nn.Module):
         assert self._frames is not None
         return self._frames.run(args, kwargs)
 
-    train, eval, to, cuda, cpu = map(_delegate, ("train", "eval", "to", "cuda", "cpu"))
-    half, bfloat16, float, double = map(_delegate, ("half", "bfloat16", "float", "double"))
+    train, eval, to, cuda, cpu = map(delegate, ("train", "eval", "to", "cuda", "cpu"))
+    half, bfloat16, float, double = map(delegate, ("half", "bfloat16", "float", "double"))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's."""
@@ -361,7 +339,7 @@ class RockmateModule(nn.Module):
                 type(model).__name__,
             )
             return memo.setdefault(id(self), model)
-        module = type(self).__new__(type(self))
+        module = RockmateModule.__new__(RockmateModule)
         module._wrap(model)
         module._plans = plans
         return memo.setdefault(id(self), module)
@@ -428,19 +406,3 @@ def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[
 
 
 _run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
-
-
-def _with_signature_of(model: nn.Module) -> Callable[..., Any]:
-    """`RockmateModule.forward` with the signature of the model's `forward`.
-
-    Trainer reads it: it drops the columns of a data set that are not arguments.
-    """
-
-    def forward(self: RockmateModule, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
-
-    forward.__doc__ = model.forward.__doc__
-    bound = inspect.signature(model.forward)
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    forward.__signature__ = bound.replace(parameters=[this, *bound.parameters.values()])  # pyright: ignore[reportFunctionMemberAccess]
-    return forward

@@ -26,6 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
+from rockmate.graph.fake_values import correct_statistics
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -142,6 +143,7 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
+    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
     _rewrite(
         "split dropouts",

@@ -162,6 +162,27 @@ def test_it_is_the_original_to_the_outside() -> None:
     assert "budget" in repr(module)
 
 
+def test_special_methods_are_those_of_the_model_and_of_no_other() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    module = RockmateModule(model, torch.randn(3, 4), 1.0)
+    assert [id(each) for each in module] == [id(each) for each in model]
+    assert (len(module), module[0], module[-1]) == (3, model[0], model[2])
+    assert module[2] in module
+    module[2] = nn.Linear(8, 3)
+    assert model[2].out_features == 3
+    module.append(nn.Tanh())
+    assert len(model) == 4
+    assert module(torch.randn(3, 4)).shape == (3, 3)
+    twin = copy.deepcopy(module)
+    assert len(twin) == 4
+    assert isinstance(twin, nn.Sequential)
+    assert isinstance(twin, RockmateModule)
+    other = RockmateModule(nn.Linear(4, 2), torch.randn(3, 4), 1.0)
+    assert type(other) is RockmateModule
+    with pytest.raises(TypeError, match="not subscriptable"):
+        other[0]  # pyright: ignore[reportIndexIssue]
+
+
 def test_saving_and_loading(tmp_path: Any) -> None:
     workload = models.tiny("gpt2")
     module = RockmateModule(workload.model, workload.sample, 0.7)

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from helpers import same_bits
-from joint_graphs import assert_same_bits, captured_for, run
+from joint_graphs import assert_same_bits, captured_for, made_up, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -84,6 +84,22 @@ class WideProduct(nn.Module):
         return self.layer(x).square().mean()
 
 
+class MixedPrecision(nn.Module):
+    """Normalizes halves with parameters of 32 bits, as autocast does."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.batch, self.group = nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+        self.layer, self.instance = nn.LayerNorm(6), nn.InstanceNorm2d(8)
+        self.plain = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in (self.batch, self.group, self.layer, self.instance, self.plain):
+            x = norm(x.to(self.dtype)) * 2
+        return x.float().square().mean()
+
+
 def tied() -> tuple[nn.Module, Any, tuple[str, ...]]:
     words = torch.arange(24).reshape(2, 12) % 23
     sample = {"words": words, "labels": words}
@@ -94,6 +110,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, tuple[str, ...]]]] = {
     "stack": lambda: (models.Stack(), torch.randn(4, 16), ()),
     "tied": tied,
     "batch norm": lambda: (models.BatchNormNet(), torch.randn(2, 3, 8, 8), ("conv1.weight",)),
+    "mixed precision": lambda: (MixedPrecision(), torch.randn(2, 8, 6, 6), ()),
     "skips": lambda: (Skips(), torch.randn(4, 8), ()),
     "classes": lambda: (
         Classes(),
@@ -155,6 +172,31 @@ def test_rewrites_leave_a_valid_graph_and_the_same_bits(name: str) -> None:
         assert torch.equal(state_after, state), f"{each.name} draws otherwise"
 
     run_passes(REWRITES, capture, options, after=check)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fake_statistics_have_the_dtypes_of_kernels(dtype: torch.dtype) -> None:
+    capture = captured_for(MixedPrecision(dtype), torch.randn(2, 8, 6, 6))
+    capture = run_passes(REWRITES, capture, PassOptions())
+    norms = 0
+
+    class Checked(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.op == "call_function":  # the backward leaves out what nobody reads
+                for found, noted in zip(_listed(result), _listed(n.meta["val"]), strict=True):
+                    assert not isinstance(found, Tensor) or found.dtype == noted.dtype, n
+            nonlocal norms
+            norms += n.op == "call_function" and "norm" in str(n.target)
+            return result
+
+    given = [
+        made_up(node.meta["val"], 0)
+        for node in capture.joint.graph.nodes
+        if node.op == "placeholder"
+    ]
+    Checked(capture.joint).run(*given, enable_io_processing=False)
+    assert norms >= 10
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,9 +302,9 @@ def test_each_pass_has_work_in_some_model() -> None:
 
 
 def joint_text(capture: Capture) -> str:
-    return "\n".join(node.format_node() or "" for node in capture.joint.graph.nodes) + str(
-        [str(node) for node, _ in capture.outputs]
-    )
+    nodes = capture.joint.graph.nodes
+    lines = [f"{node.format_node()} {[each.dtype for each in tensors_of(node)]}" for node in nodes]
+    return "\n".join(lines) + str([str(node) for node, _ in capture.outputs])
 
 
 def test_names_of_passes_are_unique() -> None:

@@ -1,0 +1,355 @@
+"""Scripts that train language models, as people write them, plain and wrapped."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from twice import Script, Wrap, differences, wrapped
+
+Numbers = Sequence[float | Tensor | nn.Module]
+VOCABULARY, BLOCK = 64, 16
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.num_heads, self.width, self.dropout = num_heads, width, dropout
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.size()
+        q, k, v = (
+            each.view(batch, length, self.num_heads, width // self.num_heads).transpose(1, 2)
+            for each in self.c_attn(x).split(self.width, dim=2)
+        )
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(batch, length, width)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = SelfAttention(width, 2, dropout)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class CharacterModel(nn.Module):
+    def __init__(self, width: int = 32, dropout: float = 0.1, tied: bool = True) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, width),
+                "wpe": nn.Embedding(BLOCK, width),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList([Block(width, dropout) for _ in range(2)]),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.transformer.wte.weight = self.lm_head.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, mean=0.0, std=0.02 / math.sqrt(4))
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        positions = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+    def optimizer(self) -> torch.optim.AdamW:
+        decayed = [each for each in self.parameters() if each.dim() >= 2]
+        others = [each for each in self.parameters() if each.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+
+    @torch.no_grad()
+    def generate(self, idx: Tensor, num_tokens: int) -> Tensor:
+        for _ in range(num_tokens):
+            logits, _ = self(idx[:, -BLOCK:])
+            following = torch.multinomial(F.softmax(logits[:, -1, :], dim=-1), num_samples=1)
+            idx = torch.cat((idx, following), dim=1)
+        return idx
+
+
+TEXT = torch.randint(VOCABULARY, (400,), generator=torch.Generator().manual_seed(1))
+
+
+def text_batch() -> tuple[Tensor, Tensor]:
+    starts = torch.randint(len(TEXT) - BLOCK, (4,))
+    x = torch.stack([TEXT[i : i + BLOCK] for i in starts])
+    return x, torch.stack([TEXT[i + 1 : i + 1 + BLOCK] for i in starts])
+
+
+@torch.no_grad()
+def estimated_loss(model: nn.Module) -> Tensor:
+    model.eval()
+    losses = torch.stack([model(*text_batch())[1] for _ in range(2)])
+    model.train()
+    return losses.mean()
+
+
+def _character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
+    """Clips, decays the learning rate, evaluates, resumes from a checkpoint, talks."""
+    model = wrap(CharacterModel(tied=tied))
+    optimizer = model.optimizer()
+    losses: list[Tensor] = []
+    checkpoint = io.BytesIO()
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * step / 6)) * 9e-4
+        if step % 3 == 0:
+            losses.append(estimated_loss(model))
+            checkpoint = io.BytesIO()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, checkpoint)
+        if step == 4:  # a new process would build the model again
+            checkpoint.seek(0)
+            loaded = torch.load(checkpoint)
+            model = wrap(CharacterModel(tied=tied))
+            model.load_state_dict(loaded["model"])
+            optimizer = model.optimizer()
+            optimizer.load_state_dict(loaded["optimizer"])
+        for _ in range(accumulated):
+            x, y = text_batch()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                _, loss = model(x, y)
+                loss = loss / accumulated
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        losses.append(loss.detach())
+    model.eval()
+    for x, y in [text_batch()]:
+        model(x, y)[1].backward()
+    return [*losses, model.generate(x[:, :2], 8), model]
+
+
+def character_model(wrap: Wrap) -> Numbers:
+    return _character_model(wrap, tied=True, accumulated=1)
+
+
+def character_model_in_micro_batches(wrap: Wrap) -> Numbers:
+    return _character_model(wrap, tied=False, accumulated=3)
+
+
+class WordModel(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(VOCABULARY, 24)
+        self.rnn = getattr(nn, kind)(24, 24, 2, dropout=0.2)
+        self.decoder = nn.Linear(24, VOCABULARY)
+        self.decoder.weight = self.encoder.weight
+        self.kind = kind
+
+    def forward(self, words: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
+        decoded = self.decoder(self.drop(output)).view(-1, VOCABULARY)
+        return F.log_softmax(decoded, dim=1), hidden
+
+    def init_hidden(self, batch_size: int) -> Tensor | tuple[Tensor, Tensor]:
+        weight = next(self.parameters())
+        zeros = weight.new_zeros(2, batch_size, 24)
+        return (zeros, zeros.clone()) if self.kind == "LSTM" else zeros
+
+
+def _detached(hidden: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    if isinstance(hidden, Tensor):
+        return hidden.detach()
+    return tuple(each.detach() for each in hidden)
+
+
+def _word_level(kind: str, wrap: Wrap) -> Numbers:
+    """The hidden state goes from batch to batch; weights are stepped by hand."""
+    model = wrap(WordModel(kind))
+    words = TEXT.view(50, 8)
+    losses = []
+    for epoch in range(2):
+        hidden = model.init_hidden(8)
+        for start in range(0, 49, 14):
+            length = min(14, 49 - start)
+            data, targets = words[start : start + length], words[start + 1 : start + 1 + length]
+            model.zero_grad()
+            hidden = _detached(hidden)
+            output, hidden = model(data, hidden)
+            loss = F.nll_loss(output, targets.reshape(-1))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            for each in model.parameters():
+                each.data.add_(each.grad, alpha=-2.0 / (1 + epoch))
+            losses.append(loss.item())
+    return [*losses, model]
+
+
+def word_level_lstm(wrap: Wrap) -> Numbers:
+    return _word_level("LSTM", wrap)
+
+
+def word_level_gru(wrap: Wrap) -> Numbers:
+    return _word_level("GRU", wrap)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(32, 16), nn.Embedding(32, 16)
+        self.transformer = nn.Transformer(
+            16, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=32, batch_first=True
+        )
+        self.generator = nn.Linear(16, 32)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        padded = source == 0
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        output = self.transformer(
+            self.source(source), self.target(target), tgt_mask=mask,
+            src_key_padding_mask=torch.zeros(padded.shape).masked_fill(padded, float("-inf")),
+            memory_key_padding_mask=torch.zeros(padded.shape).masked_fill(padded, float("-inf")),
+        )  # fmt: skip
+        return self.generator(output)
+
+
+def translation(wrap: Wrap) -> Numbers:
+    """Sentences of varying lengths, padded; the schedule of the transformer paper."""
+    model = wrap(Translator())
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) ** -0.5, (step + 1) * 4**-1.5)
+    )
+    losses = []
+    for length in (9, 6, 11, 9):
+        source, target = torch.randint(1, 32, (4, length)), torch.randint(1, 32, (4, length - 1))
+        source[1, -2:] = 0
+        output = model(source, target[:, :-1])
+        loss = F.cross_entropy(output.reshape(-1, 32), target[:, 1:].reshape(-1), ignore_index=0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+class BagOfWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(VOCABULARY, 16, mode="mean"), nn.Linear(16, 4)
+
+    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+        return self.out(self.bag(words, offsets))
+
+
+def bag_of_words(wrap: Wrap) -> Numbers:
+    """Batches of flat words with offsets: the number of words differs from batch to batch."""
+    model = wrap(BagOfWords())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for lengths in ((3, 5, 2, 6), (4, 4, 1, 3), (3, 5, 2, 6)):
+        offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        loss = F.cross_entropy(
+            model(torch.randint(VOCABULARY, (sum(lengths),)), offsets), torch.randint(4, (4,))
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+class Encoder(nn.Module):
+    """Two towers and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16))
+        self.image = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.ReLU(), nn.Flatten(2))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, words: Tensor, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        text = F.normalize(self.text(words).mean(1), dim=-1)
+        image = F.normalize(self.image(images).mean(-1), dim=-1)
+        return text, image, self.logit_scale.exp()
+
+
+def contrastive(wrap: Wrap) -> Numbers:
+    model = wrap(Encoder())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        text, image, scale = model(torch.randint(VOCABULARY, (6, 5)), torch.randn(6, 3, 8, 8))
+        logits = scale * image @ text.t()
+        labels = torch.arange(6)
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def preferences(wrap: Wrap) -> Numbers:
+    """Two calls of the policy and two of a frozen reference for one loss."""
+    reference = CharacterModel(dropout=0.0).eval().requires_grad_(False)
+    policy = CharacterModel(dropout=0.0)
+    policy.load_state_dict(reference.state_dict())
+    model = wrap(policy)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    def log_probability(which: nn.Module, words: Tensor) -> Tensor:
+        logits, _ = which(words[:, :-1], words[:, 1:])
+        return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
+
+    losses = []
+    for _ in range(3):
+        chosen, rejected = torch.randint(VOCABULARY, (2, 4, BLOCK))
+        ours = log_probability(model, chosen) - log_probability(model, rejected)
+        with torch.no_grad():
+            theirs = log_probability(reference, chosen) - log_probability(reference, rejected)
+        loss = -F.logsigmoid(0.1 * (ours - theirs)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        character_model, character_model_in_micro_batches, word_level_lstm, word_level_gru,
+        translation, bag_of_words, contrastive, preferences,
+    ],
+)  # fmt: skip
+def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
+    assert differences(script) == []
+
+
+def test_a_language_model_trains_in_frames() -> None:
+    assert differences(character_model, lambda model: wrapped(model, mode="frames")) == []

@@ -1,0 +1,338 @@
+"""Scripts that train image models, as people write them, plain and wrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, TensorDataset
+from twice import Script, Wrap, differences
+
+Numbers = Sequence[float | Tensor | nn.Module]
+
+
+def digits(num_samples: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(num_samples, 1, 16, 16, generator=generator)
+    return TensorDataset(images, torch.randint(10, (num_samples,), generator=generator))
+
+
+class Digits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 16, 3)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(16 * 36, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        return F.log_softmax(self.fc2(self.dropout2(F.relu(self.fc1(x)))), dim=1)
+
+
+def digits_with_test_epochs(wrap: Wrap) -> Numbers:
+    model = wrap(Digits())
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    losses: list[Tensor] = []
+    for _ in range(2):
+        model.train()
+        for data, target in DataLoader(digits(), batch_size=16, shuffle=True):  # last of 8
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(data), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        model.eval()
+        with torch.no_grad():
+            for data, target in DataLoader(digits(20), batch_size=20):
+                losses.append(F.nll_loss(model(data), target, reduction="sum"))
+        scheduler.step()
+    return [*losses, model]
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(256, 64)
+        self.fc21, self.fc22 = nn.Linear(64, 8), nn.Linear(64, 8)
+        self.fc3, self.fc4 = nn.Linear(8, 64), nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = F.relu(self.fc1(x.view(-1, 256)))
+        mean, log_variance = self.fc21(hidden), self.fc22(hidden)
+        std = torch.exp(0.5 * log_variance)
+        z = mean + torch.randn_like(std) * std
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mean, log_variance
+
+
+def variational_autoencoder(wrap: Wrap) -> Numbers:
+    model = wrap(Autoencoder())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = 0.0
+    for data, _ in DataLoader(digits(), batch_size=20, shuffle=True):
+        data = data.sigmoid()
+        optimizer.zero_grad()
+        image, mean, log_variance = model(data)
+        match = F.binary_cross_entropy(image, data.view(-1, 256), reduction="sum")
+        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+        (match + divergence).backward()
+        losses += (match + divergence).item()
+        optimizer.step()
+    return [losses, model]
+
+
+def generator_net() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose2d(8, 16, 4, 1, 0, bias=False), nn.BatchNorm2d(16), nn.ReLU(True),
+        nn.ConvTranspose2d(16, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True),
+        nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False), nn.Tanh(),
+    )  # fmt: skip
+
+
+def critic_net() -> nn.Module:
+    spectral = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(
+        spectral(nn.Conv2d(1, 8, 4, 2, 1, bias=False)), nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(8, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(16, 1, 4, 1, 0, bias=False), nn.Sigmoid(),
+    )  # fmt: skip
+
+
+def adversarial(wrap: Wrap) -> Numbers:
+    net_g, net_d = wrap(generator_net()), wrap(critic_net())
+    for module in (*net_g.modules(), *net_d.modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1.0, 0.02)
+    optimizer_d = torch.optim.Adam(net_d.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    optimizer_g = torch.optim.Adam(net_g.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    criterion, losses = nn.BCELoss(), []
+    for real, _ in DataLoader(digits(), batch_size=10):
+        net_d.zero_grad()
+        label = torch.full((real.size(0),), 1.0)
+        error_real = criterion(net_d(real).view(-1), label)
+        error_real.backward()
+        fake = net_g(torch.randn(real.size(0), 8, 1, 1))
+        label.fill_(0.0)
+        error_fake = criterion(net_d(fake.detach()).view(-1), label)
+        error_fake.backward()
+        optimizer_d.step()
+        net_g.zero_grad()
+        label.fill_(1.0)
+        error_g = criterion(net_d(fake).view(-1), label)
+        error_g.backward()
+        optimizer_g.step()
+        losses += [error_real.item(), error_fake.item(), error_g.item()]
+    return [*losses, net_g, net_d]
+
+
+class Upscaler(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        self.conv1, self.conv2 = nn.Conv2d(1, 16, 5, 1, 2), nn.Conv2d(16, 8, 3, 1, 1)
+        self.conv3, self.shuffle = nn.Conv2d(8, factor**2, 3, 1, 1), nn.PixelShuffle(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shuffle(self.conv3(self.relu(self.conv2(self.relu(self.conv1(x))))))
+
+
+def super_resolution(wrap: Wrap) -> Numbers:
+    model, criterion = wrap(Upscaler(2)), nn.MSELoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    total = 0.0
+    for images, _ in DataLoader(digits(), batch_size=10):
+        optimizer.zero_grad()
+        loss = criterion(model(F.avg_pool2d(images, 2)), images)
+        total += loss.item()
+        loss.backward()
+        optimizer.step()
+    return [total, model]
+
+
+def neural_style(wrap: Wrap) -> Numbers:
+    net = wrap(nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()))
+    net.requires_grad_(False)
+    image = torch.rand(1, 1, 16, 16).requires_grad_()
+    target = torch.rand(1, 8, 12, 12)
+    optimizer = torch.optim.LBFGS([image], max_iter=5)
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        with torch.no_grad():
+            image.clamp_(0, 1)
+        optimizer.zero_grad()
+        features = net(image)
+        loss = F.mse_loss(features, target) + features.flatten(2).var(-1).mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert image.grad is not None
+    holder = nn.Module()
+    holder.image = nn.Parameter(image.detach())
+    holder.image.grad = image.grad
+    return [torch.tensor(losses), holder]
+
+
+def siamese_triplet(wrap: Wrap) -> Numbers:
+    trunk = nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(392, 16)
+    )
+    model, criterion = wrap(trunk), nn.TripletMarginLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    losses = []
+    for images, _ in DataLoader(digits(36), batch_size=12):
+        anchor, positive, negative = images.chunk(3)
+        optimizer.zero_grad()
+        loss = criterion(model(anchor), model(positive), model(negative))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def moving_averages(wrap: Wrap) -> Numbers:
+    model = wrap(small_net())
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    swa = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
+    scheduler = SWALR(optimizer, swa_lr=0.05)
+    loader = DataLoader(digits(), batch_size=20)
+    for _ in range(2):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
+            optimizer.step()
+            ema.update_parameters(model)
+        swa.update_parameters(model)
+        scheduler.step()
+    update_bn(loader, swa)
+    ema.eval()
+    return [ema(digits().tensors[0]), swa.module, ema.module, model]
+
+
+def mixup(wrap: Wrap) -> Numbers:
+    model = wrap(small_net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for images, labels in DataLoader(digits(), batch_size=20):
+        share = float(torch.distributions.Beta(0.4, 0.4).sample())
+        order = torch.randperm(len(images))
+        output = model(share * images + (1 - share) * images[order])
+        loss = share * F.cross_entropy(output, labels)
+        loss = loss + (1 - share) * F.cross_entropy(output, labels[order])
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def distillation(wrap: Wrap) -> Numbers:
+    teacher, student = Digits().eval().requires_grad_(False), wrap(small_net())
+    optimizer = torch.optim.Adam(student.parameters())
+    for images, labels in DataLoader(digits(), batch_size=20):
+        with torch.no_grad():
+            wanted = teacher(images)
+        output = student(images)
+        soft = F.kl_div(F.log_softmax(output / 2, -1), wanted, None, None, "batchmean", True)
+        loss = F.cross_entropy(output, labels) + soft
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [loss, student]
+
+
+def gradual_unfreezing(wrap: Wrap) -> Numbers:
+    """Trains the head, then one more layer each epoch, with fresh optimizers."""
+    model = wrap(small_net())
+    losses = []
+    layers = [model[5], model[1], model[0]]
+    model.requires_grad_(False)
+    for number in range(1, 4):
+        for layer in layers[:number]:
+            layer.requires_grad_(True)
+        groups = [{"params": each.parameters(), "lr": 0.1 / (i + 1)} for i, each in
+                  enumerate(layers[:number])]  # fmt: skip
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for images, labels in DataLoader(digits(20), batch_size=10):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return [*losses, model]
+
+
+class Segmenter(nn.Module):
+    """A U-Net of two levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.pool = nn.MaxPool2d(2)
+        self.inner = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        x = self.up(self.inner(self.pool(skip)))
+        return self.out(torch.cat([skip, x], dim=1))
+
+
+def segmentation_with_scaler(wrap: Wrap) -> Numbers:
+    model = wrap(Segmenter().to(memory_format=torch.channels_last))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    losses = []
+    for images, _ in DataLoader(digits(), batch_size=10):
+        images = images.to(memory_format=torch.channels_last)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mask = model(images)
+            loss = F.binary_cross_entropy_with_logits(mask, (images > 0).float())
+        loss = loss + 1 - (mask.sigmoid() * images).float().mean()
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        digits_with_test_epochs, variational_autoencoder, adversarial, super_resolution,
+        neural_style, siamese_triplet, moving_averages, mixup, distillation, gradual_unfreezing,
+        segmentation_with_scaler,
+    ],
+)  # fmt: skip
+def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
+    assert differences(script) == []
+
+
+def test_a_script_that_trains_other_numbers_is_seen() -> None:
+    def one_more_draw(model: nn.Module) -> nn.Module:
+        torch.rand(())
+        return copy.deepcopy(model)
+
+    assert differences(digits_with_test_epochs, one_more_draw)

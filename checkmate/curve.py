@@ -2,8 +2,9 @@
 
 Times and plans are asked for apart: a time alone needs no plan to be assembled and checked. Every
 time is a lower bound. It is exact where the dynamic program (`frontier`) gets through. Else it
-comes from the lower convex hull of the sum of the parts' Pareto sets, or from the hull by minimum
-cuts (`hull`). A plan is the best where the dynamic program gets through, else one of the hull's.
+comes from the lower convex hull of the sum of the parts' Pareto sets, or, where there are none,
+from the hull by minimum cuts (`hull`), which is known to `HULL_TOLERANCE`. A plan is the best where
+the dynamic program gets through, else one of the hull's.
 """
 
 from dataclasses import replace
@@ -24,10 +25,14 @@ from checkmate.frontier import (
     part_fronts,
     recomputed_ops,
 )
-from checkmate.hull import convex_hull
+from checkmate.hull import Hull
 from checkmate.problem import Knapsack, Solution, Status, check_limit
 from checkmate.reduction import assemble, ms_of_ticks, reduce
 from checkmate.verify import verify
+
+# How far the hull by minimum cuts is known, as a share of the time between its two ends. A bound is
+# lower by it.
+HULL_TOLERANCE = 1e-3
 
 
 class Curve:
@@ -60,9 +65,9 @@ class Curve:
             self._hull_ms = ms_of_ticks(problem, ticks.tolist())
         except (TooManyLabelsError, OutOfTimeError) as error:
             self.is_cut_short = isinstance(error, OutOfTimeError)
-            plans = self._hull_plans
-            self._hull_bytes = np.array([plan.saved_bytes for plan in plans])
-            self._hull_ms = [plan.time_ms for plan in plans]
+            points = self._hull.points[::-1]
+            self._hull_bytes = np.array([saved_bytes for saved_bytes, _ in points])
+            self._hull_ms = ms_of_ticks(problem, [ticks for _, ticks in points])
 
     def bound_ms(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> float:
         """A lower bound on the time of plans within the limit, in milliseconds; infinite if none.
@@ -78,7 +83,11 @@ class Curve:
         total = self._best_within(max_saved_bytes, time_limit_s)
         if total is not None:
             return ms_of_ticks(self._problem, [int(total.ticks[-1])])[0]
-        return float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))
+        hull_ms = float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))
+        if self._fronts is not None:
+            return hull_ms
+        slowest_ms, fastest_ms = self._hull_ms[0], self._hull_ms[-1]
+        return max(fastest_ms, hull_ms - HULL_TOLERANCE * (slowest_ms - fastest_ms))
 
     def hull_plan_ms(self, max_saved_bytes: int) -> float:
         """The time of the convex hull's fastest plan within the limit, in milliseconds.
@@ -102,8 +111,9 @@ class Curve:
             return None
         total = self._best_within(max_saved_bytes, time_limit_s)
         if total is None or self._fronts is None:
-            within = [plan for plan in self._hull_plans if plan.saved_bytes <= max_saved_bytes]
-            return replace(within[-1], status=Status.FEASIBLE)
+            points = self._hull.points
+            first = next(i for i, (size, _) in enumerate(points) if size <= max_saved_bytes)
+            return replace(self._hull.plan(first), status=Status.FEASIBLE)
         recomputed = recomputed_ops(self._reduced, self._fronts, total, len(total.ticks) - 1)
         plan = assemble(self._problem, recomputed, Status.OPTIMAL)
         verify(self._problem, plan, max_saved_bytes=max_saved_bytes)
@@ -130,6 +140,6 @@ class Curve:
         return self._last[1]
 
     @cached_property
-    def _hull_plans(self) -> tuple[Solution, ...]:
-        """The plans of the convex hull, from the least bytes to the least time."""
-        return convex_hull(self._problem)[::-1]
+    def _hull(self) -> Hull:
+        """The convex hull by minimum cuts, to `HULL_TOLERANCE`."""
+        return Hull(self._problem, tolerance=HULL_TOLERANCE)

@@ -14,18 +14,23 @@ chord between two known ones, whose slope is its lambda, or proves the chord an 
 Cuts are found by Dinic's algorithm (1970), part by part; the hull of the whole is the Minkowski sum
 of the parts' hulls: all their steps, cheapest time per byte first.
 
-Each returned plan is the fastest for its own saved bytes. Pareto points above the hull are not
-found.
+A cut that proves nothing more than that a chord lies within a tolerance of the hull may end the
+walk there as well: the cut is a supporting line below the chord, and the hull lies between the two
+(the sandwich algorithm: Burkard, Hamacher and Rote, 1991). Hybrid models have parts of a thousand
+ops with a thousand vertices, of which some tens give the hull to 1e-3 of its range.
+
+Each plan is the fastest for its own saved bytes. Pareto points above the hull are not found.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 
 from checkmate.problem import Knapsack, Solution, Status
-from checkmate.reduction import Part, PartOp, assemble, reduce
+from checkmate.reduction import PartOp, assemble, reduce
 from checkmate.verify import verify
 
 
@@ -36,6 +41,49 @@ class Vertex:
     saved_bytes: int
     ticks: int
     recomputed: frozenset[int]
+
+
+class Hull:
+    """Points on the lower convex hull of a problem's frontier; plans are assembled on demand.
+
+    Attributes:
+        points: (saved bytes, ticks) of the plans, of strictly falling bytes and strictly rising
+            ticks.
+    """
+
+    def __init__(self, problem: Knapsack, *, tolerance: float = 0.0) -> None:
+        """Finds the points, by minimum cuts.
+
+        Args:
+            problem: The problem; whole models of some hundreds of ops are fine.
+            tolerance: How far the line through the points may lie above the hull, as a share of
+                the ticks between the fastest and the leanest plan. 0 finds every vertex.
+        """
+        self._problem = problem
+        self._reduced = reduce(problem)
+        hulls = [part_hull(part.ops, tolerance) for part in self._reduced.parts]
+        self._hulls = hulls
+        self._walk = merge_steps([[(v.saved_bytes, v.ticks) for v in one] for one in hulls])
+        saved_bytes = sum(vertices[0].saved_bytes for vertices in hulls)
+        ticks = sum(vertices[0].ticks for vertices in hulls)
+        self.points = [(saved_bytes, ticks)]
+        for which, to in self._walk:
+            before, after = hulls[which][to - 1], hulls[which][to]
+            saved_bytes += after.saved_bytes - before.saved_bytes
+            ticks += after.ticks - before.ticks
+            self.points.append((saved_bytes, ticks))
+
+    def plan(self, position: int) -> Solution:
+        """The verified plan of a point."""
+        reached = [0] * len(self._hulls)
+        for which, to in self._walk[:position]:
+            reached[which] = to
+        recomputed = set(self._reduced.free)
+        for part, vertices, to in zip(self._reduced.parts, self._hulls, reached, strict=True):
+            recomputed.update(part.indices[i] for i in vertices[to].recomputed)
+        plan = assemble(self._problem, recomputed, Status.OPTIMAL)
+        verify(self._problem, plan)
+        return plan
 
 
 def convex_hull(
@@ -53,41 +101,14 @@ def convex_hull(
         hull is among them. Others lie on its edges: there, several parts have equal price, and some
         of them have moved.
     """
-    reduced = reduce(problem)
-    known: dict[tuple[PartOp, ...], tuple[Vertex, ...]] = {}
-    hulls: list[tuple[Vertex, ...]] = []
-    for part in reduced.parts:
-        if part.ops not in known:
-            known[part.ops] = part_hull(part)
-        hulls.append(known[part.ops])
-    recomputed = set(reduced.free)
-    for part, vertices in zip(reduced.parts, hulls, strict=True):
-        recomputed.update(part.indices[i] for i in vertices[0].recomputed)
-    walk = merge_steps([[(v.saved_bytes, v.ticks) for v in vertices] for vertices in hulls])
-    saved_bytes = [sum(vertices[0].saved_bytes for vertices in hulls)]
-    ticks = [sum(vertices[0].ticks for vertices in hulls)]
-    for which, to in walk:
-        before, after = hulls[which][to - 1], hulls[which][to]
-        saved_bytes.append(saved_bytes[-1] + after.saved_bytes - before.saved_bytes)
-        ticks.append(ticks[-1] + after.ticks - before.ticks)
-    points = list(zip(saved_bytes, ticks, strict=True))
-    wanted = range(len(points)) if choose is None else frozenset(choose(points))
-    plans = [assemble(problem, recomputed, Status.OPTIMAL)] if 0 in wanted else []
-    for position, (which, to) in enumerate(walk, start=1):
-        part, before, after = reduced.parts[which], hulls[which][to - 1], hulls[which][to]
-        recomputed.difference_update(part.indices[i] for i in before.recomputed)
-        recomputed.update(part.indices[i] for i in after.recomputed)
-        if position in wanted:
-            plans.append(assemble(problem, recomputed, Status.OPTIMAL))
-    plans = drop_dominated(plans)
-    for plan in plans:
-        verify(problem, plan)
-    return tuple(plans)
+    hull = Hull(problem)
+    wanted = range(len(hull.points)) if choose is None else choose(hull.points)
+    return tuple(drop_dominated(hull.plan(position) for position in wanted))
 
 
 def min_saved_bytes(problem: Knapsack) -> int:
     """The fewest bytes that any plan saves; lower limits are infeasible. One minimum cut a part."""
-    return sum(_min_bytes_vertex(part).saved_bytes for part in reduce(problem).parts)
+    return sum(_min_bytes_vertex(part.ops).saved_bytes for part in reduce(problem).parts)
 
 
 def merge_steps(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
@@ -120,35 +141,42 @@ def drop_dominated(plans: Iterable[Solution]) -> list[Solution]:
     return kept
 
 
-def part_hull(part: Part) -> tuple[Vertex, ...]:
-    """The vertices of one part's hull, from the least time to the least bytes."""
-    total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in part.ops)
-    fastest = _min_cut(part, ticks_weight=total_bytes + 1, bytes_weight=1)
-    leanest = _min_bytes_vertex(part)
+@lru_cache(maxsize=1024)
+def part_hull(ops: tuple[PartOp, ...], tolerance: float = 0.0) -> tuple[Vertex, ...]:
+    """Vertices of one part's hull, from the least time to the least bytes.
+
+    Args:
+        ops: The part's ops. The answer is kept: equal layers, program points and budgets ask again.
+        tolerance: As for `Hull`.
+    """
+    total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in ops)
+    fastest = _min_cut(ops, ticks_weight=total_bytes + 1, bytes_weight=1)
+    leanest = _min_bytes_vertex(ops)
     if fastest.saved_bytes == leanest.saved_bytes:
         return (fastest,)
+    tolerated_ticks = tolerance * (leanest.ticks - fastest.ticks)
     vertices = [fastest]
     pending = [(fastest, leanest)]
     while pending:
         left, right = pending.pop()
         ticks_weight, bytes_weight = left.saved_bytes - right.saved_bytes, right.ticks - left.ticks
-        between = _min_cut(part, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
+        between = _min_cut(ops, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
         chord = left.ticks * ticks_weight + left.saved_bytes * bytes_weight
-        if between.ticks * ticks_weight + between.saved_bytes * bytes_weight < chord:
+        below = chord - between.ticks * ticks_weight - between.saved_bytes * bytes_weight
+        if below > tolerated_ticks * ticks_weight:
             pending += [(between, right), (left, between)]
         else:
-            vertices.append(right)
+            vertices += [between, right] if below else [right]
     return tuple(vertices)
 
 
-def _min_bytes_vertex(part: Part) -> Vertex:
+def _min_bytes_vertex(ops: tuple[PartOp, ...]) -> Vertex:
     """The choice of the fewest bytes; of those, the one of the least time."""
-    return _min_cut(part, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in part.ops))
+    return _min_cut(ops, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in ops))
 
 
-def _min_cut(part: Part, *, ticks_weight: int, bytes_weight: int) -> Vertex:
+def _min_cut(ops: tuple[PartOp, ...], *, ticks_weight: int, bytes_weight: int) -> Vertex:
     """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part."""
-    ops = part.ops
     source, sink = len(ops), len(ops) + 1
     num_links = sum(len(op.links_out) for op in ops)
     network = _Network(len(ops) + 2 + num_links)

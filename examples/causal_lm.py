@@ -54,7 +54,8 @@ def main() -> None:
         )
         trainer.train()
         trainer.save_model(folder)
-        if not trainer.is_world_process_zero():  # under torchrun the first process saves
+        trainer.accelerator.end_training()  # under torchrun all processes leave together
+        if not trainer.is_world_process_zero():  # the first has saved
             return
         again = type(model).from_pretrained(folder)
     print(module.plan.summary())

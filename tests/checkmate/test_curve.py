@@ -121,6 +121,13 @@ def test_a_part_that_is_too_wide_leaves_the_convex_hull(monkeypatch: pytest.Monk
     assert min(abs(gap) for gap in gaps) < 1e-9  # which meets the optimum at its vertices
 
 
+def test_a_coarse_hull_is_still_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FRONTIER, "_MAX_PART_LABELS", 1)
+    monkeypatch.setattr(CURVE, "HULL_TOLERANCE", 0.3)
+    for problem in cases(120):
+        check_bound(problem, Curve(problem))
+
+
 def test_too_many_sums_leave_the_convex_hull_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = cases(60)
     curves = [Curve(problem) for problem in problems]

@@ -5,12 +5,14 @@ import sys
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from checkmate_cases import exhaustive, first_ops, random_graph, transformer
 from stopwatch import least_seconds
 
 from checkmate import Knapsack, Solution, Status, convex_hull, pareto, verify
 from checkmate.frontier import hull_positions
+from checkmate.hull import Hull
 
 ILP = ["cbc"] + (["highs"] if importlib.util.find_spec("highspy") else [])
 
@@ -56,6 +58,22 @@ def test_the_hull_holds_every_vertex_and_only_pareto_points() -> None:
         front = exhaustive(problem)
         plans = convex_hull(problem)
         assert _vertices(front) <= set(_costs(plans)) <= set(front)
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 0.6])
+def test_a_tolerated_hull_is_that_near_with_fewer_points(tolerance: float) -> None:
+    num_left_out = 0
+    for problem in _cases(200):
+        front, hull = exhaustive(problem), Hull(problem, tolerance=tolerance)
+        plans = [hull.plan(position) for position in range(len(hull.points))]
+        assert set(_costs(tuple(plans))) <= set(front)
+        assert {front[0], front[-1]} <= set(_costs(tuple(plans)))
+        saved, times_ms = zip(*((one.saved_bytes, one.time_ms) for one in plans[::-1]), strict=True)
+        tolerated_ms = tolerance * (front[-1][1] - front[0][1])
+        for saved_bytes, time_ms in _vertices(front):
+            assert np.interp(saved_bytes, saved, times_ms) <= time_ms + tolerated_ms + 1e-9
+            num_left_out += saved_bytes not in saved
+    assert num_left_out > 0
 
 
 def test_few_points_hold_both_ends_and_the_hull_as_far_as_it_fits() -> None:

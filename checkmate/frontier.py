@@ -18,6 +18,7 @@ The refusal depends on the input alone, never on the clock, so equal input takes
 is where NP-hardness shows, and where the ILP (`model`) takes over.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -41,6 +42,10 @@ _GAP_SHARES = (0.05, 0.3, 1.0)
 _MAX_OPEN_LINKS = 62
 # Limit on sums of bytes, which are 64-bit integers.
 _MAX_BYTES = 1 << 61
+
+# The last parts that were too wide, and for which limit. The program points of a model share their
+# widest part, and it takes seconds to find that out.
+_TOO_WIDE: deque[tuple[tuple[PartOp, ...], int]] = deque(maxlen=64)
 
 Ints = NDArray[np.int64]
 
@@ -97,7 +102,7 @@ def part_fronts(reduced: Reduced, *, deadline: float) -> tuple[Front, ...]:
     known: dict[tuple[PartOp, ...], Front] = {}
     for part in reduced.parts:
         if part.ops not in known:
-            known[part.ops] = _sweep(part, deadline)
+            known[part.ops] = _sweep_once(part, deadline)
     return tuple(known[part.ops] for part in reduced.parts)
 
 
@@ -188,6 +193,17 @@ def recomputed_ops(reduced: Reduced, fronts: Sequence[Front], total: Total, labe
         chosen.update(part.indices[i] for i in np.flatnonzero(front.recomputed[point[label]]))
         label = int(parent[label])
     return chosen
+
+
+def _sweep_once(part: Part, deadline: float) -> Front:
+    """The sweep of a part, unless the same one was too wide a while ago."""
+    if (part.ops, _MAX_PART_LABELS) in _TOO_WIDE:
+        raise TooManyLabelsError
+    try:
+        return _sweep(part, deadline)
+    except TooManyLabelsError:
+        _TOO_WIDE.append((part.ops, _MAX_PART_LABELS))
+        raise
 
 
 def _sweep(part: Part, deadline: float) -> Front:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
+from rockmate._torch.transforms import active_transform
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
@@ -305,6 +306,7 @@ class RockmateModule(nn.Module):
             if self._frames is not None:
                 self._frames.end_recording()
             return self.original(*args, **kwargs)
+        _refuse_transforms()
         if self._frames is None:
             try:
                 return self._plans.run(args, kwargs)
@@ -406,3 +408,13 @@ def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[
 
 
 _run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
+
+
+def _refuse_transforms() -> None:
+    transform = active_transform()
+    if transform is not None:
+        msg = (
+            f"this training call runs inside of {transform}, which cannot see into a planned step. "
+            "Transform module.original instead, the plain model with the same parameters."
+        )
+        raise UnsupportedModelError(msg)

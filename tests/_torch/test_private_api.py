@@ -86,6 +86,7 @@ from rockmate._torch.members import (
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of
+from rockmate._torch.transforms import active_transform
 from rockmate._torch.version import check_torch_version
 
 CPU = torch.device("cpu")
@@ -202,6 +203,24 @@ def test_autocast() -> None:
         assert autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast_off():
             assert autocast_dtypes() == {}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jvp
+def test_transforms_are_known_by_name() -> None:
+    seen: list[str | None] = [active_transform()]
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(active_transform())
+        return x.sum()
+
+    row = torch.ones(2)
+    torch.func.grad(note)(row)
+    torch.func.vmap(note)(row.unsqueeze(0))
+    torch.func.jvp(note, (row,), (row,))
+    with torch.autograd.forward_ad.dual_level():
+        note(row)
+    names = ["torch.func.grad", "torch.func.vmap", "torch.func.jvp", "torch.autograd.forward_ad"]
+    assert seen == [None, *names]
 
 
 @pytest.mark.cuda

@@ -1,0 +1,438 @@
+"""Scripts whose loops are out of the ordinary, as people write them, plain and wrapped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.nn import functional as F
+from twice import Script, Wrap, differences, numbers_of, wrapped
+
+from rockmate.errors import RockmateError
+
+Numbers = Sequence[float | Tensor | nn.Module]
+
+
+class Policy(nn.Module):
+    """A policy, and the value of a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.affine = nn.Linear(4, 32)
+        self.dropout = nn.Dropout(p=0.6)
+        self.action, self.value = nn.Linear(32, 2), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.relu(self.dropout(self.affine(x)))
+        return F.softmax(self.action(x), dim=-1), self.value(x)
+
+
+class Pole:
+    """A pole on a cart, roughly; an episode ends when it has fallen."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(4)
+
+    def reset(self) -> Tensor:
+        self.state = 0.05 * torch.randn(4)
+        return self.state
+
+    def step(self, action: int) -> tuple[Tensor, float, bool]:
+        position, speed, angle, turn = self.state.tolist()
+        force = 1.0 if action else -1.0
+        speed, turn = speed + 0.1 * force, turn + 0.2 * math.sin(angle) - 0.15 * force
+        self.state = torch.tensor([position + 0.1 * speed, speed, angle + 0.1 * turn, turn])
+        return self.state, 1.0, abs(angle) > 0.2
+
+
+def discounted(rewards: list[float]) -> Tensor:
+    total, returns = 0.0, []
+    for reward in reversed(rewards):
+        total = reward + 0.99 * total
+        returns.insert(0, total)
+    result = torch.tensor(returns)
+    return (result - result.mean()) / (result.std() + 1e-6)
+
+
+def reinforce(wrap: Wrap) -> Numbers:
+    """As many calls as the episode has steps, before one backward."""
+    model, world = wrap(Policy()), Pole()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    lengths = []
+    for _ in range(4):
+        state, log_probabilities, rewards, done = world.reset(), [], [], False
+        while not done and len(rewards) < 12:
+            probabilities, _ = model(state.unsqueeze(0))
+            choice = Categorical(probabilities)
+            action = choice.sample()
+            log_probabilities.append(choice.log_prob(action))
+            state, reward, done = world.step(int(action))
+            rewards.append(reward)
+        returns = discounted(rewards)
+        optimizer.zero_grad()
+        losses = [-one * back for one, back in zip(log_probabilities, returns, strict=True)]
+        torch.cat(losses).sum().backward()
+        optimizer.step()
+        lengths.append(float(len(rewards)))
+    return [*lengths, model]
+
+
+def actor_critic(wrap: Wrap) -> Numbers:
+    model, world = wrap(Policy()), Pole()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    losses = []
+    for _ in range(3):
+        state, saved, rewards = world.reset(), [], []
+        for _ in range(8):
+            probabilities, value = model(state.unsqueeze(0))
+            choice = Categorical(probabilities)
+            action = choice.sample()
+            saved.append((choice.log_prob(action), value))
+            state, reward, _ = world.step(int(action))
+            rewards.append(reward)
+        policy_losses, value_losses = [], []
+        for (log_probability, value), back in zip(saved, discounted(rewards), strict=True):
+            policy_losses.append(-log_probability * (back - value.item()))
+            value_losses.append(F.smooth_l1_loss(value, back.reshape(1, 1)))
+        optimizer.zero_grad()
+        loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def clipped_policy(wrap: Wrap) -> Numbers:
+    """PPO: a rollout without gradients in eval mode, then epochs of minibatches over it."""
+    actor = wrap(nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1)))
+    critic = wrap(nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)))
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2, eps=1e-5)
+    losses = []
+    for _ in range(2):
+        actor.eval()
+        with torch.no_grad():
+            states = torch.randn(24, 3)
+            actions = Normal(actor(states), 1.0).sample()
+            old = Normal(actor(states), 1.0).log_prob(actions)
+            rewards = -((actions - states.sum(-1, keepdim=True)) ** 2)
+            advantage = rewards - critic(states)
+        actor.train()
+        for rows in torch.randperm(24).split(8):
+            ratio = (Normal(actor(states[rows]), 1.0).log_prob(actions[rows]) - old[rows]).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            gain = torch.min(ratio * advantage[rows], clipped * advantage[rows]).mean()
+            loss = F.mse_loss(critic(states[rows]), rewards[rows]) - gain
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+    return [*losses, actor, critic]
+
+
+class Sequence2(nn.Module):
+    """Two cells over time, and the future from its own outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTMCell(1, 12), nn.LSTMCell(12, 12)
+        self.linear = nn.Linear(12, 1)
+
+    def forward(self, series: Tensor, future: int = 0) -> Tensor:
+        h1, c1, h2, c2 = (torch.zeros(series.size(0), 12, dtype=series.dtype) for _ in range(4))
+        outputs = []
+        for value in series.split(1, dim=1):
+            h1, c1 = self.first(value, (h1, c1))
+            h2, c2 = self.second(h1, (h2, c2))
+            outputs.append(self.linear(h2))
+        for _ in range(future):
+            h1, c1 = self.first(outputs[-1], (h1, c1))
+            h2, c2 = self.second(h1, (h2, c2))
+            outputs.append(self.linear(h2))
+        return torch.cat(outputs, dim=1)
+
+
+def time_sequence_by_lbfgs(wrap: Wrap) -> Numbers:
+    model = wrap(Sequence2().double())
+    waves = torch.sin(torch.arange(9.0).double() / 2 + torch.rand(4, 1).double() * 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=4)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(waves[:, :-1]), waves[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        with torch.no_grad():
+            prediction = model(waves[:1, :-1], future=3)
+    return [*losses, prediction, model]
+
+
+class GraphNet(nn.Module):
+    """Sums over neighbours; graphs of other sizes at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor, edges: Tensor, degree: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            sums = torch.zeros_like(x).index_add(0, edges[1], layer(x)[edges[0]])
+            x = x + F.relu(norm(sums / degree.unsqueeze(1)))
+        index = torch.zeros(1, x.size(1), dtype=torch.long)
+        return self.out(torch.zeros(1, 16).scatter_add(0, index.expand(1, 16), x[:1])) + self.out(
+            x.mean(0, keepdim=True)
+        )
+
+
+def graphs(wrap: Wrap) -> Numbers:
+    model = wrap(GraphNet())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
+    losses = []
+    for nodes, num_edges in [(9, 30), (7, 20), (12, 33), (9, 30)]:
+        edges = torch.randint(nodes, (2, num_edges))
+        degree = torch.bincount(edges[1], minlength=nodes).clamp(min=1).float()
+        loss = F.cross_entropy(model(torch.randn(nodes, 3), edges, degree), torch.tensor([1]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Dropout(0.2))
+        self.heads = nn.ModuleDict({"sort": nn.Linear(32, 3), "size": nn.Linear(32, 1)})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.trunk(x)
+        return {name: head(x) for name, head in self.heads.items()}
+
+
+def tasks_in_turn(wrap: Wrap) -> Numbers:
+    """Adam must not move the head whose output the loss leaves out."""
+    model = wrap(Tasks())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(6):
+        outputs = model(torch.randn(10, 8))
+        if step % 2:
+            loss = F.cross_entropy(outputs["sort"], torch.randint(3, (10,)))
+        else:
+            loss = F.mse_loss(outputs["size"], torch.randn(10, 1))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def saliency(wrap: Wrap) -> Numbers:
+    """A sign step on the input, then a step on what it made: adversarial training."""
+    model = wrap(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(),
+                               nn.Linear(32, 3)))  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    losses = []
+    for _ in range(3):
+        x, labels = torch.randn(6, 8, requires_grad=True), torch.randint(3, (6,))
+        loss = F.cross_entropy(model(x), labels)
+        (slope,) = torch.autograd.grad(loss, x)
+        moved = (x + 0.1 * slope.sign()).detach()
+        loss = F.cross_entropy(model(moved), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
+    """A loss with parameters of its own and two optimizers, of which one steps every other time."""
+
+    class Centers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centers = nn.Parameter(torch.randn(3, 16))
+
+        def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+            return ((features - self.centers[labels]) ** 2).sum(1).clamp(1e-12, 1e12).mean()
+
+    model, centers = wrap(nn.Sequential(nn.Linear(8, 32), nn.PReLU(), nn.Linear(32, 16))), Centers()
+    head = wrap(nn.Linear(16, 3))
+    first = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=1e-2, amsgrad=True)
+    second = torch.optim.SGD(centers.parameters(), lr=0.5)
+    losses = []
+    for step in range(4):
+        x, labels = torch.randn(9, 8), torch.randint(3, (9,))
+        features = model(x)
+        loss = F.cross_entropy(head(features), labels, label_smoothing=0.1)
+        loss = loss + 0.1 * centers(features, labels)
+        first.zero_grad()
+        second.zero_grad()
+        loss.backward()
+        for parameter in centers.parameters():
+            parameter.grad.mul_(10.0)
+        first.step()
+        if step % 2:
+            second.step()
+        losses.append(loss.item())
+    return [*losses, model, head, centers]
+
+
+class Drops(nn.Module):
+    """Stochastic depth: a layer of the batch runs or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+        )
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training and torch.rand([]).item() < 0.1 * index:
+                continue
+            x = x + layer(x)
+        return self.out(x.mean(1))
+
+
+def stochastic_depth(wrap: Wrap) -> Numbers:
+    model = wrap(Drops())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    losses = []
+    for _ in range(5):
+        loss = F.cross_entropy(model(torch.randn(4, 7, 16)), torch.randint(3, (4,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        reinforce, actor_critic, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
+        saliency, noisy_labels_with_centers,
+    ],
+)  # fmt: skip
+def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
+    assert differences(script) == []
+
+
+def test_stochastic_depth_is_refused_and_its_advice_runs() -> None:
+    with pytest.raises(RockmateError, match='mode="frames"'):
+        numbers_of(stochastic_depth, wrapped)
+    for mode in ("frames", "auto"):
+        assert differences(stochastic_depth, lambda model, m=mode: wrapped(model, mode=m)) == []
+
+
+def gradient_penalty(wrap: Wrap, wrap_critic: bool) -> Numbers:
+    """WGAN-GP: the penalty's gradient is differentiated again."""
+    generator = wrap(nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)))
+    critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    critic = wrap(critic) if wrap_critic else critic
+    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    losses = []
+    for _ in range(3):
+        real = torch.randn(6, 8)
+        fake = generator(torch.randn(6, 4)).detach()
+        share = torch.rand(6, 1)
+        between = (share * real + (1 - share) * fake).requires_grad_(True)
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        loss = critic(fake).mean() - critic(real).mean() + 10 * ((slope.norm(2, 1) - 1) ** 2).mean()
+        of_critic.zero_grad()
+        loss.backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(generator(torch.randn(6, 4))).mean()).backward()
+        of_generator.step()
+        losses.append(loss.item())
+    return [*losses, generator, critic]
+
+
+def test_second_derivatives_are_refused_and_the_rest_is_planned() -> None:
+    with pytest.raises(RockmateError, match=r"second|twice|create_graph"):
+        numbers_of(lambda wrap: gradient_penalty(wrap, True), wrapped)
+    assert differences(lambda wrap: gradient_penalty(wrap, False)) == []
+
+
+def per_sample_gradients(model: nn.Module) -> list[Tensor]:
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, weights, (x.unsqueeze(0),)).square().sum()
+
+    rows = torch.arange(24.0).reshape(3, 8) / 24
+    return list(vmap(grad(loss), in_dims=(None, 0))(parameters, rows).values())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jvp
+@pytest.mark.parametrize("mode", ["plan", "frames"])
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_transforms_are_refused_and_run_on_the_plain_model(mode: str, is_planned: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    module = wrapped(model, mode=mode)
+    if is_planned:
+        module(torch.randn(3, 8)).sum().backward()
+    x = torch.randn(2, 8)
+    transforms: list[Callable[[nn.Module], object]] = [
+        per_sample_gradients, lambda each: vmap(each)(x), lambda each: jacrev(each)(x),
+        lambda each: jvp(each, (x,), (x,)),
+    ]  # fmt: skip
+    for transform in transforms:
+        with pytest.raises(RockmateError, match=r"torch\.func\.\w+, .* Transform module\.original"):
+            transform(module)
+        transform(module.original)
+    ours, plain = per_sample_gradients(module.original), per_sample_gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def inner_and_outer(wrap: Wrap) -> Numbers:
+    """First-order MAML: inner steps on copies of the weights, an outer step on the weights."""
+    model = wrap(nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(),
+                               nn.Linear(24, 1)))  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        weights = dict(model.named_parameters())
+        for _ in range(2):
+            loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+            slopes = torch.autograd.grad(loss, list(weights.values()))
+            weights = {
+                name: weight - 0.1 * slope
+                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+            }
+        loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
+
+
+def test_weights_given_to_a_call_get_their_gradients_returned() -> None:
+    with pytest.raises(RockmateError, match='gradients="returned"'):
+        numbers_of(inner_and_outer, wrapped)
+    returned = lambda model: wrapped(model, gradients="returned")  # noqa: E731
+    assert differences(inner_and_outer, returned) == []

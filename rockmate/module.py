@@ -131,15 +131,17 @@ class RockmateModule(nn.Module):
         **planner_options: Any,
     ) -> None:
         check_arguments(budget, memory_limit, plan)
-        check_mode(mode, keep, budget)
+        check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
         if larger not in ("plan", "refuse"):
             msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
             raise ValueError(msg)
         self._wrap(model)
+        limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            assert budget is not None
-            make = partial(FrameRunner, model, budget, on_infeasible=on_infeasible, keep=keep)
+            bound = budget if limit is None else limit
+            assert bound is not None
+            make = partial(FrameRunner, model, bound, on_infeasible=on_infeasible, keep=keep)
             self._make_frames = make
         if mode == "frames":
             if planner_options or strategy is not None:
@@ -158,7 +160,7 @@ class RockmateModule(nn.Module):
             return
         request = PlanRequest(
             budget=budget,
-            memory_limit=memory_limit_of(memory_limit, optimizer, steps_in_backward),
+            memory_limit=limit,
             strategy=strategy or "rockmate",
             on_infeasible=on_infeasible,
             options=planner_options,

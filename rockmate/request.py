@@ -141,13 +141,13 @@ def check_arguments(
         parse_budget(budget, 1 << 62)
 
 
-def check_mode(mode: str, keep: Collection[str], budget: Budget | None) -> None:
+def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
     """Raises for an unknown mode, and for arguments that it does not take."""
     if mode not in ("plan", "frames", "auto"):
         msg = f"mode is {mode!r}; choose 'plan', 'frames' or 'auto'"
         raise ValueError(msg)
-    if mode != "plan" and budget is None:
-        msg = f'mode="{mode}" needs a budget: bytes, a size, or a fraction of the peak.'
+    if mode != "plan" and plan is not None:
+        msg = f'a plan is run as it is: leave mode="{mode}" out, or give a budget.'
         raise TypeError(msg)
     if keep and mode == "plan":
         msg = 'keep names submodules that frames leave alone: it needs mode="frames" or "auto".'

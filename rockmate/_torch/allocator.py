@@ -33,8 +33,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    allocators = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in allocators)
+    texts = (
+        "DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+    )  # fmt: skip
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:

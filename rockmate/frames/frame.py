@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import tensor_tables
-from rockmate._torch.pytree import tree_leaves, tree_map
+from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import version_of
-from rockmate.errors import BackwardError, UnsupportedModelError
+from rockmate.errors import BackwardError
+from rockmate.frames.call import Arguments, Call
 from rockmate.frames.memory import FrameKey, Memory, storages_of
-from rockmate.frames.module_state import (
-    Attributes,
-    Buffers,
-    RandomState,
-    attributes_as,
-    autocast_as,
-)
+from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
+from rockmate.frames.part import Part, Result
 
 
 class _Saved(NamedTuple):
-    """A saved tensor and the number of in-place writes to it at that time."""
+    """A saved tensor, its storages, and the number of in-place writes to it at that time."""
 
     tensor: torch.Tensor
+    storages: tuple[int, ...]
     version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Saved:
+        """A new tensor, without its history."""
+        return _Saved(tensor.detach(), storages_of(tensor), version_of(tensor))
 
 
 class _CompleteError(Exception):
@@ -56,10 +56,11 @@ class Frame:
     Attributes:
         key: which call.
         order: position among all frames, by the beginning of their calls.
-        num_bytes: bytes of the storages that it has saved and nobody else holds.
+        num_bytes: bytes that it holds and nobody else does.
         seconds: that its forward took.
-        is_made_again: whether it was dropped and its forward has run again. It then stays.
-        is_pinned: whether it cannot be dropped, since its forward cannot run again.
+        offers: what it may give up, see `menu`; of rising bytes.
+        num_taken: how many of them are taken.
+        is_made_again: whether something was dropped and has been made again. The rest then stays.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Frame:
         key: FrameKey,
         order: int,
         module: nn.Module,
-        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+        arguments: Arguments,
         memory: Memory,
     ) -> None:
         """Takes the state that a second run of the call needs.
@@ -76,90 +77,112 @@ class Frame:
             key: which call.
             order: see above.
             module: the submodule.
-            call: its own forward, and the arguments.
+            arguments: its own forward, and what it is called with.
             memory: counts what frames hold.
         """
-        self.key, self.order, self._module, self._call, self._memory = (
-            key, order, module, call, memory,
-        )  # fmt: skip
-        self._inputs = [each for each in tree_leaves(call[1:]) if isinstance(each, torch.Tensor)]
-        self._versions = list(map(version_of, self._inputs))
-        self._submodules = list(module.modules())
-        self._attributes = Attributes(self._submodules)
-        self._kept_buffers = Buffers(self._submodules, memory.changing_buffers.get(key.path))
-        self._random_state = RandomState(memory.device)
-        self._autocast = autocast_dtypes()
-        self._outside = self._outside_storages()
-        self._saved: list[_Saved | None] | None = []
+        self.key, self.order, self._memory = key, order, memory
+        self._call = Call(key, module, arguments, memory)
+        self._held_outside = self._call.outside_storages()
+        self._outside = frozenset(self._held_outside)
+        self._saved: list[_Saved | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._saved_s: list[float] = []
         self._dead: set[int] = set()
         self._returned: dict[int, _Saved] = {}  # saved tensors that are results of the call
-        self._num_to_make = 0  # how many saved tensors a second run has to reach
+        self._num_prefix = 0  # how many of the first tensors are dropped
+        self._parts: dict[PartKey, Part] = {}
+        self._running: list[Part] = []
+        self._results: dict[int, Result] = {}
+        self._num_calls: Counter[str] = Counter()
+        self._begin_s = 0.0
         self.num_bytes, self.seconds = 0, 0.0
-        self.is_made_again = self.is_pinned = False
-
-    def _outside_storages(self) -> dict[int, torch.Tensor]:
-        """Storages that are in memory whether or not the frame is dropped.
-
-        Their tensors are held meanwhile: a forward may put another tensor in the place of a buffer,
-        and the storage of an activation may then get the address of the old one.
-        """
-        members = chain.from_iterable(
-            table.values() for module in self._submodules for table in tensor_tables(module)
-        )
-        tensors = [each for each in (*self._inputs, *members) if each is not None]
-        return {key: tensor for tensor in tensors for key in storages_of(tensor)}
+        self.offers: tuple[Offer, ...] = ()
+        self.num_taken = 0
+        self.is_made_again = False
 
     # --- the forward ------------------------------------------------------------------------------
 
     def run(self) -> Any:
         """The call's result. What autograd saves meanwhile goes into the frame."""
-        forward, args, kwargs = self._call
-        begin = time.perf_counter()
+        self._begin_s = time.perf_counter()
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = forward(*args, **kwargs)
-        self.seconds = time.perf_counter() - begin
-        self._outside = {}
-        changed, is_whole = self._kept_buffers.changed()
-        self._memory.changing_buffers.setdefault(self.key.path, set()).update(changed)
-        self.is_pinned = not is_whole or self._changed_inputs()
+            output = self._call.run()
+        self.seconds = time.perf_counter() - self._begin_s
+        self._outside, self._held_outside, self._results = frozenset(), {}, {}
+        self._call.end()
         self._keep_outputs(output)
         return output
 
+    def run_part(self, path: str, module: nn.Module, arguments: Arguments, *, can_run: bool) -> Any:
+        """The result of a submodule's call within this one.
+
+        Args:
+            path: of the submodule, within the frame's.
+            module: the submodule.
+            arguments: its own forward, and what it is called with.
+            can_run: whether the part takes what a second run needs, or is only measured.
+        """
+        key = PartKey(path, self._num_calls[path])
+        self._num_calls[path] += 1
+        tensors = [each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)]
+        inputs = {key for tensor in tensors for key in storages_of(tensor)}
+        profile = PartProfile(self._passed_s(), inputs)
+        full_key = FrameKey(f"{self.key.path}.{path}", key.number)
+        call = Call(full_key, module, arguments, self._memory) if can_run else None
+        part = self._parts[key] = Part(key, len(self._saved), profile, call)
+        self._running.append(part)
+        try:
+            output = arguments.forward(*arguments.args, **arguments.kwargs)
+        finally:
+            self._running.pop()
+        self._results |= part.end(output, self._passed_s())
+        return output
+
+    def _passed_s(self) -> float:
+        return time.perf_counter() - self._begin_s
+
     def _keep_outputs(self, output: Any) -> None:
         """Takes the saved tensors that the call also returns: their reader has them anyway."""
-        assert self._saved is not None
         tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
         returned = {key for tensor in tensors for key in storages_of(tensor)}
         for index, saved in enumerate(self._saved):
-            if saved is not None and returned.issuperset(storages_of(saved.tensor)):
-                self.num_bytes -= self._memory.let_go(saved.tensor)
+            if saved is not None and returned.issuperset(saved.storages):
+                self._let_go(index)
                 self._returned[index] = saved
-                self._saved[index] = None
-        self._num_to_make = 1 + max(
-            (index for index, saved in enumerate(self._saved) if saved is not None), default=-1
-        )
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
-        self._attributes.restore()
-        self._kept_buffers.restore()
-        self._random_state.restore()
-
-    def _changed_inputs(self) -> bool:
-        return self._versions != list(map(version_of, self._inputs))
+        self._call.roll_back()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        keys = storages_of(tensor)
-        saved = _Saved(tensor, version_of(tensor))
-        if all(key in self._outside for key in keys):
-            return saved
-        assert self._saved is not None
-        slot = Slot(self, len(self._saved))
-        self._saved.append(_Saved(tensor.detach(), saved.version))
+        keys, version = storages_of(tensor), version_of(tensor)
+        if self._outside.issuperset(keys):
+            return _Saved(tensor, keys, version)
+        index = len(self._saved)
+        self._saved.append(_Saved(tensor.detach(), keys, version))
         self._shapes.append((tensor.shape, tensor.dtype))
-        self.num_bytes += self._memory.hold(tensor)
-        return slot
+        self._saved_s.append(self._passed_s())
+        self.num_bytes += self._memory.hold(tensor, keys)
+        for part in self._running:
+            part.note(index, keys)
+        result = self._results.get(keys[0])
+        if result is not None and result.has_in_its_storage(tensor):
+            result.part.note_result(index, tensor, result)
+        return Slot(self, index)
+
+    def profile(self) -> FrameProfile:
+        """What is saved, at the end of the forward."""
+        storages = [() if each is None else each.storages for each in self._saved]
+        counts = Counter(key for keys in storages for key in keys)
+        held = {key: self._memory.bytes_if_held(key, count) for key, count in counts.items()}
+        own = {key: num_bytes for key, num_bytes in held.items() if num_bytes}
+        return FrameProfile(
+            storages=[[key for key in keys if key in own] for keys in storages],
+            saved_s=self._saved_s,
+            num_bytes=own,
+            others=self._call.outside_storages().keys() | (counts.keys() - own.keys()),
+            parts={key: part.profile for key, part in self._parts.items()},
+        )
 
     # --- the backward -----------------------------------------------------------------------------
 
@@ -172,15 +195,11 @@ class Frame:
             raise BackwardError(msg)
         if isinstance(packed, Slot):
             self._memory.begin_backward(self)
-            saved = self._returned.get(packed.index)
+            saved = self._returned.get(packed.index) or self._saved[packed.index]
             if saved is None:
-                if self._saved is None:
-                    self._make_again()
-                assert self._saved is not None
-                saved = self._saved[packed.index]
+                saved = self._make_again(packed.index)
         else:
             saved = packed
-        assert saved is not None
         if version_of(saved.tensor) != saved.version:
             msg = (
                 f"a tensor that {self.key} needs for its gradient has been changed in place: it is "
@@ -189,106 +208,190 @@ class Frame:
             raise RuntimeError(msg)
         return saved.tensor
 
-    def drop(self) -> None:
-        """Gives up all that is saved, until the backward reads it."""
-        assert self._saved is not None
-        for saved in self._saved:
-            if saved is not None:
-                self._memory.let_go(saved.tensor)
-        self._saved = None
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether it holds nothing until its forward runs again."""
-        return self._saved is None
-
-    @property
-    def can_drop(self) -> bool:
-        """Whether dropping gives memory back, and the call can run again later."""
-        is_held = bool(self._saved) and self.num_bytes > 0
-        return is_held and not (self.is_made_again or self.is_pinned or self._changed_inputs())
-
     def release(self, index: int) -> None:
         """Autograd needs one of the tensors no more."""
         self._dead.add(index)
         self._returned.pop(index, None)
-        if self._saved is not None and index < len(self._saved):
-            saved, self._saved[index] = self._saved[index], None
-            if saved is not None:
-                self._memory.let_go(saved.tensor)
+        if index < len(self._saved):
+            self._let_go(index)
 
-    def _make_again(self) -> None:
-        """Runs the forward again, for what was dropped."""
-        if self._changed_inputs():
-            msg = (
-                f"an input of {self.key} was changed in place after its call, and the call has to "
-                f"run again. Leave it whole: keep={[self.key.path]!r}, or change a copy."
-            )
-            raise UnsupportedModelError(msg)
+    def _let_go(self, index: int) -> None:
+        saved, self._saved[index] = self._saved[index], None
+        if saved is not None:
+            self.num_bytes -= self._memory.let_go(saved.storages)
+
+    # --- giving up --------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Offer | None:
+        """The offer that is taken."""
+        return self.offers[self.num_taken - 1] if self.num_taken else None
+
+    @property
+    def next_offer(self) -> Offer | None:
+        """What would be dropped next; None if nothing more can be dropped."""
+        if self.is_made_again or not self.num_bytes or self._cannot_repeat():
+            return None
+        for offer in self.offers[self.num_taken :]:
+            if offer.prefix or self._can_give_up(offer):
+                return offer
+        return None
+
+    def _cannot_repeat(self) -> bool:
+        return self._call.cannot_repeat or self._call.has_changed_inputs()
+
+    def _can_give_up(self, offer: Offer) -> bool:
+        parts = [part for key in offer.parts if (part := self._parts.get(key)) is not None]
+        if len(parts) < len(offer.parts) or not all(p.is_dropped or p.can_run for p in parts):
+            return False
+        slots = {slot for part in parts for slot in part.slots}
+        return all(part.slots <= slots for part in self._parts.values() if part.is_dropped)
+
+    def drop_next(self) -> None:
+        """Gives up what the next offer says, until the backward reads it."""
+        offer = self.next_offer
+        assert offer is not None
+        self.num_taken = self.offers.index(offer) + 1
+        if offer.prefix:
+            is_last = self.num_taken == len(self.offers)
+            self._drop_prefix(len(self._saved) if is_last else offer.prefix)
+        else:
+            self._drop_parts(offer.parts)
+
+    def everything(self) -> Offer:
+        """The offer of all that is saved, where no menu is known."""
+        return Offer(self.num_bytes, self.seconds, frozenset(), len(self._saved))
+
+    def drop_all(self) -> None:
+        """Gives up everything, if that can be made again."""
+        if not self._cannot_repeat():
+            self._drop_prefix(len(self._saved))
+
+    def _drop_prefix(self, length: int) -> None:
+        given_up = (slot for part in self._parts.values() if part.is_dropped for slot in part.slots)
+        length = max(length, 1 + max(given_up, default=-1))
+        self._parts = {}
+        last = max((i for i in range(length) if self._is_needed(i)), default=-1)
+        self._num_prefix = last + 1
+        for index in range(self._num_prefix):
+            self._let_go(index)
+
+    def _is_needed(self, index: int) -> bool:
+        return index not in self._dead and index not in self._returned
+
+    def _drop_parts(self, keys: Set[PartKey]) -> None:
+        chosen = [self._parts[key] for key in keys]
+        dropped: set[int] = set()
+        for part in chosen:
+            part.is_dropped = True
+            for index in part.slots:
+                saved = self._saved[index]
+                if saved is not None:
+                    dropped.update(saved.storages)
+                    self._let_go(index)
+        # A part whose inputs are given up, or that lies within a dropped one, cannot run by itself.
+        for key, part in list(self._parts.items()):
+            is_inner = any(part.is_within(each) for each in chosen)
+            if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
+                del self._parts[key]
+
+    # --- making again -----------------------------------------------------------------------------
+
+    def _make_again(self, index: int) -> _Saved:
+        """Runs a forward again, for what was dropped."""
         begin = time.perf_counter()
-        made: list[_Saved | None] = []
-        forward, *call = self._call
-        args, kwargs = tree_map(_detached, tuple(call))
-        with (
-            self._as_it_was() as outside,
-            suppress(_CompleteError),
-            saved_tensors_hooks(self._collector(made, outside), _refuse),
-        ):
-            forward(*args, **kwargs)
-        found = [(each.tensor.shape, each.tensor.dtype) for each in made if each is not None]
-        if len(made) != self._num_to_make:
-            raise self._not_repeated(f"{self._num_to_make} tensors", f"{len(found)}")
-        for index in self._dead | self._returned.keys():
-            if index < len(made):
-                made[index] = None
-        for each in made:
-            if each is not None:
-                self._memory.hold(each.tensor)
-        self._saved, self.is_made_again = made, True
+        self.is_made_again = True
+        if index < self._num_prefix:
+            self._run_again(self._call, 0, range(self._num_prefix), results_of=None)
+        else:
+            part = next(
+                each for each in self._parts.values() if each.is_dropped and index in each.slots
+            )
+            assert part.call is not None
+            results_of = part if part.results else None
+            self._run_again(part.call, part.begin_slot, part.profile.slots, results_of=results_of)
+            part.is_dropped, part.call = False, None
         self._memory.note_made_again(time.perf_counter() - begin)
+        saved = self._saved[index]
+        assert saved is not None
+        return saved
 
-    def _collector(
-        self, made: list[_Saved | None], outside: Mapping[int, torch.Tensor]
-    ) -> Callable[[torch.Tensor], None]:
-        def collect(tensor: torch.Tensor) -> None:
-            if all(key in outside for key in storages_of(tensor)):
-                return
-            index = len(made)
-            known = (tensor.shape, tensor.dtype)
-            if known != self._shapes[index]:
-                raise self._not_repeated(_text(*self._shapes[index]), _text(*known))
-            made.append(_Saved(tensor.detach(), version_of(tensor)))
-            if len(made) == self._num_to_make:
-                raise _CompleteError
+    def _run_again(
+        self, call: Call, first: int, slots: Iterable[int], *, results_of: Part | None
+    ) -> None:
+        """Fills slots by a second run.
 
-        return collect
+        Args:
+            call: what runs.
+            first: position of the first tensor that it saves.
+            slots: positions to fill.
+            results_of: the part whose results fill slots, too.
+        """
+        wanted = {index for index in slots if self._saved[index] is None and self._is_needed(index)}
+        last = max(wanted if results_of is None else slots, default=first - 1)
+        collector = _Collector(call, first, self._shapes, None if results_of else last)
+        with call.again() as (forward, members):
+            collector.outside = {*members, *self._call.outside_storages()}
+            with suppress(_CompleteError), saved_tensors_hooks(collector.collect, _refuse):
+                output = forward()
+                if results_of is not None:
+                    self._take_results(collector.made, results_of, output)
+        if collector.position <= last:
+            expected, found = last + 1 - first, collector.position - first
+            raise call.not_repeated(f"{expected} tensors", f"{found}")
+        if results_of is not None:
+            wanted |= results_of.slots
+        for index in wanted & collector.made.keys():
+            self._fill(index, collector.made[index])
 
-    def _not_repeated(self, first: str, second: str) -> UnsupportedModelError:
-        msg = (
-            f"{self.key} does not repeat itself: its forward saved {first}, and {second} when it "
-            "ran again. It depends on state outside of it, such as Python's random numbers. Leave "
-            f"it whole: keep={[self.key.path]!r}."
-        )
-        return UnsupportedModelError(msg)
+    def _fill(self, index: int, saved: _Saved) -> None:
+        if self._saved[index] is None and self._is_needed(index):
+            self.num_bytes += self._memory.hold(saved.tensor, saved.storages)
+            self._saved[index] = saved
 
-    @contextmanager
-    def _as_it_was(self) -> Iterator[Mapping[int, torch.Tensor]]:
-        """State as in the first run; yields the storages outside of the frame."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self._memory.inside_frame())
-            stack.enter_context(self._random_state.put_back())
-            stack.enter_context(autocast_as(self._autocast))
-            stack.enter_context(attributes_as(self._attributes, self._submodules))
-            buffers = stack.enter_context(self._kept_buffers.put_back())
-            copies = {key: each for each in buffers for key in storages_of(each)}
-            yield {**self._outside_storages(), **copies}
+    def _take_results(self, made: dict[int, _Saved], part: Part, output: Any) -> None:
+        leaves = tree_leaves(output)
+        for each in part.results:
+            found = leaves[each.leaf].detach()
+            if (found.shape, found.stride()) != (each.result.shape, each.result.stride):
+                assert part.call is not None
+                raise part.call.not_repeated(str(list(each.result.shape)), str(list(found.shape)))
+            shift = found.storage_offset() - each.result.offset
+            view = found.as_strided(each.view.shape, each.view.stride, each.view.offset + shift)
+            made[each.slot] = _Saved.of(view)
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return value
+class _Collector:
+    """Takes what a second run saves, up to the last that is wanted."""
+
+    def __init__(
+        self,
+        call: Call,
+        first: int,
+        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+        last: int | None,
+    ) -> None:
+        self._call, self._shapes, self._last = call, shapes, last
+        self.outside: set[int] = set()
+        self.made: dict[int, _Saved] = {}
+        self.position = first
+
+    def collect(self, tensor: torch.Tensor) -> None:
+        """Takes one; ends the run after the last.
+
+        Raises:
+            UnsupportedModelError: it is another one than in the first run.
+        """
+        if self.outside.issuperset(storages_of(tensor)):
+            return
+        known = self._shapes[self.position] if self.position < len(self._shapes) else None
+        if known != (tensor.shape, tensor.dtype):
+            first = "no more" if known is None else _text(*known)
+            raise self._call.not_repeated(first, _text(tensor.shape, tensor.dtype))
+        self.made[self.position] = _Saved.of(tensor)
+        self.position += 1
+        if self._last is not None and self.position > self._last:
+            raise _CompleteError
 
 
 def _refuse(_: Any) -> Any:

@@ -12,7 +12,7 @@ its last read, so each forward runs at most twice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,10 @@ import torch
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.engine import at_end_of_backward
 from rockmate._torch.storage import storage_id
+from rockmate.frames.menu import FrameProfile, Offer, menu
+
+_REMEMBERED_STEPS = 4
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class FrameKey(NamedTuple):
@@ -41,12 +45,16 @@ class Frame(Protocol):
     order: int
     num_bytes: int
     seconds: float
+    offers: tuple[Offer, ...]
 
     @property
-    def is_dropped(self) -> bool: ...  # noqa: D102
+    def present(self) -> Offer | None: ...  # noqa: D102
     @property
-    def can_drop(self) -> bool: ...  # noqa: D102
-    def drop(self) -> None: ...  # noqa: D102
+    def next_offer(self) -> Offer | None: ...  # noqa: D102
+    def drop_next(self) -> None: ...  # noqa: D102
+    def drop_all(self) -> None: ...  # noqa: D102
+    def everything(self) -> Offer: ...  # noqa: D102
+    def profile(self) -> FrameProfile: ...  # noqa: D102
 
 
 @dataclass(slots=True)
@@ -194,6 +202,8 @@ class Memory:
         changing_buffers: for each path, the buffers that its forward changes.
         counts: since the last reset.
         held_bytes: of storages that frames hold.
+        is_profiling: whether menus are made from the frames of this step.
+        menus: what each frame may give up.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
     """
 
@@ -207,6 +217,12 @@ class Memory:
         self.counts = Counts()
         self.held_bytes = self.peak_bytes = 0
         self.is_inside = False
+        self.is_profiling = False
+        self.menus: dict[FrameKey, tuple[Offer, ...]] = {}
+        self._menu_of_path: dict[str, tuple[Offer, ...]] = {}
+        self._part_paths: dict[str, set[str]] = {}
+        self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
+        self._num_steps = 0
         self._holders: dict[int, list[int]] = {}  # storage -> number of holders, bytes
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._backward_of: weakref.ref[Frame] | None = None
@@ -214,30 +230,43 @@ class Memory:
     def begin_step(self) -> None:
         """Forgets what happened in earlier steps; frames of theirs stay."""
         self.counts, self.peak_bytes, self._backward_of = Counts(), 0, None
+        self._num_steps += 1
+        self._part_paths = {}
+        for (path, part), step in self._wanted_at.items():
+            if self._num_steps - step <= _REMEMBERED_STEPS:
+                self._part_paths.setdefault(path, set()).add(part)
 
     # --- storages ---------------------------------------------------------------------------------
 
-    def hold(self, tensor: torch.Tensor) -> int:
+    def hold(self, tensor: torch.Tensor, keys: Sequence[int]) -> int:
         """Counts one more holder of a tensor's storages; bytes that were not held before."""
         added = 0
-        for part in parts_of(tensor):
-            entry = self._holders.setdefault(storage_id(part), [0, part.untyped_storage().nbytes()])
-            added += 0 if entry[0] else entry[1]
+        for position, key in enumerate(keys):
+            entry = self._holders.get(key)
+            if entry is None:
+                part = tensor if len(keys) == 1 else parts_of(tensor)[position]
+                entry = self._holders[key] = [0, part.untyped_storage().nbytes()]
+                added += entry[1]
             entry[0] += 1
         self.held_bytes += added
         return added
 
-    def let_go(self, tensor: torch.Tensor) -> int:
-        """Counts one holder less; bytes that are not held any more."""
-        held_bytes = self.held_bytes
-        for part in parts_of(tensor):
-            key = storage_id(part)
+    def let_go(self, keys: Sequence[int]) -> int:
+        """Counts one holder less of each storage; bytes that are not held any more."""
+        freed = 0
+        for key in keys:
             entry = self._holders[key]
             entry[0] -= 1
             if not entry[0]:
-                self.held_bytes -= entry[1]
+                freed += entry[1]
                 del self._holders[key]
-        return held_bytes - self.held_bytes
+        self.held_bytes -= freed
+        return freed
+
+    def bytes_if_held(self, key: int, count: int) -> int:
+        """Bytes of a storage that has so many holders, and no more; else 0."""
+        num_holders, num_bytes = self._holders[key]
+        return num_bytes if num_holders == count else 0
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -249,6 +278,19 @@ class Memory:
             yield
         finally:
             self.is_inside = was_inside
+
+    def part_paths(self, path: str) -> Set[str]:
+        """Paths of the parts of a frame that take what a second run needs.
+
+        Those that memory was short for in the last steps: each costs a fraction of a millisecond.
+        """
+        return self._part_paths.get(path, frozenset())
+
+    def _want_parts(self, frame: Frame) -> None:
+        """Notes the parts of the best offer of a frame, whether or not they can run."""
+        position = 0 if frame.present is None else frame.offers.index(frame.present) + 1
+        for part in frame.offers[position].parts:
+            self._wanted_at[frame.key.path, part.path] = self._num_steps
 
     def begin_forward(self, frame: Frame) -> None:
         """Makes room for a frame's forward."""
@@ -263,8 +305,12 @@ class Memory:
         self._frames[frame.order] = weakref.ref(frame)
         if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
+        if self.is_profiling:
+            self.menus[frame.key] = self._menu_of_path[frame.key.path] = menu(frame.profile())
+        known = self.menus.get(frame.key, self._menu_of_path.get(frame.key.path))
+        frame.offers = (frame.everything(),) if known is None else known
         if self.budget_bytes is None:
-            self._drop(frame)
+            self._drop(frame, wholly=True)
         elif self.needs is not None:
             self._make_room(self.needs.of(frame.key).after_bytes, position=frame.order + 1)
         if self.recorder is not None:
@@ -282,8 +328,7 @@ class Memory:
             self.recorder.mark(frame.key, "backward_bytes")
         elif self.needs is not None:
             needed = self.needs.of(frame.key).backward_bytes
-            held = 0 if frame.is_dropped else frame.num_bytes
-            scaled = needed - held / max(self.scale, 1e-9)
+            scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
             self._make_room(int(scaled), position=frame.order, but=frame)
 
     def note_made_again(self, seconds: float) -> None:
@@ -296,11 +341,30 @@ class Memory:
         frames = [(order, reference()) for order, reference in self._frames.items()]
         self._frames = {order: weakref.ref(each) for order, each in frames if each is not None}
         live = [each for _, each in frames if each is not None and each is not but]
-        able = [each for each in live if each.can_drop]
-        if not able:
+        prices = [
+            (_price(each, offer, position), each.order, each)
+            for each in live
+            if (offer := each.next_offer) is not None
+        ]
+        if not prices:
             return False
-        self._drop(min(able, key=lambda each: _price(each, position)))
+        self._drop(min(prices)[2])
         return True
+
+    def lower_budget(self, key: FrameKey, share: float) -> int | None:
+        """Takes a share of the live bytes in a frame's forward as the budget, if that is less.
+
+        Returns:
+            The new budget; None if it stays.
+        """
+        if self.needs is None or self.budget_bytes is None:
+            return None
+        live = self.held_bytes + int(self.needs.of(key).forward_bytes * self.scale)
+        lowered = max(int(share * live), self.needs.minimum_bytes)
+        if lowered >= self.budget_bytes:
+            return None
+        self.budget_bytes = lowered
+        return lowered
 
     def _make_room(self, needed_bytes: int, *, position: int, but: Frame | None = None) -> None:
         assert self.budget_bytes is not None
@@ -310,15 +374,24 @@ class Memory:
                 break
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + needed)
 
-    def _drop(self, frame: Frame) -> None:
-        if frame.can_drop:
-            frame.drop()
-            self.counts.num_dropped += 1
+    def _drop(self, frame: Frame, *, wholly: bool = False) -> None:
+        if frame.next_offer is None:
+            return
+        self.counts.num_dropped += frame.present is None
+        if wholly:
+            frame.drop_all()
+        else:
+            self._want_parts(frame)
+            frame.drop_next()
 
 
-def _price(frame: Frame, position: int) -> float:
+def _price(frame: Frame, offer: Offer, position: int) -> float:
     """Seconds for each byte, and for each frame that lies between now and its backward."""
-    return frame.seconds / (frame.num_bytes * max(1, position - frame.order))
+    before = frame.present
+    seconds, num_bytes = offer.seconds, offer.num_bytes
+    if before is not None:
+        seconds, num_bytes = seconds - before.seconds, num_bytes - before.num_bytes
+    return seconds / (max(1, num_bytes) * max(1, position - frame.order))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -330,6 +403,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
-def storages_of(tensor: torch.Tensor) -> list[int]:
+def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Keys of the storages of a tensor, or of the tensors that it is made of."""
-    return [storage_id(part) for part in parts_of(tensor)]
+    if type(tensor) in _PLAIN:
+        return (storage_id(tensor),)
+    return tuple(storage_id(part) for part in parts_of(tensor))

@@ -15,16 +15,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, is_out_of_memory
+from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import is_compiled, is_compiled_in_place
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.frames.call import Arguments
 from rockmate.frames.frame import Frame
 from rockmate.frames.memory import Counts, FrameKey, Memory, StepNeeds, StepRecorder
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
+from rockmate.memory_limit import MemoryLimit
 
 logger = logging.getLogger(__name__)
+
+_SHARE_AFTER_OUT_OF_MEMORY = 0.9
+"""Of the live bytes at which memory has run out: the budget of what follows."""
+_NUM_PROFILES = 2
+"""Steps that menus are made from, the last one counting: a process's first step is slow."""
 
 _FSDP1 = (
     "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
@@ -46,7 +54,7 @@ class FrameRunner:
     def __init__(
         self,
         model: nn.Module,
-        budget: Budget,
+        budget: Budget | MemoryLimit,
         *,
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
@@ -55,7 +63,8 @@ class FrameRunner:
 
         Args:
             model: the module.
-            budget: bytes, a size, or a fraction of the peak of a step that drops nothing.
+            budget: bytes, a size, or a fraction of the peak of a step that drops nothing; or a
+                bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
 
@@ -66,7 +75,9 @@ class FrameRunner:
             raise UnsupportedModelError(_FSDP1)
         if any(is_compiled(each) or is_compiled_in_place(each) for each in model.modules()):
             raise UnsupportedModelError(_COMPILED)
-        self._model, self._budget, self._on_infeasible = model, budget, on_infeasible
+        self._model, self._on_infeasible = model, on_infeasible
+        self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
+        self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         tensors = [*model.parameters(), *model.buffers()]
@@ -76,6 +87,9 @@ class FrameRunner:
         self._num_elements = 0
         self._num_recorded_elements = 0
         self._before_split: tuple[list[str], StepNeeds] | None = None
+        self._running: Frame | None = None  # the frame whose first run is under way
+        self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
+        self._num_profiles = 0  # steps since frames were chosen from which menus were made
         self._is_settled = False  # no frame is split any more
         self._step_hook: Any = None
         self._refusal: InfeasibleBudgetError | None = None
@@ -118,10 +132,14 @@ class FrameRunner:
         Raises:
             InfeasibleBudgetError: the budget is below the smallest peak, which the first step has
                 shown.
+            InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
         """
         self.end_recording()
         if self._refusal is not None:
             raise self._refusal
+        if self._budget is None:
+            assert self._limit is not None
+            self._budget = self._limit.activation_budget_bytes(self._model)
         memory = self._memory
         self._num_elements = sum(
             each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
@@ -131,6 +149,8 @@ class FrameRunner:
         self._begin_recording()
         if memory.needs is not None:
             memory.scale = self._num_elements / max(1, memory.needs.num_elements)
+        memory.is_profiling = self._num_profiles < _NUM_PROFILES
+        self._num_profiles += 1
         with self._frames_installed():
             return self._model(*args, **kwargs)
 
@@ -168,6 +188,7 @@ class FrameRunner:
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
             self._paths, needs = is_split
             self._is_settled = True
+        assert self._budget is not None
         budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
         large = [] if self._is_settled else self._frames_to_split(needs, budget_bytes)
         if large:
@@ -177,6 +198,7 @@ class FrameRunner:
         self._paths = [path for path in self._paths if path not in self._keep]
         if large:
             memory.budget_bytes = memory.needs = None
+            self._num_profiles = 0
             return
         memory.needs = needs
         memory.budget_bytes = self._checked(budget_bytes, needs)
@@ -219,14 +241,17 @@ class FrameRunner:
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:
-        """Has the chosen submodules run as frames."""
+        """Has the chosen submodules run as frames, and some of theirs as parts."""
         before: list[tuple[dict[str, Any], Any]] = []
         try:
             for path in self._paths:
                 module = self._model.get_submodule(path)
-                table = vars(module)
-                before.append((table, table.get("forward")))
-                table["forward"] = self._framed(path, module, module.forward)
+                before.append(_replace_forward(module, self._framed(path, module, module.forward)))
+                for inner in self._part_paths(path, module):
+                    part = module.get_submodule(inner)
+                    before.append(
+                        _replace_forward(part, self._parted((path, inner), part, part.forward))
+                    )
             yield
         finally:
             for table, forward in reversed(before):
@@ -235,30 +260,49 @@ class FrameRunner:
                 else:
                     table["forward"] = forward
 
+    def _part_paths(self, path: str, module: nn.Module) -> list[str]:
+        """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
+        if self._is_sharded:  # a part may run when its parameters are not gathered
+            return []
+        if self._memory.is_profiling:
+            return [inner for inner, _ in module.named_modules() if inner]
+        return sorted(self._memory.part_paths(path))
+
     def _framed(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def framed(*args: Any, **kwargs: Any) -> Any:
             if self._memory.is_inside or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return self._run_frame(path, module, (forward, args, kwargs))
+            return self._run_frame(path, module, Arguments(forward, args, kwargs))
 
         return framed
 
-    def _run_frame(
-        self,
-        path: str,
-        module: nn.Module,
-        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-    ) -> Any:
+    def _parted(
+        self, paths: tuple[str, str], module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        frame_path, path = paths
+
+        def parted(*args: Any, **kwargs: Any) -> Any:
+            frame = self._running
+            if frame is None or frame.key.path != frame_path or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            can_run = path in self._memory.part_paths(frame_path)
+            arguments = Arguments(forward, args, kwargs)
+            return frame.run_part(path, module, arguments, can_run=can_run)
+
+        return parted
+
+    def _run_frame(self, path: str, module: nn.Module, arguments: Arguments) -> Any:
         memory = self._memory
         key = FrameKey(path, self._num_calls[path])
         self._num_calls[path] += 1
         self._num_frames += 1
-        frame = Frame(key, self._num_frames, module, call, memory)
+        frame = Frame(key, self._num_frames, module, arguments, memory)
         memory.begin_forward(frame)
         with memory.inside_frame():
             while True:
+                self._running = frame
                 try:
                     output = frame.run()
                     break
@@ -266,6 +310,28 @@ class FrameRunner:
                     if not is_out_of_memory(error) or not memory.drop_one(frame.order):
                         raise
                     frame.roll_back()
-                    frame = Frame(key, frame.order, module, call, memory)
+                    self._note_out_of_memory(key)
+                    frame = Frame(key, frame.order, module, arguments, memory)
+                    memory.begin_forward(frame)
+                finally:
+                    self._running = None
         memory.end_forward(frame)
         return output
+
+    def _note_out_of_memory(self, key: FrameKey) -> None:
+        """Lowers the budget to what is there, since a backward cannot be rolled back."""
+        before = self._memory.budget_bytes
+        lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
+        if lowered is not None and before is not None:
+            logger.warning(
+                "out of memory in %s, within the budget of %s, which is %s from now on",
+                key, size_text(before), size_text(lowered),
+            )  # fmt: skip
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
+    """Puts an attribute of the instance in the way of its `forward`; what to put back."""
+    table = vars(module)
+    before = table.get("forward")
+    table["forward"] = forward
+    return table, before

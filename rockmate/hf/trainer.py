@@ -72,7 +72,7 @@ def wrap_trainer(
         raise UnsupportedModelError(REPLICATED)
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
-    options = {**_options_for(trainer, options, budget), **options}
+    options = {**_options_for(trainer, options), **options}
     model = trainer.model
     if model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
@@ -90,13 +90,9 @@ def _optimizer_of(trainer: Trainer) -> Any:
     return trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
-def _options_for(
-    trainer: Trainer, given: Mapping[str, Any], budget: Budget | None
-) -> dict[str, Any]:
+def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `RockmateModule` that suit the trainer's use of the model."""
-    options: dict[str, Any] = {"on_infeasible": "least"}
-    if budget is not None:
-        options["mode"] = "auto"
+    options: dict[str, Any] = {"on_infeasible": "least", "mode": "auto"}
     if given.get("mode") == "frames":  # which capture no outputs
         return options
     if _reads_outputs(trainer):

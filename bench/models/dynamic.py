@@ -1,0 +1,313 @@
+"""Models without one graph: their forwards depend on chance, on data, or on the shape of an input.
+
+Each returns its loss. Random numbers are PyTorch's, so a seed repeats a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench import models
+
+
+class Dynamic(NamedTuple):
+    """A model and its batches.
+
+    Attributes:
+        model: `model(**batch)` is the loss.
+        make_batch: equal seeds give equal batches; shapes may differ by seed.
+    """
+
+    model: nn.Module
+    make_batch: Callable[[int], dict[str, Tensor]]
+
+
+class _Loss(nn.Module):
+    """A model of transformers, or of the registry, as its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        outputs = self.model(**batch)
+        return outputs[0] if isinstance(outputs, tuple) else outputs.loss
+
+
+def _tokens(vocabulary: int, rows: int, length: int) -> Callable[[int], dict[str, Tensor]]:
+    def make_batch(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(4, vocabulary, (rows, length), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return make_batch
+
+
+def _images(rows: int, side: int, classes: int) -> Callable[[int], dict[str, Tensor]]:
+    def make_batch(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "images": torch.randn(rows, 3, side, side, generator=generator),
+            "labels": torch.randint(classes, (rows,), generator=generator),
+        }
+
+    return make_batch
+
+
+# --- depth that depends on the data -----------------------------------------------------------
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            each.unflatten(-1, (4, -1)).transpose(1, 2)
+            for each in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class _Halting(nn.Module):
+    """A transformer that stops at the depth where its activations have grown enough."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = functional.unfold(images, 4, stride=4).transpose(1, 2)
+        x = functional.pad(x, (0, self.head.in_features - x.shape[-1]))
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index >= len(self.layers) // 2 and x[:, 0].std() > 1.0 + 0.02 * index:
+                break
+        return functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+# --- a detector -------------------------------------------------------------------------------
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(),
+            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
+        )  # fmt: skip
+        self.skip = (
+            nn.Conv2d(inner, outer, 1, stride) if (stride, inner) != (1, outer) else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.convolutions(x) + self.skip(x))
+
+
+class _Detector(nn.Module):
+    """Two stages, as Mask R-CNN: proposals by score, then classes and masks of what they cut out.
+
+    How many proposals there are depends on the scores; boxes are cells of the feature map.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = (width, width, 2 * width, 2 * width, 4 * width, 4 * width)
+        self.stem = nn.Conv2d(3, width, 7, 2, 3)
+        self.backbone = nn.ModuleList(
+            _Residual(widths[max(0, i - 1)], each, 2 if i % 2 else 1)
+            for i, each in enumerate(widths)
+        )
+        self.proposals = nn.Sequential(nn.Conv2d(4 * width, 64, 3, 1, 1), nn.ReLU())
+        self.score = nn.Conv2d(64, 1, 1)
+        self.masks = nn.ModuleList(_Residual(4 * width, 4 * width, 1) for _ in range(2))
+        self.mask = nn.Conv2d(4 * width, 1, 1)
+        self.classes = nn.Linear(4 * width, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = functional.relu(self.stem(images))
+        for stage in self.backbone:
+            x = stage(x)
+        scores = self.score(self.proposals(x))
+        losses = [functional.softplus(scores).mean()]
+        for image, label in enumerate(labels):
+            top = scores[image, 0].flatten()
+            chosen = (top > top.mean() + top.std()).nonzero()[:, 0][:12].tolist()
+            if not chosen:
+                continue
+            columns = x.shape[-1]
+            padded = functional.pad(x[image], (3, 3, 3, 3))
+            cut = torch.stack([padded[:, c // columns :, c % columns :][:, :7, :7] for c in chosen])
+            losses.append(
+                functional.cross_entropy(self.classes(cut.mean((2, 3))), label.expand(len(chosen)))
+            )
+            cut = functional.interpolate(cut, scale_factor=2.0)
+            for layer in self.masks:
+                cut = layer(cut)
+            losses.append(self.mask(cut).sigmoid().mean())
+        return torch.stack(losses).mean()
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+
+class _Cell(nn.Module):
+    """A binary TreeLSTM cell over many rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gates = nn.Sequential(nn.Linear(2 * width, 5 * width))
+
+    def forward(
+        self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        gates = self.gates(torch.cat([left[0], right[0]], -1))
+        update, first, second, output, value = gates.chunk(5, -1)
+        cell = update.sigmoid() * value.tanh()
+        cell = cell + first.sigmoid() * left[1] + second.sigmoid() * right[1]
+        return output.sigmoid() * cell.tanh(), cell
+
+
+class _TreeLSTM(nn.Module):
+    """Composes random trees: another one at each call."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.leaf = nn.Sequential(nn.Linear(width, 2 * width))
+        self.cell = _Cell(width)
+        self.head = nn.Linear(width, 10)
+        self.rows = rows
+
+    def forward(self, leaves: Tensor, labels: Tensor) -> Tensor:
+        states = [tuple(self.leaf(leaf).chunk(2, -1)) for leaf in leaves]
+        while len(states) > 1:
+            index = int(torch.randint(len(states) - 1, ()))
+            states[index : index + 2] = [self.cell(states[index], states[index + 1])]
+        return functional.cross_entropy(self.head(states[0][0]), labels)
+
+
+def _leaves(count: int, rows: int, width: int) -> Callable[[int], dict[str, Tensor]]:
+    def make_batch(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "leaves": torch.randn(count, rows, width, generator=generator),
+            "labels": torch.randint(10, (rows,), generator=generator),
+        }
+
+    return make_batch
+
+
+# --- random skips -----------------------------------------------------------------------------
+
+
+class _RandomUNet(nn.Module):
+    """A U-Net whose skip connections are left out by chance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inlet = nn.Conv2d(3, width, 3, 1, 1)
+        widths = [width, 2 * width, 4 * width]
+        self.down = nn.ModuleList(
+            _Residual(one, other, 2)
+            for one, other in zip([width, *widths[:-1]], widths, strict=True)
+        )
+        self.middle = _Residual(4 * width, 4 * width, 1)
+        self.up = nn.ModuleList(
+            nn.Sequential(nn.ConvTranspose2d(other, one, 2, 2), _Residual(one, one, 1))
+            for one, other in zip([width, *widths[:-1]], widths, strict=True)
+        )
+        self.out = nn.Conv2d(width, 10, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.inlet(images)
+        kept = []
+        for layer in self.down:
+            kept.append(x)
+            x = layer(x)
+        x = self.middle(x)
+        for layer in reversed(self.up):
+            x = layer(x)
+            skip = kept.pop()
+            if torch.rand(()) < 0.5:
+                x = x + skip
+        return functional.cross_entropy(self.out(x).mean((2, 3)), labels)
+
+
+# --- architectures of transformers ------------------------------------------------------------
+
+
+def _layerdrop(rows: int, length: int, layers: int, width: int) -> Dynamic:
+    config = transformers.M2M100Config(
+        vocab_size=512, d_model=width, encoder_layers=layers, decoder_layers=layers,
+        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, encoder_attention_heads=4,
+        decoder_attention_heads=4, max_position_embeddings=256, encoder_layerdrop=0.1,
+        decoder_layerdrop=0.1, use_cache=False,
+    )  # fmt: skip
+    model = transformers.M2M100ForConditionalGeneration(config)
+    return Dynamic(_Loss(model), _tokens(512, rows, length))
+
+
+def _experts(rows: int, length: int, layers: int, width: int) -> Dynamic:
+    config = transformers.JetMoeConfig(
+        vocab_size=512, hidden_size=width, num_hidden_layers=layers, num_key_value_heads=2,
+        kv_channels=width // 4, intermediate_size=2 * width, num_local_experts=4,
+        num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return Dynamic(_Loss(transformers.JetMoeForCausalLM(config)), _tokens(512, rows, length))
+
+
+def _control(name: str, tiny: bool) -> Dynamic:
+    workload = models.build(name, tiny=tiny).with_loss_inside()
+    return Dynamic(_Loss(workload.model), lambda seed: dict(workload.make_batch(seed)))
+
+
+CONTROLS = ("gpt2-deep", "resnet50")
+"""Models that a plan serves as well."""
+
+_MAKERS: dict[str, Callable[[bool], Dynamic]] = {
+    "detector": lambda tiny: Dynamic(
+        _Detector(8 if tiny else 32), _images(2, 64 if tiny else 224, 10)
+    ),
+    "halting": lambda tiny: Dynamic(
+        _Halting(64 if tiny else 256, 4 if tiny else 12), _images(4, 16 if tiny else 56, 10)
+    ),
+    "jetmoe": lambda tiny: _experts(2, 16, 2, 32) if tiny else _experts(4, 128, 8, 256),
+    "layerdrop": lambda tiny: _layerdrop(2, 16, 2, 32) if tiny else _layerdrop(4, 96, 6, 256),
+    "tree-lstm": lambda tiny: Dynamic(
+        _TreeLSTM(16, 8) if tiny else _TreeLSTM(256, 128),
+        _leaves(6, 8, 16) if tiny else _leaves(32, 128, 256),
+    ),
+    "unet-skips": lambda tiny: Dynamic(
+        _RandomUNet(8 if tiny else 32), _images(2, 16 if tiny else 192, 10)
+    ),
+    **{name: lambda tiny, name=name: _control(name, tiny) for name in CONTROLS},
+}
+NAMES = tuple(_MAKERS)
+
+
+def build(name: str, *, tiny: bool = False) -> Dynamic:
+    """A model in train mode, with fixed parameters.
+
+    Args:
+        name: of `NAMES`.
+        tiny: a step of milliseconds, for tests.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = _MAKERS[name](tiny)
+    made.model.train()
+    return made

@@ -1,0 +1,190 @@
+"""What a frame may give up: steps from nothing to all that it has saved, cheapest bytes first.
+
+A frame saves tensors one after the other. Two kinds of sets of them can be made again:
+
+* a *prefix*: the frame's forward runs again, up to the last tensor of the prefix;
+* what a *part*, the call of a submodule within the frame, saves, and those of its results that are
+  saved after it: the part's forward runs again, from inputs that stay in memory.
+
+Sets of parts are tried greedily, the least seconds for each byte first, and prefixes after them.
+The lower convex hull of their (bytes, seconds) is the menu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MOST_PARTS = 8
+"""How many sets of parts a menu tries."""
+
+
+class PartKey(NamedTuple):
+    """Which call of which submodule a part is, within its frame."""
+
+    path: str
+    number: int
+
+
+@dataclass(slots=True)
+class PartProfile:
+    """A part of a measured frame.
+
+    Attributes:
+        begin_s: when its forward began, in seconds since the frame's.
+        end_s: when it ended.
+        inputs: storages of its arguments.
+        slots: positions of the tensors that it saves.
+        result_slots: positions of later ones that are its results.
+    """
+
+    begin_s: float
+    inputs: set[int]
+    end_s: float = 0.0
+    slots: list[int] = field(default_factory=list)
+    result_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A step of a menu: all that is given up by then.
+
+    Attributes:
+        num_bytes: that this frees.
+        seconds: that it takes to make them again.
+        parts: whose tensors are given up.
+        prefix: how many of the first tensors are given up, beside those; 0 for none.
+    """
+
+    num_bytes: int
+    seconds: float
+    parts: frozenset[PartKey]
+    prefix: int
+
+
+@dataclass(slots=True)
+class FrameProfile:
+    """What a measured frame has saved.
+
+    Attributes:
+        storages: of each saved tensor, as far as the frame alone holds them.
+        saved_s: when each was saved, in seconds since the frame's forward began.
+        num_bytes: of each of these storages.
+        others: storages that are in memory whatever the frame gives up.
+        parts: the calls within it.
+    """
+
+    storages: Sequence[Sequence[int]]
+    saved_s: Sequence[float]
+    num_bytes: Mapping[int, int]
+    others: Set[int]
+    parts: Mapping[PartKey, PartProfile]
+
+    def able_parts(self) -> set[PartKey]:
+        """Parts that could give up something, and whose inputs are in memory anyway."""
+        present = self.others | {key for keys in self.storages for key in keys}
+        return {
+            key
+            for key, part in self.parts.items()
+            if (part.slots or part.result_slots) and part.inputs <= present
+        }
+
+    def bytes_without(self, slots: set[int], needed: set[int]) -> int:
+        """Bytes that are freed if these slots are given up, and storages are needed otherwise."""
+        freed = {key for slot in slots for key in self.storages[slot]} - needed
+        for slot, keys in enumerate(self.storages):
+            if slot not in slots:
+                freed.difference_update(keys)
+        return sum(self.num_bytes[key] for key in freed)
+
+    def offer(self, parts: frozenset[PartKey]) -> Offer:
+        """Gives up what some parts save and their saved results."""
+        needed: set[int] = set()
+        seconds = 0.0
+        for key in parts:
+            part = self.parts[key]
+            needed |= part.inputs
+            last_s = part.end_s if part.result_slots else self.saved_s[part.slots[-1]]
+            seconds += last_s - part.begin_s
+        return Offer(self.bytes_without(self.slots_of(parts), needed), seconds, parts, 0)
+
+    def slots_of(self, parts: Set[PartKey]) -> set[int]:
+        """Positions of what some parts save, and of their saved results."""
+        found = [self.parts[key] for key in parts]
+        return {slot for part in found for slot in (*part.slots, *part.result_slots)}
+
+
+def menu(profile: FrameProfile) -> tuple[Offer, ...]:
+    """The offers of a frame, of rising bytes and rising seconds for each byte.
+
+    The last is all tensors, even if a set of parts frees as much: what is shared with other frames
+    is free when they give it up as well. Empty if the frame alone holds nothing.
+    """
+    offers = [Offer(0, 0.0, frozenset(), 0), *_by_parts(profile)]
+    chosen: list[Offer] = []
+    given_up: set[int] = set()
+    for offer in _hull([*offers, *_by_prefixes(profile)]):
+        # After a prefix no part can run, so only longer ones follow.
+        slots = set(range(offer.prefix)) if offer.prefix else profile.slots_of(offer.parts)
+        if given_up <= slots and (offer.prefix or not (chosen and chosen[-1].prefix)):
+            chosen.append(offer)
+            given_up = slots
+    if profile.num_bytes:
+        *_, everything = _by_prefixes(profile)
+        if not (chosen[-1].prefix and chosen[-1].num_bytes == everything.num_bytes):
+            chosen.append(everything)
+    return tuple(chosen[1:])
+
+
+def _by_parts(profile: FrameProfile) -> Iterator[Offer]:
+    """Sets of parts, one more at a time; one that holds others takes their place."""
+    able = profile.able_parts()
+    present = profile.offer(frozenset())
+    for _ in range(_MOST_PARTS):
+        given_up = profile.slots_of(present.parts)
+        sets = [_with(profile, present.parts, key) for key in sorted(able)]
+        offers = [profile.offer(parts) for parts in sets if given_up <= profile.slots_of(parts)]
+        more = [each for each in offers if each.num_bytes > present.num_bytes]
+        if not more:
+            return
+        present = min(more, key=lambda each: _price(present, each))
+        yield present
+        able -= present.parts
+        able = {key for key in able if not _is_within_one(profile, key, present.parts)}
+
+
+def _by_prefixes(profile: FrameProfile) -> Iterator[Offer]:
+    for length in range(1, len(profile.saved_s) + 1):
+        num_bytes = profile.bytes_without(set(range(length)), set())
+        yield Offer(num_bytes, profile.saved_s[length - 1], frozenset(), length)
+
+
+def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:
+    outer = frozenset((key,))
+    return outer | {each for each in parts if not _is_within_one(profile, each, outer)}
+
+
+def _is_within_one(profile: FrameProfile, key: PartKey, others: frozenset[PartKey]) -> bool:
+    inner = profile.parts[key]
+    return any(
+        profile.parts[other].begin_s <= inner.begin_s and inner.end_s <= profile.parts[other].end_s
+        for other in others
+        if other != key
+    )
+
+
+def _price(one: Offer, other: Offer) -> float:
+    return (other.seconds - one.seconds) / (other.num_bytes - one.num_bytes)
+
+
+def _hull(offers: Sequence[Offer]) -> list[Offer]:
+    """The lower convex hull of (bytes, seconds), from no bytes to the most."""
+    hull: list[Offer] = []
+    for offer in sorted(offers, key=lambda each: (each.num_bytes, each.seconds, each.prefix)):
+        if hull and offer.num_bytes == hull[-1].num_bytes:
+            continue
+        while len(hull) > 1 and _price(hull[-2], hull[-1]) >= _price(hull[-1], offer):
+            hull.pop()
+        hull.append(offer)
+    return hull

@@ -60,7 +60,7 @@ class Call:
         self._versions = list(map(version_of, self._inputs))
         self._submodules = list(module.modules())
         self._attributes = Attributes(self._submodules)
-        self._buffers = Buffers(self._submodules, memory.changing_buffers.get(key.path))
+        self._kept_buffers = Buffers(self._submodules, memory.changing_buffers.get(key.path))
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
@@ -88,14 +88,14 @@ class Call:
 
     def end(self) -> None:
         """After the first run: whether there can be another."""
-        changed, is_whole = self._buffers.changed()
+        changed, is_whole = self._kept_buffers.changed()
         self._memory.changing_buffers.setdefault(self.key.path, set()).update(changed)
         self.cannot_repeat = not is_whole or self.has_changed_inputs()
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
         self._attributes.restore()
-        self._buffers.restore()
+        self._kept_buffers.restore()
         self._random_state.restore()
 
     def has_changed_inputs(self) -> bool:
@@ -125,7 +125,7 @@ class Call:
             stack.enter_context(self._random_state.put_back())
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(attributes_as(self._attributes, self._submodules))
-            buffers = stack.enter_context(self._buffers.put_back())
+            buffers = stack.enter_context(self._kept_buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
             yield lambda: forward(*args, **kwargs), self._member_storages() | copies
 

@@ -58,6 +58,9 @@ class Trained:
         torch.manual_seed(seed)
         loss = self.module(**self._make_batch(seed))
         loss.backward()
+        runner = self.module.frames if isinstance(self.module, RockmateModule) else None
+        if runner is not None:
+            runner.end_recording()  # there is one profiler, and the meter needs it
         return loss.detach()
 
     def _numbers(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -81,6 +82,8 @@ def enter(rank: int, store: str) -> None:
     in_parallel = [trained_in_parallel(rank, is_framed=is_framed) for is_framed in (True, False)]
     assert all(map(torch.equal, *in_parallel))
     torch.distributed.destroy_process_group()
+    # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
+    os._exit(0)
 
 
 def test_two_processes() -> None:

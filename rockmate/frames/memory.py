@@ -22,7 +22,7 @@ import torch
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.engine import at_end_of_backward
 from rockmate._torch.storage import storage_id
-from rockmate.frames.menu import FrameProfile, Offer, menu
+from rockmate.frames.menu import FrameProfile, Offer, menu, smoothed
 
 _REMEMBERED_STEPS = 4
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -219,6 +219,7 @@ class Memory:
         self.is_inside = False
         self.is_profiling = False
         self.menus: dict[FrameKey, tuple[Offer, ...]] = {}
+        self._profiles: dict[FrameKey, FrameProfile] = {}
         self._menu_of_path: dict[str, tuple[Offer, ...]] = {}
         self._part_paths: dict[str, set[str]] = {}
         self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
@@ -231,10 +232,17 @@ class Memory:
         """Forgets what happened in earlier steps; frames of theirs stay."""
         self.counts, self.peak_bytes, self._backward_of = Counts(), 0, None
         self._num_steps += 1
+        self._make_menus()
         self._part_paths = {}
         for (path, part), step in self._wanted_at.items():
             if self._num_steps - step <= _REMEMBERED_STEPS:
                 self._part_paths.setdefault(path, set()).add(part)
+
+    def _make_menus(self) -> None:
+        """From the profiles of the last step, if it made any."""
+        profiles, self._profiles = self._profiles, {}
+        for key, profile in zip(profiles, smoothed(list(profiles.values())), strict=True):
+            self.menus[key] = self._menu_of_path[key.path] = menu(profile)
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -306,7 +314,7 @@ class Memory:
         if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
         if self.is_profiling:
-            self.menus[frame.key] = self._menu_of_path[frame.key.path] = menu(frame.profile())
+            self._profiles[frame.key] = frame.profile()
         known = self.menus.get(frame.key, self._menu_of_path.get(frame.key.path))
         frame.offers = (frame.everything(),) if known is None else known
         if self.budget_bytes is None:

@@ -12,8 +12,9 @@ The lower convex hull of their (bytes, seconds) is the menu.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple
 
 _MOST_PARTS = 8
@@ -113,6 +114,35 @@ class FrameProfile:
         """Positions of what some parts save, and of their saved results."""
         found = [self.parts[key] for key in parts]
         return {slot for part in found for slot in (*part.slots, *part.result_slots)}
+
+
+def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
+    """The profiles, with times that are medians over those of the same structure.
+
+    One time of one step is noisy: memory is touched for the first time, another process runs.
+    """
+    alike: dict[Hashable, list[FrameProfile]] = {}
+    for profile in profiles:
+        alike.setdefault(_structure(profile), []).append(profile)
+    return [_with_median_times(profile, alike[_structure(profile)]) for profile in profiles]
+
+
+def _structure(profile: FrameProfile) -> Hashable:
+    parts = tuple((key, len(part.slots)) for key, part in profile.parts.items())
+    return len(profile.saved_s), parts
+
+
+def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> FrameProfile:
+    parts = {
+        key: replace(
+            part,
+            begin_s=median(each.parts[key].begin_s for each in alike),
+            end_s=median(each.parts[key].end_s for each in alike),
+        )
+        for key, part in profile.parts.items()
+    }
+    saved_s = [median(times) for times in zip(*(each.saved_s for each in alike), strict=True)]
+    return replace(profile, saved_s=saved_s, parts=parts)
 
 
 def menu(profile: FrameProfile) -> tuple[Offer, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
-from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile, menu
+from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile, menu, smoothed
 
 
 def random_profile(seed: int) -> FrameProfile:
@@ -104,6 +105,24 @@ def test_a_part_whose_input_is_nowhere_else_is_no_offer() -> None:
     profile = FrameProfile([[1]], [0.6], {1: 4}, set(), {PartKey("act", 0): part})
     (only,) = menu(profile)
     assert only.prefix == 1
+
+
+def test_times_are_medians_over_frames_of_the_same_structure() -> None:
+    one, other = random_profile(3), random_profile(4)
+    noisy = [
+        replace(
+            one,
+            saved_s=[factor * each for each in one.saved_s],
+            parts={
+                key: replace(part, begin_s=factor * part.begin_s, end_s=factor * part.end_s)
+                for key, part in one.parts.items()
+            },
+        )
+        for factor in (1.0, 30.0, 1.2)
+    ]
+    *alike, apart = smoothed([*noisy, other])
+    assert apart == other
+    assert [menu(each) for each in alike] == [menu(noisy[2])] * 3
 
 
 def test_a_frame_that_alone_holds_nothing_offers_nothing() -> None:

@@ -146,10 +146,10 @@ def test_equal_to_eager_at_every_budget(
         model = model_of(kind)
         plain = copy.deepcopy(model)
         module = RockmateModule(model, None, budget, mode="frames", on_infeasible="least")
-        for seed in range(6):
+        for seed in range(8):
             assert_same(train(module, model, seed), train(plain, plain, seed))
     del parts_made_again[None]
-    assert sum(parts_made_again.values()) > 10
+    assert sum(parts_made_again.values()) >= 6
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.6, 0.4])

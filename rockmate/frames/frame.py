@@ -291,7 +291,7 @@ class Frame:
                     self._let_go(index)
         # A part whose inputs are given up, or that lies within a dropped one, cannot run by itself.
         for key, part in list(self._parts.items()):
-            is_inner = any(part.is_within(each) for each in chosen)
+            is_inner = any(part.profile.is_within(each.profile) for each in chosen)
             if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
                 del self._parts[key]
 

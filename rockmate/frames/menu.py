@@ -46,6 +46,15 @@ class PartProfile:
     slots: list[int] = field(default_factory=list)
     result_slots: list[int] = field(default_factory=list)
 
+    @property
+    def all_slots(self) -> set[int]:
+        """Positions of all tensors that the part can make again."""
+        return {*self.slots, *self.result_slots}
+
+    def is_within(self, other: PartProfile) -> bool:
+        """Whether the call lies within another one."""
+        return self is not other and other.begin_s <= self.begin_s and self.end_s <= other.end_s
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -86,9 +95,7 @@ class FrameProfile:
         """Parts that could give up something, and whose inputs are in memory anyway."""
         present = self.others | {key for keys in self.storages for key in keys}
         return {
-            key
-            for key, part in self.parts.items()
-            if (part.slots or part.result_slots) and part.inputs <= present
+            key for key, part in self.parts.items() if part.all_slots and part.inputs <= present
         }
 
     def bytes_without(self, slots: set[int], needed: set[int]) -> int:
@@ -112,8 +119,7 @@ class FrameProfile:
 
     def slots_of(self, parts: Set[PartKey]) -> set[int]:
         """Positions of what some parts save, and of their saved results."""
-        found = [self.parts[key] for key in parts]
-        return {slot for part in found for slot in (*part.slots, *part.result_slots)}
+        return {slot for key in parts for slot in self.parts[key].all_slots}
 
 
 def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
@@ -152,16 +158,17 @@ def menu(profile: FrameProfile) -> tuple[Offer, ...]:
     is free when they give it up as well. Empty if the frame alone holds nothing.
     """
     offers = [Offer(0, 0.0, frozenset(), 0), *_by_parts(profile)]
+    prefixes = list(_by_prefixes(profile))
     chosen: list[Offer] = []
     given_up: set[int] = set()
-    for offer in _hull([*offers, *_by_prefixes(profile)]):
+    for offer in _hull([*offers, *prefixes]):
         # After a prefix no part can run, so only longer ones follow.
         slots = set(range(offer.prefix)) if offer.prefix else profile.slots_of(offer.parts)
         if given_up <= slots and (offer.prefix or not (chosen and chosen[-1].prefix)):
             chosen.append(offer)
             given_up = slots
     if profile.num_bytes:
-        *_, everything = _by_prefixes(profile)
+        everything = prefixes[-1]
         if not (chosen[-1].prefix and chosen[-1].num_bytes == everything.num_bytes):
             chosen.append(everything)
     return tuple(chosen[1:])
@@ -196,12 +203,7 @@ def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> fro
 
 
 def _is_within_one(profile: FrameProfile, key: PartKey, others: frozenset[PartKey]) -> bool:
-    inner = profile.parts[key]
-    return any(
-        profile.parts[other].begin_s <= inner.begin_s and inner.end_s <= profile.parts[other].end_s
-        for other in others
-        if other != key
-    )
+    return any(profile.parts[key].is_within(profile.parts[other]) for other in others)
 
 
 def _price(one: Offer, other: Offer) -> float:

@@ -111,14 +111,9 @@ class Part:
     @property
     def slots(self) -> set[int]:
         """Positions of all tensors that the part can make again."""
-        return {*self.profile.slots, *self.profile.result_slots}
+        return self.profile.all_slots
 
     @property
     def can_run(self) -> bool:
         """Whether the call can run again."""
         return self.call is not None and not self.call.has_changed_inputs()
-
-    def is_within(self, other: Part) -> bool:
-        """Whether the call lies within another one."""
-        one, two = self.profile, other.profile
-        return self is not other and two.begin_s <= one.begin_s and one.end_s <= two.end_s

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,6 @@ from rockmate.frames.menu import FrameProfile, Offer, PartKey, _with, menu
 pytestmark = pytest.mark.model
 
 ROWS, WIDTH = 96, 48
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 class Wide(nn.Module):

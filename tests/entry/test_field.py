@@ -438,6 +438,6 @@ def test_resident_memory_stays_within_the_budget_over_many_steps_of_many_sizes()
     largest = found["planned"][::6]
     assert max(found["planned"]) <= found["budget"] + small_bytes
     assert max(found["eager"]) >= 2 * found["budget"]  # the meter would see it
-    assert all(
-        later <= largest[0] + small_bytes // 4 for later in largest
-    )  # nothing is left behind from step to step
+    # Nothing is left behind from step to step: six steps that each left their smallest value would
+    # add 4 MB. The kernel counts resident pages of a thread in lots of 256 KiB.
+    assert max(largest) <= min(largest) + small_bytes

@@ -22,6 +22,7 @@ from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
+from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import (
     Chunks,
@@ -65,6 +66,8 @@ class CapturedStep:
         planned_device: the device of the plan, if the model is on another one; else None.
         allocation_bytes: storages take multiples of it. None: as the allocator of their device
             rounds.
+        fusion: how groups of ops were fused; None if every op runs by itself. The capture has the
+            ops, the graph has the groups.
     """
 
     model: nn.Module
@@ -75,6 +78,7 @@ class CapturedStep:
     options: Mapping[str, str]
     planned_device: torch.device | None = None
     allocation_bytes: int | None = None
+    fusion: Fusion | None = None
 
     def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
         """Blocks that can run in chunks, and reasons for those that cannot.
@@ -97,6 +101,23 @@ class CapturedStep:
             self.state,
             options,
             allocation_bytes=self.allocation_bytes,
+            fusion=self.fusion,
+        )
+        return replace(step, planned_device=self.planned_device)
+
+    def with_unfused(self, keys: str) -> CapturedStep:
+        """The step with these groups of ops unfused, as a plan of another process has them."""
+        if self.fusion is None or self.options.get("unfused", "") == keys:
+            return self
+        fusion = replace(self.fusion, refused=frozenset(filter(None, keys.split(","))))
+        step = step_of(
+            self.capture,
+            self.model,
+            self.call,
+            self.state,
+            self.options,
+            allocation_bytes=self.allocation_bytes,
+            fusion=fusion,
         )
         return replace(step, planned_device=self.planned_device)
 
@@ -224,18 +245,23 @@ def capture_step(
     machine: Machine | None = None,
     loss_chunks: str = "",
     hooked: str | None = None,
+    kernels: Literal["eager", "fused"] = "eager",
+    unfused: str | None = None,
+    progress: bool = False,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
-    Arguments and errors are those of `Planner`, with two more. `hooked` names parameters, separated
-    by commas. Each gets its gradient whole, never slice by slice. None takes the parameters with a
-    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks.
+    Arguments and errors are those of `Planner`, with three more. `hooked` names parameters,
+    separated by commas. Each gets its gradient whole, never slice by slice. None takes the
+    parameters with a tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block
+    runs in chunks. `unfused` has the keys of the groups of ops that are not fused, separated by
+    commas. None: each group is measured.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
-    _check_choices(**options)
+    _check_choices(**options, kernels=kernels)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
@@ -251,7 +277,20 @@ def capture_step(
         options["hooked"] = ",".join(sorted(state.hooked))
     capture = run_passes(REWRITES, capture)
     allocation_bytes = machine.allocation_bytes if machine else None
-    step = step_of(capture, model, sample.call, state, options, allocation_bytes=allocation_bytes)
+    fusion = None
+    if kernels == "fused":
+        options["kernels"] = kernels
+        refused = None if unfused is None else frozenset(filter(None, unfused.split(",")))
+        fusion = Fusion(refused=refused, progress=progress, is_run=sample.device is None)
+    step = step_of(
+        capture,
+        model,
+        sample.call,
+        state,
+        options,
+        allocation_bytes=allocation_bytes,
+        fusion=fusion,
+    )
     step = replace(step, planned_device=sample.device)
     return _chunked(step, loss_chunks) if loss_chunks else step
 
@@ -310,6 +349,7 @@ def step_of(
     *,
     allocation_bytes: int | None = None,
     like: Graph | None = None,
+    fusion: Fusion | None = None,
 ) -> CapturedStep:
     """The step of a capture after `REWRITES`, as captured or in chunks.
 
@@ -321,11 +361,21 @@ def step_of(
         options: see `capture_step`.
         allocation_bytes: see `build_graph`.
         like: see `PassOptions`.
+        fusion: how groups of ops are fused; None leaves every op by itself.
     """
     passes = PassOptions(hooked=hooked_names(options), owner_of=owner_names(model), like=like)
     capture = run_passes(JOINT_PASSES, capture, passes)
     returned = options["gradients"] == "returned"
-    built = build_graph(capture, returned_gradients=returned, allocation_bytes=allocation_bytes)
+
+    def build(joint: Capture) -> Graph:
+        return build_graph(joint, returned_gradients=returned, allocation_bytes=allocation_bytes)
+
+    if fusion is None:
+        built = build(capture)
+    else:
+        fusion, fused = fusion.run(capture, build)
+        options = {**options, "unfused": fusion.refused_text}
+        built = build(fused)
     graph = run_passes(GRAPH_PASSES, built, passes)
     graph.verify()
     return CapturedStep(
@@ -336,6 +386,7 @@ def step_of(
         state=state,
         options=options,
         allocation_bytes=allocation_bytes,
+        fusion=fusion,
     )
 
 
@@ -343,6 +394,7 @@ _CHOICES = {
     "differentiable": ("loss", "all"),
     "outputs": ("all", "loss"),
     "gradients": ("accumulated", "returned"),
+    "kernels": ("eager", "fused"),
 }
 
 

@@ -24,6 +24,7 @@ ORDER = (
     "capture",
     "graph",
     "costs",
+    "fusion",
     "schedule",
     "bound",
     "plan",

@@ -392,17 +392,17 @@ def _synthetic_value(node: fx.Node, *, runs_producer: bool = False) -> torch.Ten
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
     if not is_item or fake.is_floating_point():
-        return _synthetic_tensor(fake)
+        return synthetic_tensor(fake)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
     is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
     if not (is_seed or runs_producer):
-        return _synthetic_tensor(fake)
+        return synthetic_tensor(fake)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), _synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
-def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
+def synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
     """A constant tensor with the layout of a fake one."""
     value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
     num_elements = 0

@@ -19,6 +19,7 @@ from torch import fx
 from rockmate._arrays import Ints
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
+from rockmate.ops.fused import FusedOp
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten
@@ -157,6 +158,9 @@ def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:
 
 
 def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
+    if isinstance(op.node.target, FusedOp):
+        yield from _operands_of_fused(graph, op, op.node.target)
+        return
     form = _FORMS.get(op.node.target)
     if form is None:
         return
@@ -173,6 +177,15 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
         if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(
             graph, op, operand
         ):
+            yield operand
+
+
+def _operands_of_fused(graph: Graph, op: Op, fused: FusedOp) -> Iterator[fx.Node]:
+    """The operands whose memory the first result of a fused op can take."""
+    for position in fused.in_place:
+        operand = op.node.args[position]
+        assert isinstance(operand, fx.Node)
+        if not _is_saved_untraced(graph, operand):
             yield operand
 
 
@@ -211,6 +224,8 @@ def in_place_call(
         kwargs: current values of its keywords.
         value: current value of the operand.
     """
+    if isinstance(op.node.target, FusedOp):
+        return op.node.target.in_place[op.node.args.index(operand)], args, kwargs
     form = _FORMS[op.node.target]
     if not form.out_name:
         assert op.node.args[0] is operand

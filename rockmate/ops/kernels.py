@@ -111,7 +111,7 @@ def dropout_apply(
     """
     if memory_format is not None and out is None:
         out = torch.empty_like(values, memory_format=memory_format)
-    scale = _keep_scale(probability, values.dtype)
+    scale = keep_scale(probability, values.dtype)
     numbers = mask.view(torch.uint8)
     numel = converted_numel(values, mask)
     if numel == values.numel():
@@ -159,7 +159,7 @@ def converted_numel(values: torch.Tensor, mask: torch.Tensor) -> int:
 
 
 @lru_cache(maxsize=256)
-def _keep_scale(probability: float, dtype: torch.dtype) -> float:
+def keep_scale(probability: float, dtype: torch.dtype) -> float:
     """The factor of elements that dropout keeps: 1 / (1 - p) rounded to `dtype`, 0 if p is 1."""
     keep_probability = 1.0 - probability
     return torch.ones((), dtype=dtype).div_(keep_probability).item() if keep_probability else 0.0

@@ -83,6 +83,7 @@ class PlanningSession:
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
         allow_chunking: bool | None = None,
+        kernels: Literal["eager", "fused"] = "eager",
     ) -> None:
         target = None if machine is None else load_machine(machine)
         timings: dict[str, float] = {}
@@ -95,6 +96,8 @@ class PlanningSession:
                 gradients=gradients,
                 machine=target,
                 untraced=untraced,
+                kernels=kernels,
+                progress=progress,
             )
         if modules_with_checkpointing(model):
             logger.warning(

@@ -20,6 +20,7 @@ from torch import fx
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.ir import Graph, Storage
+from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
@@ -156,4 +157,4 @@ def _is_own(target: Any) -> bool:
     """Whether a call target is an op of PyTorch or a function of this package."""
     if is_op(target):
         return target.namespace in _NAMESPACES
-    return isinstance(target, types.FunctionType)
+    return isinstance(target, types.FunctionType | FusedOp)

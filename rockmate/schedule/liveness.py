@@ -88,6 +88,7 @@ class OpDefUse:
         tangent_bytes: size of all tangents together.
         returned: indices of the storages that the step returns, ascending.
         written_bytes: bytes of all storages that each op makes.
+        reusing_bytes: bytes of the first of them, which alone may take the memory of an operand.
         has_final_gradient: whether an op hands gradients to the gradient sink.
         is_random: whether an op draws from the generator.
         state_bytes: bytes of the state that each op's recomputation replays.
@@ -107,6 +108,7 @@ class OpDefUse:
     tangent_bytes: int
     returned: Ints
     written_bytes: Ints
+    reusing_bytes: Ints
     has_final_gradient: Bools
     is_random: Bools
     state_bytes: Ints
@@ -156,6 +158,7 @@ class OpDefUse:
             tangent_bytes=int(num_bytes[is_tangent].sum()),
             returned=np.array(sorted(set(returned)), dtype=np.int64),
             written_bytes=np.array([num_bytes[[*op.writes]].sum() for op in ops], dtype=np.int64),
+            reusing_bytes=np.array([num_bytes[op.writes[0]] for op in ops], dtype=np.int64),
             has_final_gradient=_flags(op.has_final_gradient for op in ops),
             is_random=_flags(op.is_random for op in ops),
             state_bytes=np.array([op.state_bytes for op in ops], dtype=np.int64),

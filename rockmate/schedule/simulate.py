@@ -94,7 +94,7 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     after = np.cumsum(made_bytes - freed_bytes)
     running = after + freed_bytes + overhead_bytes
     in_place = list(schedule.in_place)
-    running[in_place] -= ops.written_bytes[steps[in_place]]
+    running[in_place] -= ops.reusing_bytes[steps[in_place]]
     peak_position = int(running.argmax())
     return Simulation(
         peak_bytes=int(running[peak_position]),
@@ -167,7 +167,8 @@ def simulate_part(
         table = costs.recompute if recompute and op.phase is Phase.FORWARD else costs.first
         cost = table[op.index]
         written = sum([storage.num_bytes for storage in op.writes if storage in counted])
-        taken = written if ending and reusable_operand(graph, op, ending) else 0
+        is_in_place = op.writes[0] in counted and ending and reusable_operand(graph, op, ending)
+        taken = op.writes[0].num_bytes if is_in_place else 0
         live += written
         peak = max(peak, live - taken + cost.overhead_bytes)
         live -= sum([storage.num_bytes for storage in ending])

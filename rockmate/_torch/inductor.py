@@ -1,0 +1,172 @@
+"""Inductor as a compiler of small functional graphs: no Dynamo, no autograd, no CUDA graphs.
+
+`torch.compile` takes a whole function and decides what is saved and in which order ops run. Here
+one group of ops is compiled, and all around it stays as planned. The public way to do that,
+`torch._inductor.standalone_compile`, runs AOTAutograd once more and takes twice as long per call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = [
+    "CompilationError",
+    "Layout",
+    "PendingKernel",
+    "compile_graph",
+    "decomposed",
+    "missing_compiler",
+]
+
+logger = logging.getLogger(__name__)
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+# Kernels are called one by one, so nothing may be planned across them. Random ops are never part
+# of a graph here. Reordering is of no use within one kernel.
+_SETTINGS = {
+    "fallback_random": True,
+    "memory_planning": False,
+    "triton.cudagraphs": False,
+    "reorder_for_peak_memory": False,
+}
+
+
+# InductorError is a RuntimeError, and so is what a compiler refuses.
+_COMPILER_ERRORS = (RuntimeError, NotImplementedError, AssertionError)
+
+
+class CompilationError(Exception):
+    """Inductor cannot compile a graph; the text is the first line of its reason."""
+
+
+def missing_compiler(device_type: str) -> str:
+    """What is missing to compile for a kind of device; empty if nothing is."""
+    if device_type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return "a C++ compiler (install g++, or set CXX to one)"
+        return ""
+    from torch.utils._triton import has_triton_package
+
+    return "" if has_triton_package() else "Triton (pip install triton)"
+
+
+def decomposed(graph: fx.GraphModule, layouts: Sequence[Layout]) -> tuple[fx.GraphModule, Any]:
+    """The graph in Inductor's own ops, traced on fake inputs of these layouts, and their mode.
+
+    Args:
+        graph: takes and returns tensors; functional.
+        layouts: shape, strides, dtype and device of each input.
+
+    Raises:
+        CompilationError: a call cannot be traced.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = FakeTensorMode()
+    inputs = fake_inputs(mode, layouts)
+    with torch.no_grad(), mode, tracing(TracingContext(mode)):
+        try:
+            traced = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
+        except (*_COMPILER_ERRORS, TypeError, ValueError) as error:
+            raise CompilationError(_first_line(error)) from error
+    return traced, mode
+
+
+def fake_inputs(mode: FakeTensorMode, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """Fake tensors of these layouts, each in memory of its own."""
+    with mode:
+        return [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in layouts
+        ]
+
+
+class PendingKernel:
+    """A graph whose code a C++ compiler or Triton may still be working on, in other threads."""
+
+    def __init__(self, call: Any, waits: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Takes the function and the waits that were put off, with the scopes of its code."""
+        self._call = call
+        self._waits = waits
+
+    def result(self) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+        """A function of the list of inputs, which it empties; it returns all results.
+
+        Raises:
+            CompilationError: the compiler refuses the code.
+        """
+        for compiler, scope in self._waits:
+            try:
+                compiler.wait(scope)
+            except _COMPILER_ERRORS as error:
+                raise CompilationError(_first_line(error)) from error
+        self._waits.clear()
+        return self._call
+
+
+def compile_graph(graph: fx.GraphModule, mode: Any, layouts: Sequence[Layout]) -> PendingKernel:
+    """Begins to compile a graph of `decomposed`, which is changed.
+
+    Inductor keeps what it has compiled in a folder, by the graph's content. Results keep the
+    strides of the graph.
+
+    Raises:
+        CompilationError: Inductor cannot lower the graph.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = graph.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple | list)
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    inputs = fake_inputs(mode, layouts)
+    with (
+        torch.no_grad(),
+        tracing(TracingContext(mode)),
+        config.patch(_SETTINGS),
+        _waits_put_off() as waits,
+    ):
+        try:
+            compiled: Any = compile_fx_inner(graph, inputs, is_inference=True)
+        except _COMPILER_ERRORS as error:
+            raise CompilationError(_first_line(error)) from error
+    # The wrapper around it checks for CUDA graphs and profilers, at every call.
+    return PendingKernel(getattr(compiled, "current_callable", None) or compiled, waits)
+
+
+@contextlib.contextmanager
+def _waits_put_off() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Collects the waits for compilers that Inductor would do when it loads its code.
+
+    The C++ compiler takes most of the time of a compilation, in a process of its own. So several
+    graphs are compiled at a time, while Inductor, which is no thread-safe code, lowers the next.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waits: list[tuple[Any, dict[str, Any]]] = []
+    wait = AsyncCompile.wait
+    AsyncCompile.wait = lambda self, scope: waits.append((self, scope))
+    try:
+        yield waits
+    finally:
+        AsyncCompile.wait = wait
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,135 @@
+"""Checks of a kernel against the ops of its group: the same values, layouts and memory; its time.
+
+A wrong kernel is refused here, before anything trains with it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rockmate._torch.allocator import workspace_bytes
+from rockmate._torch.cuda import kernel_ms
+from rockmate.fusion.subgraph import Subgraph, layout
+
+_NUM_ROUNDS = 7
+
+
+def sample_values(subgraph: Subgraph) -> list[torch.Tensor]:
+    """Inputs to run a group on: numbers in [0.25, 0.75), so that no op leaves its domain."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for storage in subgraph.inputs:
+        shape, strides, dtype, device = layout(storage.root.meta["val"])
+        drawn = torch.rand(shape, generator=generator) * 0.5 + 0.25
+        if not dtype.is_floating_point:
+            drawn = (drawn > 0.5) if dtype is torch.bool else torch.zeros(shape)
+        value = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        values.append(value.copy_(drawn.to(dtype)))
+    return values
+
+
+def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
+    """The results of an op as a tuple."""
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
+def difference(
+    subgraph: Subgraph, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> str:
+    """How a kernel's results differ from what is captured and from its ops'; empty if they do not.
+
+    Args:
+        subgraph: the group.
+        results: of the kernel.
+        expected: of the ops one by one, on the same values.
+    """
+    for storage, result, other in zip(subgraph.results, results, expected, strict=True):
+        fake = storage.root.meta["val"]
+        if layout(result) != layout(fake):
+            return f"{storage.name} has strides {result.stride()}, captured {fake.stride()}"
+        if result.untyped_storage().nbytes() != fake.untyped_storage().nbytes():
+            return f"{storage.name} lies in memory of another size than captured"
+        error = relative_error(result, other)
+        if error > tolerance(subgraph):
+            return f"{storage.name} differs by {error:.1e} from its ops' result"
+    return ""
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance over the largest value; for integers, the share that differs."""
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return float((result != expected).double().mean())
+    exact, other = expected.double(), result.double()
+    is_equal = (exact == other) | (exact.isnan() & other.isnan())
+    distance = (exact - other).abs().nan_to_num(nan=torch.inf).masked_fill(is_equal, 0.0)
+    scale = exact.abs().masked_fill(~exact.isfinite(), 0.0).max().clamp_min(1e-30)
+    return float(distance.max() / scale)
+
+
+def tolerance(subgraph: Subgraph) -> float:
+    """A relative error that rounding explains, in the least precise dtype of a group.
+
+    A kernel adds in another order than ATen, and rounds between ops where ATen does not, or the
+    other way around. A wrong kernel is off by the size of the values.
+    """
+    precisions = [
+        torch.finfo(dtype).eps
+        for _, _, dtype, _ in (*subgraph.layouts, *subgraph.result_layouts)
+        if dtype.is_floating_point
+    ]
+    return 16 * max(precisions, default=0.0)
+
+
+def time_ms(function: Callable[[], Any], device: torch.device) -> float:
+    """The time of a function, in milliseconds: the least of several runs on a CPU."""
+    function()
+    if device.type == "cuda":
+        return statistics.median_low(kernel_ms(function, device) for _ in range(_NUM_ROUNDS))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times = []
+    for _ in range(_NUM_ROUNDS):
+        begin = clock()
+        result = function()
+        times.append(clock() - begin)
+        del result
+    return min(times) * 1e3
+
+
+def is_in_place(
+    form: Callable[..., Any], ordinary: Callable[..., Any], values: Sequence[torch.Tensor]
+) -> bool:
+    """Whether an in-place form gives an op's bits and allocates no more than its workspace.
+
+    Args:
+        form: writes its first result into an argument.
+        ordinary: the op.
+        values: its arguments, which are not changed.
+    """
+
+    def rest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return as_tuple(form(*tensors))[1:]
+
+    device = values[0].device
+    with torch.no_grad():
+        expected = as_tuple(ordinary(*values))
+        results = as_tuple(form(*(value.clone() for value in values)))
+        if not all(map(torch.equal, results, expected)):
+            return False
+        del results, expected
+        return _workspace(rest, values, device) <= _workspace(ordinary, values, device)
+
+
+def _workspace(
+    function: Callable[..., Any], values: Sequence[torch.Tensor], device: torch.device
+) -> int:
+    def run(*tensors: torch.Tensor) -> Any:
+        return function(*tensors)
+
+    return workspace_bytes(lambda: (run, [value.clone() for value in values]), device)

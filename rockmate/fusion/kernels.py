@@ -1,0 +1,198 @@
+"""Compiles groups and decides which kernels are taken.
+
+A kernel is taken if it computes what the ops of its group compute, lays out its results as
+captured, and takes no more time than the ops one by one. Each distinct group is compiled once in a
+process; Inductor keeps the code on disk for the next one. Compilers work on several groups at a
+time.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from rockmate._torch.inductor import (
+    CompilationError,
+    PendingKernel,
+    compile_graph,
+    decomposed,
+    missing_compiler,
+)
+from rockmate.errors import RockmateError
+from rockmate.fusion.checks import as_tuple, difference, is_in_place, sample_values, time_ms
+from rockmate.fusion.in_place_form import writing
+from rockmate.fusion.subgraph import Subgraph
+from rockmate.ops.fused import FusedOp, InPlaceKernel
+
+logger = logging.getLogger(__name__)
+
+# The least of several times still differs by so much from run to run.
+_NOISE = 1.02
+# Smaller results are not worth a second kernel.
+_LEAST_IN_PLACE_BYTES = 1 << 16
+
+
+class MissingCompilerError(RockmateError):
+    """Fused kernels were asked for, and there is no compiler for the device."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CompiledGroup:
+    """What is known of a distinct group once it has been compiled.
+
+    Attributes:
+        op: runs it.
+        fused_ms: time of its kernel.
+        separate_ms: time of its ops one by one.
+        refusal: why its ops stay as they are; empty if the kernel is taken.
+        is_right: whether the kernel computes what the ops do, however long it takes.
+        tried_in_place: positions for which an in-place form was asked for.
+    """
+
+    op: FusedOp
+    fused_ms: float = 0.0
+    separate_ms: float = 0.0
+    refusal: str = ""
+    is_right: bool = False
+    tried_in_place: set[int] = field(default_factory=set)
+
+
+# By the group's key and the number of threads, for which Inductor writes its loops.
+_COMPILED: dict[tuple[str, int], CompiledGroup] = {}
+
+
+def check_compiler(device_type: str) -> None:
+    """Raises `MissingCompilerError` where kernels cannot be compiled."""
+    missing = missing_compiler(device_type)
+    if missing:
+        msg = (
+            f'kernels="fused" needs {missing} for {device_type}. Install it, or take '
+            'kernels="eager", or kernels="auto", which fuses where it can.'
+        )
+        raise MissingCompilerError(msg)
+
+
+def uncompiled(subgraph: Subgraph) -> CompiledGroup:
+    """A group that is planned for another machine."""
+    return CompiledGroup(op=_op_of(subgraph), is_right=True)
+
+
+def compiled_groups(
+    wanted: Iterable[tuple[Subgraph, Sequence[int]]], *, progress: bool = False
+) -> dict[str, CompiledGroup]:
+    """Compiles distinct groups, each with one in-place form if it has any; by key.
+
+    Args:
+        wanted: groups, with the positions of the inputs whose memory the first result may take,
+            best first.
+        progress: shows a progress bar.
+    """
+    num_threads = torch.get_num_threads()
+    distinct: dict[str, tuple[Subgraph, list[int]]] = {}
+    for subgraph, positions in wanted:
+        known = distinct.setdefault(subgraph.key, (subgraph, []))[1]
+        known += [position for position in positions[:1] if position not in known]
+    found: dict[str, CompiledGroup] = {}
+    jobs: list[_Job] = []
+    for key, (subgraph, positions) in distinct.items():
+        group = _COMPILED.setdefault((key, num_threads), CompiledGroup(op=_op_of(subgraph)))
+        new = [position for position in positions[:1] if position not in group.tried_in_place]
+        if new or not (group.is_right or group.refusal):
+            jobs.append(_Job(subgraph, group, new))
+        found[key] = group
+    stages = [stage for name in ("start", "finish") for stage in [(job, name) for job in jobs]]
+    bar = tqdm(stages, desc="compiling kernels", unit="kernel", disable=not progress, leave=False)
+    for job, stage in bar:
+        job.start() if stage == "start" else job.finish()
+    return found
+
+
+def _op_of(subgraph: Subgraph) -> FusedOp:
+    return FusedOp(subgraph.key, subgraph.calls, len(subgraph.results))
+
+
+class _Job:
+    """The compilation of one group and of its in-place forms."""
+
+    def __init__(self, subgraph: Subgraph, group: CompiledGroup, positions: Sequence[int]) -> None:
+        self._subgraph = subgraph
+        self._group = group
+        self._positions = positions
+        self._kernel: PendingKernel | None = None
+        self._forms: dict[int, PendingKernel] = {}
+
+    def start(self) -> None:
+        """Lowers the group; compilers begin to work on its code."""
+        group, layouts = self._group, self._subgraph.layouts
+        if group.refusal and not group.is_right:
+            return
+        try:
+            traced, mode = decomposed(self._subgraph.module, layouts)
+            if group.op.kernel is None:
+                self._kernel = compile_graph(copy.deepcopy(traced), mode, layouts)
+        except CompilationError as error:
+            group.refusal = f"it cannot be compiled: {error}"
+            return
+        group.tried_in_place.update(self._positions)
+        if self._subgraph.results[0].num_bytes < _LEAST_IN_PLACE_BYTES:
+            return
+        for position in self._positions:
+            try:
+                form = compile_graph(writing(traced, position), mode, layouts)
+            except CompilationError as error:
+                logger.debug("%s has no form in place of %d: %s", group.op, position, error)
+                continue
+            self._forms[position] = form
+
+    def finish(self) -> None:
+        """Waits for the compilers, checks the kernel, and takes its in-place forms."""
+        group = self._group
+        if self._kernel is not None:
+            try:
+                group.op.kernel = self._kernel.result()
+            except CompilationError as error:
+                group.refusal = f"it cannot be compiled: {error}"
+            else:
+                _check(self._subgraph, group)
+            if group.refusal:
+                calls = ", ".join(group.op.calls)
+                logger.info("%s (%s) is not fused: %s", group.op, calls, group.refusal)
+        if group.is_right:
+            self._take_forms()
+
+    def _take_forms(self) -> None:
+        shape = tuple(self._subgraph.results[0].root.meta["val"].shape)
+        taken = dict(self._group.op.in_place)
+        for position, pending in self._forms.items():
+            try:
+                form = InPlaceKernel(position=position, shape=shape, kernel=pending.result())
+            except CompilationError:
+                continue
+            if is_in_place(form, self._group.op, sample_values(self._subgraph)):
+                taken[position] = form
+        self._group.op.in_place = taken
+
+
+def _check(subgraph: Subgraph, group: CompiledGroup) -> None:
+    """Runs a kernel and its ops on the same values; sets times, or why it is not taken."""
+    values = sample_values(subgraph)
+    device = values[0].device
+    with torch.no_grad():
+        results, expected = as_tuple(group.op(*values)), tuple(subgraph.module(*values))
+        group.refusal = difference(subgraph, results, expected)
+        if group.refusal:
+            return
+        del results, expected
+        group.is_right = True
+        group.fused_ms = time_ms(lambda: group.op(*values), device)
+        group.separate_ms = time_ms(lambda: subgraph.module(*values), device)
+    if group.fused_ms > _NOISE * group.separate_ms:
+        group.refusal = (
+            f"its kernel takes {group.fused_ms:.3f} ms, its ops one by one {group.separate_ms:.3f}"
+        )

@@ -1,0 +1,217 @@
+"""Puts compiled groups in the place of their ops in a joint graph."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from rockmate._torch.fake import mode_of
+from rockmate.capture.nodes import storage_ids
+from rockmate.capture.roles import Capture
+from rockmate.fusion.groups import Group, find_groups
+from rockmate.fusion.kernels import (
+    CompiledGroup,
+    check_compiler,
+    compiled_groups,
+    uncompiled,
+)
+from rockmate.fusion.report import FusionReport, GroupReport
+from rockmate.fusion.subgraph import Subgraph, subgraph_of, takeable
+from rockmate.graph.chunking.calls import copied_capture
+from rockmate.graph.fake_values import refresh_views
+from rockmate.graph.ir import Graph, Op
+from rockmate.graph.value_numbering import remove_dead_calls
+from rockmate.ops.fused import FusedOp
+from rockmate.ops.rng import is_random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """How the groups of a step are fused.
+
+    Attributes:
+        refused: keys of the groups that stay unfused. None: each group is measured.
+        progress: shows a progress bar while kernels are compiled.
+        is_run: whether the step will run here. Otherwise it is planned for another machine, and
+            nothing is compiled.
+        report: what fusing has brought; None before `run`.
+    """
+
+    refused: frozenset[str] | None = None
+    progress: bool = False
+    is_run: bool = True
+    report: FusionReport | None = None
+
+    @property
+    def refused_text(self) -> str:
+        """The keys of `refused` as one text."""
+        return ",".join(sorted(self.refused or ()))
+
+    def run(self, capture: Capture, build: Callable[[Capture], Graph]) -> tuple[Fusion, Capture]:
+        """Fuses the groups of a captured step, which is not changed.
+
+        Args:
+            capture: the step, after all rewrites of its joint graph.
+            build: makes the ops and storages of a capture.
+
+        Returns:
+            The fusion with its report and with the keys of all groups that stay unfused, and the
+            step with one op for each group.
+
+        Raises:
+            MissingCompilerError: there is no compiler for the step's device.
+        """
+        copied = copied_capture(capture)
+        graph = build(copied)
+        if graph.ops and self.is_run:
+            check_compiler(graph.ops[0].device.type)
+        begin = time.perf_counter()
+        left, compiled = set(self.refused or ()), dict[str, CompiledGroup]()
+        groups = find_groups(graph)
+        while True:
+            # What a group must return depends on which others there are.
+            subgraphs = _subgraphs(graph, groups)
+            wanted = [each for each in subgraphs if each.key not in left]
+            compiled |= self._compiled(graph, wanted)
+            slow = {each.key for each in wanted if self._is_refused(compiled[each.key])}
+            kept = [each for each in wanted if each.key not in slow]
+            left |= slow
+            if len(kept) == len(subgraphs):
+                break
+            groups = [each.group for each in kept]
+        _replace_groups(copied.joint.graph, kept, {key: each.op for key, each in compiled.items()})
+        report = _report(kept, compiled, time.perf_counter() - begin)
+        return replace(self, refused=frozenset(left), report=report), copied
+
+    def _compiled(self, graph: Graph, wanted: list[Subgraph]) -> dict[str, CompiledGroup]:
+        if not self.is_run:
+            return {each.key: uncompiled(each) for each in wanted}
+        pairs = [(each, takeable(graph, each)) for each in wanted]
+        return compiled_groups(pairs, progress=self.progress)
+
+    def _is_refused(self, group: CompiledGroup) -> bool:
+        """Whether a group stays unfused; where others were measured, only if it cannot run."""
+        return bool(group.refusal) and (self.refused is None or not group.is_right)
+
+
+def _subgraphs(graph: Graph, groups: Iterable[Group]) -> list[Subgraph]:
+    absorbers = {op: set(group.absorbed) for group in groups for op in group.ops}
+    found = (subgraph_of(graph, group, absorbers) for group in groups)
+    return [each for each in found if each is not None and each.inputs]
+
+
+def _report(
+    kept: list[Subgraph], compiled: dict[str, CompiledGroup], seconds: float
+) -> FusionReport:
+    places = Counter(each.key for each in kept)
+    inner_bytes = {each.key: _inner_bytes(each) for each in kept}
+    reports = [
+        GroupReport(
+            name=group.op.__name__,
+            calls=group.op.calls,
+            num_places=places[key],
+            fused_ms=group.fused_ms,
+            separate_ms=group.separate_ms,
+            saved_bytes=inner_bytes.get(key, 0),
+            num_in_place=len(group.op.in_place),
+            refusal=group.refusal if key not in places else "",
+        )
+        for key, group in compiled.items()
+    ]
+    reports.sort(key=lambda each: each.num_places * (each.fused_ms - each.separate_ms))
+    return FusionReport(groups=tuple(reports), compile_s=seconds)
+
+
+def _inner_bytes(subgraph: Subgraph) -> int:
+    made = {storage for op in subgraph.group.ops for storage in op.writes}
+    return sum(storage.num_bytes for storage in made.difference(subgraph.results))
+
+
+def _replace_groups(
+    joint: fx.Graph, subgraphs: Iterable[Subgraph], ops: dict[str, FusedOp]
+) -> None:
+    """Replaces groups by their ops, in place."""
+    order = {node: position for position, node in enumerate(joint.nodes)}
+    made: dict[fx.Node, fx.Node] = {}
+    for subgraph in subgraphs:
+        _replace_group(joint, subgraph, ops[subgraph.key], made, order)
+    _sort(joint, order)
+    remove_dead_calls(joint)
+
+
+def _replace_group(
+    joint: fx.Graph,
+    subgraph: Subgraph,
+    op: FusedOp,
+    made: dict[fx.Node, fx.Node],
+    order: dict[fx.Node, int],
+) -> None:
+    last: Op = subgraph.group.ops[-1]
+    place = order[last.node]
+    roots = [storage.root for storage in subgraph.inputs]
+    with joint.inserting_after(last.node):
+        call = joint.call_function(op, tuple(made.get(root, root) for root in roots))
+    call.meta = {key: value for key, value in last.node.meta.items() if key != "val"}
+    results = [storage.root for storage in subgraph.results]
+    fakes = [_fresh(root.meta["val"]) for root in results]
+    order[call] = place
+    if len(results) == 1:
+        call.meta["val"] = fakes[0]
+        items = [call]
+    else:
+        call.meta["val"] = tuple(fakes)
+        items = []
+        for index in reversed(range(len(results))):
+            with joint.inserting_after(call):
+                item = joint.call_function(operator.getitem, (call, index))
+            item.meta = {**call.meta, "val": fakes[index]}
+            order[item] = place
+            items.insert(0, item)
+    for root, item in zip(results, items, strict=True):
+        left = storage_ids(root)
+        root.replace_all_uses_with(item)
+        made[root] = item
+        refresh_views(item, left)
+
+
+def _fresh(fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same layout in memory of its own."""
+    with mode_of(fake):
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
+    """Sorts a graph by its dependencies, as near to `order` as can be; draws keep their order."""
+    nodes = list(graph.nodes)
+    position = {node: (order[node], index) for index, node in enumerate(nodes)}
+    nodes.sort(key=position.__getitem__)
+    followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    draws = [node for node in nodes if node.op == "call_function" and is_random(node.target)]
+    for earlier, later in zip(draws, draws[1:], strict=False):
+        followers[earlier].append(later)
+        missing[later] += 1
+    ready = [(position[node], index) for index, node in enumerate(nodes) if not missing[node]]
+    index_of = {node: index for index, node in enumerate(nodes)}
+    heapq.heapify(ready)
+    done = []
+    while ready:
+        node = nodes[heapq.heappop(ready)[1]]
+        done.append(node)
+        for follower in followers[node]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (position[follower], index_of[follower]))
+    assert len(done) == len(nodes), "a group is not convex"
+    last: fx.Node | None = None
+    for node in done:
+        if last is not None:
+            last.append(node)
+        last = node

@@ -1,0 +1,224 @@
+"""A group of ops as a function of its own: what is compiled, and what tells equal groups.
+
+Views between ops of a group, and views of its inputs, go inside. So inputs and results are whole
+storages, and views of results stay in the joint graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate._torch.inductor import Layout
+from rockmate.capture.nodes import call_name
+from rockmate.fusion.groups import Group
+from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.ops.kernels import dropout_apply, keep_scale
+
+_KEY_LENGTH = 12
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Subgraph:
+    """A group as a function.
+
+    Attributes:
+        group: the group.
+        module: the function, on the roots of `inputs`; it returns the roots of `results`.
+        inputs: storages that it reads.
+        results: storages that it makes and others read, the largest first.
+    """
+
+    group: Group
+    module: fx.GraphModule
+    inputs: tuple[Storage, ...]
+    results: tuple[Storage, ...]
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each input."""
+        return tuple(layout(storage.root.meta["val"]) for storage in self.inputs)
+
+    @cached_property
+    def result_layouts(self) -> tuple[Layout, ...]:
+        """The layout of each result, as captured."""
+        return tuple(layout(storage.root.meta["val"]) for storage in self.results)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for the same ops on the same layouts, in every process."""
+        names: dict[fx.Node, str] = {}
+        lines = [repr(self.layouts), repr(self.result_layouts)]
+        for node in self.module.graph.nodes:
+            names[node] = f"v{len(names)}"
+            args = fx.map_arg((node.args, node.kwargs), lambda each: _Name(names[each]))
+            target = call_name(node) if node.op == "call_function" else node.op
+            lines.append(f"{target} {args}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_KEY_LENGTH]
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the ops inside, in order."""
+        ops = sorted([*self.group.absorbed, *self.group.ops], key=lambda op: op.index)
+        return tuple(call_name(op.node) for op in ops)
+
+
+class _Name(str):
+    """A name that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def layout(tensor: torch.Tensor) -> Layout:
+    """Shape, strides, dtype and device of a tensor."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def subgraph_of(
+    graph: Graph, group: Group, absorbers: Mapping[Op, Collection[Op]]
+) -> Subgraph | None:
+    """The function of a group; None if nothing outside of it reads a result.
+
+    Args:
+        graph: the ops.
+        group: the group.
+        absorbers: for each op of a group, the ops that its group absorbs.
+    """
+    results = [
+        storage
+        for op in group.ops
+        for storage in op.writes
+        if _is_read_outside(graph, storage, op, group, absorbers)
+    ]
+    if not results:
+        return None
+    results.sort(key=lambda storage: -storage.num_bytes)
+    copied = _Copy(graph, group)
+    for op in sorted([*group.absorbed, *group.ops], key=lambda op: op.index):
+        copied.add(op)
+    copied.target.output(tuple(copied.of(storage.root) for storage in results))
+    module = fx.GraphModule(torch.nn.Module(), copied.target)
+    return Subgraph(group=group, module=module, inputs=tuple(copied.inputs), results=tuple(results))
+
+
+def _is_read_outside(
+    graph: Graph,
+    storage: Storage,
+    op: Op,
+    group: Group,
+    absorbers: Mapping[Op, Collection[Op]],
+) -> bool:
+    """Whether an op outside of the group, or the step's caller, reads a result."""
+    if any(graph.storage_of[node] is storage for node, _ in graph.outputs):
+        return True
+    return any(
+        reader not in group.ops and op not in absorbers.get(reader, ())
+        for reader in graph.readers.get(storage, ())
+    )
+
+
+class _Copy:
+    """Copies the calls of a group into a graph of its own."""
+
+    def __init__(self, graph: Graph, group: Group) -> None:
+        self.target = fx.Graph()
+        self.inputs: list[Storage] = []
+        self._graph = graph
+        self._inside = {storage for op in (*group.ops, *group.absorbed) for storage in op.writes}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._last_input: fx.Node | None = None
+
+    def add(self, op: Op) -> None:
+        """Copies an op."""
+        self._copies[op.node] = self._call(op.node)
+        for storage in op.writes:
+            if storage.root is not op.node:
+                item = self.target.call_function(
+                    operator.getitem, (self._copies[op.node], storage.root.args[1])
+                )
+                self._copies[storage.root] = item
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The copy of a value: a result, an input, or a view of one."""
+        if node not in self._copies:
+            storage = self._graph.storage_of.get(node)
+            if storage is None:  # several views, as of `split`
+                self._copies[node] = self._call(node)
+            elif storage.root is node:
+                assert storage not in self._inside, f"{node} is read before it is made"
+                self._copies[node] = self._input(storage)
+            elif node.target is operator.getitem and node.args == storage.root.args:
+                self._copies[node] = self.of(storage.root)
+            else:
+                self._copies[node] = self._call(node)
+        return self._copies[node]
+
+    def _input(self, storage: Storage) -> fx.Node:
+        self.inputs.append(storage)
+        after = self._last_input
+        with self.target.inserting_after(after) if after else self.target.inserting_before():
+            placeholder = self.target.placeholder(f"x{len(self.inputs)}")
+        self._last_input = placeholder
+        return placeholder
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
+        target: Any = apply_mask if node.target is dropout_apply else node.target
+        return self.target.call_function(target, args, kwargs)
+
+
+def apply_mask(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    probability: float,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """`dropout_apply` in ops that a compiler knows."""
+    masked = values * mask * keep_scale(probability, values.dtype)
+    return masked if memory_format is None else masked.contiguous(memory_format=memory_format)
+
+
+def has_dead_operand(graph: Graph, subgraph: Subgraph, storage: Storage) -> bool:
+    """Whether the last read of an input may be this group's, so that its memory can be taken."""
+    if storage.is_static or storage.is_tangent or storage.is_result:
+        return False
+    last = max(op.index for op in subgraph.group.ops)
+    return all(reader.index <= last for reader in graph.readers[storage])
+
+
+def same_memory(storage: Storage, result: Storage) -> bool:
+    """Whether a result fits the memory of an input, element by element."""
+    mine, theirs = storage.root.meta["val"], result.root.meta["val"]
+    are_dense = mine.is_contiguous() and theirs.is_contiguous()
+    is_alike = are_dense and mine.dtype == theirs.dtype and mine.device == theirs.device
+    return (
+        (is_alike or layout(mine) == layout(theirs))
+        and storage.num_bytes == result.num_bytes
+        and mine.storage_offset() == theirs.storage_offset() == 0
+        and mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+    )
+
+
+def takeable(graph: Graph, subgraph: Subgraph) -> Sequence[int]:
+    """Positions of the inputs whose memory the first result may take, gradients first."""
+    result = subgraph.results[0]
+    found = [
+        position
+        for position, storage in enumerate(subgraph.inputs)
+        if same_memory(storage, result) and has_dead_operand(graph, subgraph, storage)
+    ]
+    return sorted(found, key=lambda position: not _is_gradient(subgraph.inputs[position]))
+
+
+def _is_gradient(storage: Storage) -> bool:
+    return storage.producer is not None and storage.producer.phase is Phase.BACKWARD

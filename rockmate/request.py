@@ -92,7 +92,7 @@ class PlanRequest:
         settings = {
             name: value
             for name, value in self.options.items()
-            if name not in {*step.options, "untraced"}
+            if name not in {*step.options, "untraced", "kernels"}
         }
         asked_for = budget_bytes if self.memory_limit is None else None
         session = PlanningSession.of(step, **settings)

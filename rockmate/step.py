@@ -105,19 +105,23 @@ class CapturedStep:
         )
         return replace(step, planned_device=self.planned_device)
 
-    def with_unfused(self, keys: str) -> CapturedStep:
-        """The step with these groups of ops unfused, as a plan of another process has them."""
-        if self.fusion is None or self.options.get("unfused", "") == keys:
+    def fused(self, *, unfused: str | None = None, progress: bool = False) -> CapturedStep:
+        """The step with its groups of ops fused.
+
+        Args:
+            unfused: see `capture_step`.
+            progress: shows a progress bar while kernels are compiled.
+        """
+        if self.fusion is not None and self.options["unfused"] == unfused:
             return self
-        fusion = replace(self.fusion, refused=frozenset(filter(None, keys.split(","))))
         step = step_of(
             self.capture,
             self.model,
             self.call,
             self.state,
-            self.options,
+            {**self.options, "kernels": "fused"},
             allocation_bytes=self.allocation_bytes,
-            fusion=fusion,
+            fusion=Fusion.of(unfused, progress=progress, is_run=self.planned_device is None),
         )
         return replace(step, planned_device=self.planned_device)
 
@@ -280,8 +284,7 @@ def capture_step(
     fusion = None
     if kernels == "fused":
         options["kernels"] = kernels
-        refused = None if unfused is None else frozenset(filter(None, unfused.split(",")))
-        fusion = Fusion(refused=refused, progress=progress, is_run=sample.device is None)
+        fusion = Fusion.of(unfused, progress=progress, is_run=sample.device is None)
     step = step_of(
         capture,
         model,

@@ -23,6 +23,7 @@ from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
@@ -91,7 +92,10 @@ class StepFamily:
             planned: a planned call of this family.
             call: signature of the smaller one.
         """
-        if "loss_chunks" in planned.plan.options:  # whose sizes are no expressions of the call's
+        options = planned.plan.options
+        if "loss_chunks" in options:  # whose sizes are no expressions of the call's
+            return None
+        if "kernels" in options:  # kernels are compiled for the sizes of a call
             return None
         try:
             with gc_paused():
@@ -257,8 +261,18 @@ class StepFamily:
     def _step_of(
         self, capture: Capture, call: CallSignature, *, like: Graph | None = None
     ) -> CapturedStep:
+        fusion = None
+        if "kernels" in self._options:
+            fusion = Fusion.of(self._options["unfused"])
+            fusion = replace(fusion, is_for_other_sizes=call != self._planned.call)
         return step_of(
-            capture, self._model, call, self._planned.state, dict(self._options), like=like
+            capture,
+            self._model,
+            call,
+            self._planned.state,
+            dict(self._options),
+            like=like,
+            fusion=fusion,
         )
 
 

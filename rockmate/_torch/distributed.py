@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ from rockmate._torch.storage import base_of
 def default_store() -> distributed.Store:
     """The store that the process group was set up with. The public API has no getter."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def first_offer(description: str, own: str) -> str:
+    """What the first rank offered under a description; `own` without a process group.
+
+    No rank waits for another. So ranks with different models, or ranks that come at different
+    times, cannot block each other. A broadcast would: it is collective.
+    """
+    if (
+        not (distributed.is_available() and distributed.is_initialized())
+        or distributed.get_world_size() == 1
+    ):
+        return own
+    key = f"rockmate/{hashlib.sha256(description.encode()).hexdigest()}"
+    # The store takes no empty value as an offer.
+    first = default_store().compare_set(key, "", f"={own}")
+    return (first if isinstance(first, str) else first.decode())[1:]
 
 
 def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,9 +77,19 @@ def check_compiler(device_type: str) -> None:
         raise MissingCompilerError(msg)
 
 
-def uncompiled(subgraph: Subgraph) -> CompiledGroup:
-    """A group that is planned for another machine."""
-    return CompiledGroup(op=_op_of(subgraph), is_right=True)
+def uncompiled(subgraph: Subgraph, positions: Sequence[int]) -> CompiledGroup:
+    """A group that is planned for another machine, where it is assumed to run in place."""
+    op = _op_of(subgraph)
+    shape = tuple(subgraph.results[0].root.meta["val"].shape)
+    op.in_place = {
+        position: InPlaceKernel(position=position, shape=shape, kernel=_not_here)
+        for position in positions[:1]
+    }
+    return CompiledGroup(op=op, is_right=True)
+
+
+def _not_here(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise AssertionError("a kernel that is planned for another machine is run here")
 
 
 def compiled_groups(
@@ -114,7 +123,7 @@ def compiled_groups(
 
 
 def _op_of(subgraph: Subgraph) -> FusedOp:
-    return FusedOp(subgraph.key, subgraph.calls, len(subgraph.results))
+    return FusedOp(subgraph.key, subgraph.kind, subgraph.calls, len(subgraph.results))
 
 
 class _Job:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from rockmate._torch.distributed import first_offer
 from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture
@@ -39,6 +40,7 @@ class Fusion:
     Attributes:
         refused: keys of the groups that stay unfused. None: each group is measured.
         progress: shows a progress bar while kernels are compiled.
+        is_for_other_sizes: whether `refused` was measured for the step at other sizes.
         is_run: whether the step will run here. Otherwise it is planned for another machine, and
             nothing is compiled.
         report: what fusing has brought; None before `run`.
@@ -47,7 +49,16 @@ class Fusion:
     refused: frozenset[str] | None = None
     progress: bool = False
     is_run: bool = True
+    is_for_other_sizes: bool = False
     report: FusionReport | None = None
+
+    @staticmethod
+    def of(refused_text: str | None, *, progress: bool = False, is_run: bool = True) -> Fusion:
+        """A fusion from the text of its `refused`; None measures each group."""
+        refused = None
+        if refused_text is not None:
+            refused = frozenset(filter(None, refused_text.split(",")))
+        return Fusion(refused=refused, progress=progress, is_run=is_run)
 
     @property
     def refused_text(self) -> str:
@@ -65,9 +76,21 @@ class Fusion:
             The fusion with its report and with the keys of all groups that stay unfused, and the
             step with one op for each group.
 
+        Ranks of a process group that fuse the same step take the groups of the first to be ready.
+
         Raises:
             MissingCompilerError: there is no compiler for the step's device.
         """
+        fusion, fused = self._run(capture, build)
+        if self.refused is not None or fusion.report is None:
+            return fusion, fused
+        found = sorted(group.name for group in fusion.report.groups)
+        agreed = first_offer(f"fused {found}", fusion.refused_text)
+        if agreed == fusion.refused_text:
+            return fusion, fused
+        return Fusion.of(agreed, progress=self.progress)._run(capture, build)
+
+    def _run(self, capture: Capture, build: Callable[[Capture], Graph]) -> tuple[Fusion, Capture]:
         copied = copied_capture(capture)
         graph = build(copied)
         if graph.ops and self.is_run:
@@ -78,7 +101,7 @@ class Fusion:
         while True:
             # What a group must return depends on which others there are.
             subgraphs = _subgraphs(graph, groups)
-            wanted = [each for each in subgraphs if each.key not in left]
+            wanted = [each for each in subgraphs if not self._stays(each, left)]
             compiled |= self._compiled(graph, wanted)
             slow = {each.key for each in wanted if self._is_refused(compiled[each.key])}
             kept = [each for each in wanted if each.key not in slow]
@@ -91,10 +114,19 @@ class Fusion:
         return replace(self, refused=frozenset(left), report=report), copied
 
     def _compiled(self, graph: Graph, wanted: list[Subgraph]) -> dict[str, CompiledGroup]:
-        if not self.is_run:
-            return {each.key: uncompiled(each) for each in wanted}
         pairs = [(each, takeable(graph, each)) for each in wanted]
+        if not self.is_run:
+            return {each.key: uncompiled(each, positions) for each, positions in pairs}
         return compiled_groups(pairs, progress=self.progress)
+
+    def _stays(self, subgraph: Subgraph, left: set[str]) -> bool:
+        """Whether a group stays unfused.
+
+        At other sizes than those measured, groups of the same ops stay where all of these did.
+        """
+        if self.is_for_other_sizes:
+            return subgraph.kind in {key[: len(subgraph.kind)] for key in left}
+        return subgraph.key in left
 
     def _is_refused(self, group: CompiledGroup) -> bool:
         """Whether a group stays unfused; where others were measured, only if it cannot run."""

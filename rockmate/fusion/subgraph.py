@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from rockmate.fusion.groups import Group
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.ops.kernels import dropout_apply, keep_scale
 
-_KEY_LENGTH = 12
+_DIGEST_LENGTH = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,22 +52,38 @@ class Subgraph:
         return tuple(layout(storage.root.meta["val"]) for storage in self.results)
 
     @cached_property
+    def kind(self) -> str:
+        """Equal for the same ops in the same wiring, at any sizes."""
+        return _digest(self._text(lambda value: "_" if type(value) is int else value))
+
+    @cached_property
     def key(self) -> str:
-        """Equal for the same ops on the same layouts, in every process."""
+        """Equal for the same ops on the same layouts, in every process; begins with the kind."""
+        text = self._text(lambda value: value)
+        return self.kind + _digest(f"{text} {self.layouts} {self.result_layouts}")
+
+    def _text(self, constant: Callable[[Any], Any]) -> str:
         names: dict[fx.Node, str] = {}
-        lines = [repr(self.layouts), repr(self.result_layouts)]
+
+        def written(value: Any) -> Any:
+            return _Name(names[value]) if isinstance(value, fx.Node) else constant(value)
+
+        lines = []
         for node in self.module.graph.nodes:
             names[node] = f"v{len(names)}"
-            args = fx.map_arg((node.args, node.kwargs), lambda each: _Name(names[each]))
             target = call_name(node) if node.op == "call_function" else node.op
-            lines.append(f"{target} {args}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_KEY_LENGTH]
+            lines.append(f"{target} {fx.node.map_aggregate((node.args, node.kwargs), written)}")
+        return "\n".join(lines)
 
     @property
     def calls(self) -> tuple[str, ...]:
         """Names of the ops inside, in order."""
         ops = sorted([*self.group.absorbed, *self.group.ops], key=lambda op: op.index)
         return tuple(call_name(op.node) for op in ops)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
 
 
 class _Name(str):

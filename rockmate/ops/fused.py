@@ -50,14 +50,15 @@ class FusedOp:
         in_place: forms in the memory of an argument, by its position.
     """
 
-    def __init__(self, key: str, calls: tuple[str, ...], num_results: int) -> None:
-        """Without a kernel."""
+    def __init__(self, key: str, kind: str, calls: tuple[str, ...], num_results: int) -> None:
+        """Without a kernel. Snapshots of steps at other sizes compare the kind."""
         self.key = key
         self.calls = calls
         self.num_results = num_results
         self.kernel: Kernel | None = None
         self.in_place: Mapping[int, InPlaceKernel] = {}
-        self.__name__ = self.__qualname__ = f"fused_{key}"
+        self.__name__ = f"fused_{key}"
+        self.__qualname__ = f"fused_{kind}"
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Runs the group."""

@@ -176,10 +176,13 @@ class Variants:
         for variant in (self.unchunked, *chunked):
             if dict(variant.step.options) == dict(options):
                 return variant.step
+        step = self.unchunked.step
+        if "kernels" in options:  # as another rank has them
+            step = step.fused(unfused=options["unfused"])
         if "loss_chunks" not in options:
-            return self.unchunked.step
-        step = self.unchunked.step.in_chunks(Chunks.parse(options["loss_chunks"]))
-        return self.unchunked.step if isinstance(step, Refusal) else step
+            return step
+        chunked = step.in_chunks(Chunks.parse(options["loss_chunks"]))
+        return step if isinstance(chunked, Refusal) else chunked
 
     def notes(self, variant: Variant) -> ChunkingNotes:
         """How the chunkable blocks run in a variant."""

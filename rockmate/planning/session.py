@@ -33,14 +33,19 @@ from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import InfeasibleBudgetError
+from rockmate.fusion.kernels import MissingCompilerError
+from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.kernel_variants import KernelVariants
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
+
+Kernels = Literal["eager", "fused", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ class PlanningSession:
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
         allow_chunking: bool | None = None,
-        kernels: Literal["eager", "fused"] = "eager",
+        kernels: Kernels = "eager",
     ) -> None:
         target = None if machine is None else load_machine(machine)
         timings: dict[str, float] = {}
@@ -96,7 +101,7 @@ class PlanningSession:
                 gradients=gradients,
                 machine=target,
                 untraced=untraced,
-                kernels=kernels,
+                kernels="eager" if kernels == "auto" else kernels,
                 progress=progress,
             )
         if modules_with_checkpointing(model):
@@ -110,6 +115,7 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             time_limit_s=time_limit_s,
             progress=progress,
+            tries_fused=kernels == "auto",
         )
 
     @classmethod
@@ -143,6 +149,7 @@ class PlanningSession:
         allow_chunking: bool | None,
         time_limit_s: float,
         progress: bool,
+        tries_fused: bool = False,
     ) -> None:
         """Measures or estimates the costs of a captured step and finds its smallest peak."""
         self.timings = timings
@@ -157,15 +164,25 @@ class PlanningSession:
                 return estimate_costs(graph, machine)
             return measure_costs(graph, progress=progress, known=measured)
 
+        steps = [step, *(_fused(step, timings, progress=progress) if tries_fused else ())]
         with _timed(timings, "costs"):
-            self._variants = Variants(
-                step, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s
-            )
+            forms = [
+                Variants(each, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
+                for each in steps
+            ]
+        fusions = [each.fusion for each in steps if each.fusion is not None]
+        self._fusion = fusions[0].report if fusions else None
+        self._variants = forms[0] if len(forms) == 1 else KernelVariants(forms)
         with _timed(timings, "solve"):
-            self._variants.unchunked.search("rockmate").minimum()
+            self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
+
+    @property
+    def fusion(self) -> FusionReport | None:
+        """What fusing groups of ops has brought; None if every op runs by itself."""
+        return self._fusion
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -345,6 +362,18 @@ class PlanningSession:
             bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
+
+
+def _fused(
+    step: CapturedStep, timings: dict[str, float], *, progress: bool
+) -> tuple[CapturedStep, ...]:
+    """The step with fused kernels; none where there is no compiler, with a line in the log."""
+    try:
+        with _timed(timings, "compile"):
+            return (step.fused(progress=progress),)
+    except MissingCompilerError as error:
+        logger.warning("kernels are not fused: %s", error)
+        return ()
 
 
 @contextmanager

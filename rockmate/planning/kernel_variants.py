@@ -1,0 +1,81 @@
+"""One step with fused kernels and without: for each budget, the form whose plan is faster.
+
+Where fusing gains nothing, such as a BERT on a CPU whose ops are fused already, a plan of single
+ops may be faster: it has more values to choose from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.plan.chunking_notes import ChunkingNotes
+from rockmate.planning.candidate import Candidate
+from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.step import CapturedStep
+
+
+class KernelVariants:
+    """The variants of a step for each form of its kernels; answers as `Variants` does.
+
+    Args:
+        forms: the step with single ops first.
+    """
+
+    def __init__(self, forms: Sequence[Variants]) -> None:
+        self._forms = forms
+        self.unchunked = forms[0].unchunked
+
+    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+        """See `Variants.step_for`."""
+        return self._form_of(options).step_for(options)
+
+    def notes(self, variant: Variant) -> ChunkingNotes:
+        """See `Variants.notes`."""
+        return self._form_of(variant.step.options).notes(variant)
+
+    def _form_of(self, options: Mapping[str, str]) -> Variants:
+        for form in self._forms:
+            if form.unchunked.step.options.get("kernels") == options.get("kernels"):
+                return form
+        return self._forms[0]
+
+    def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
+        """See `Variants.best_within`."""
+        found = [form.best_within(budget_bytes, strategy) for form in self._forms]
+        return min(filter(None, found), key=lambda pair: pair[1].time_ms, default=None)
+
+    def best_within_each(
+        self, budgets: Sequence[int], *, progress: bool = False
+    ) -> dict[int, tuple[Variant, Candidate]]:
+        """See `Variants.best_within_each`; only budgets that every form has planned jointly."""
+        found = [form.best_within_each(budgets, progress=progress) for form in self._forms]
+        common = set(found[0]).intersection(*found[1:])
+        return {
+            budget: min((each[budget] for each in found), key=lambda pair: pair[1].time_ms)
+            for budget in sorted(common)
+        }
+
+    def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
+        """See `Variants.frontier`."""
+        points = [point for form in self._forms for point in form.frontier(strategy)]
+        fastest: list[tuple[int, Candidate]] = []
+        for budget_bytes, candidate in sorted(points, key=lambda each: (each[0], each[1].time_ms)):
+            if not fastest or candidate.time_ms < fastest[-1][1].time_ms:
+                fastest.append((budget_bytes, candidate))
+        return fastest
+
+    def bounds_within(self, budget_bytes: int) -> Bounds:
+        """See `Variants.bounds_within`."""
+        return MinBound(partial(map, lambda form: form.bounds_within(budget_bytes), self._forms))
+
+    def minimum(self, strategy: str) -> Candidate:
+        """See `Variants.minimum`."""
+        found = [form.minimum(strategy) for form in self._forms]
+        return min(found, key=lambda candidate: candidate.peak_bytes)
+
+    def min_peak(self, strategy: str) -> Candidate:
+        """See `Variants.min_peak`."""
+        found = [form.min_peak(strategy) for form in self._forms]
+        return min(found, key=lambda candidate: candidate.peak_bytes)

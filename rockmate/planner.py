@@ -48,16 +48,23 @@ class Planner(PlanningSession):
         allow_chunking: whether the loss block may run in chunks of its rows, which adds the same
             numbers in another order. None uses chunks for budgets that nothing else meets, True
             wherever they are faster, False never.
+        kernels: "eager" runs PyTorch's own kernels, with eager's bits. "fused" runs groups of
+            pointwise ops, normalizations and reductions as one kernel each, compiled by Inductor
+            before ops are measured. The numbers then differ from eager's by rounding, and are the
+            same bits for every budget without chunks. "auto" plans with both and takes the faster
+            plan for each budget; without a compiler it takes eager's, with a line in the log.
 
     Raises:
+        MissingCompilerError: "fused" needs a compiler that is not there.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
         MachineError: the machine is unknown, or its description cannot be used.
 
     Attributes:
-        timings: seconds spent in "capture", "costs" and "solve". Planning for one more budget is
+        timings: seconds spent in "capture", "costs", "solve", and "compile" with kernels="auto". Planning for one more budget is
             not included.
         allow_chunking: as given.
+        fusion: what fusing has brought, group by group; None where every op runs by itself.
         baseline_peak_bytes: the activation peak without recomputation.
         baseline_ms: the time of one forward and backward without recomputation, in milliseconds.
         minimum_peak_bytes: the smallest budget that has a plan whatever the measured op times:

@@ -222,6 +222,12 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         "budgets that nothing else meets)",
     )
     command.add_argument(
+        "--kernels",
+        choices=("eager", "fused", "auto"),
+        default="eager",
+        help="fuse groups of ops into compiled kernels, or where that is faster (default: eager)",
+    )
+    command.add_argument(
         "--untraced",
         type=_names,
         default=(),
@@ -317,6 +323,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             machine=arguments.machine,
             allow_chunking=arguments.allow_chunking,
             untraced=arguments.untraced,
+            kernels=arguments.kernels,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -380,6 +387,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
         untraced=arguments.untraced,
+        kernels=arguments.kernels,
     )
     plan = planner.plan(
         budgets[0], strategy=arguments.strategy, on_infeasible=arguments.on_infeasible

@@ -81,10 +81,10 @@ def _numel(storage: Storage) -> int:
     return max(tensor.numel() for tensor in tensors_of(storage.root))
 
 
-def _is_large(storage: Storage, beside: Op) -> bool:
-    """Whether an operand counts as a source of an op's result."""
+def _is_large(storage: Storage, *beside: Op) -> bool:
+    """Whether an operand counts as a source of a result of these ops."""
     is_number = any(tensor.is_floating_point() for tensor in tensors_of(storage.root))
-    largest = max(map(_numel, beside.writes))
+    largest = max(_numel(written) for op in beside for written in op.writes)
     return is_number and _numel(storage) * _SMALLER > largest
 
 
@@ -245,9 +245,9 @@ class _Growth:
 def _absorbed(graph: Graph, sources: dict[Storage, Storage | None], group: Group) -> list[Op]:
     """The forward ops whose results a backward group computes itself, in order."""
     found: set[Op] = set()
-    pending = [(read, op) for op in group.ops for read in op.reads]
+    pending = [read for op in group.ops for read in op.reads]
     while pending:
-        read, reader = pending.pop()
+        read = pending.pop()
         op = read.producer
         if op is None or op in found or op.phase is Phase.BACKWARD or not is_pointwise(op):
             continue
@@ -255,8 +255,8 @@ def _absorbed(graph: Graph, sources: dict[Storage, Storage | None], group: Group
             other.phase is not Phase.FORWARD and not is_fusible(other)
             for other in graph.readers[read]
         )
-        if sources[read] is read or is_needed or read.is_result or not _is_large(read, reader):
+        if sources[read] is read or is_needed or read.is_result or not _is_large(read, *group.ops):
             continue
         found.add(op)
-        pending += [(further, op) for further in op.reads]
+        pending += op.reads
     return sorted(found, key=lambda op: op.index)

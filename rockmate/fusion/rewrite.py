@@ -6,7 +6,7 @@ import heapq
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,9 +133,13 @@ class Fusion:
         return bool(group.refusal) and (self.refused is None or not group.is_right)
 
 
-def _subgraphs(graph: Graph, groups: Iterable[Group]) -> list[Subgraph]:
-    absorbers = {op: set(group.absorbed) for group in groups for op in group.ops}
-    found = (subgraph_of(graph, group, absorbers) for group in groups)
+def _subgraphs(graph: Graph, groups: Sequence[Group]) -> list[Subgraph]:
+    group_of = {op: group for group in groups for op in group.ops}
+    absorbing: dict[Op, list[Group]] = {}
+    for group in groups:
+        for op in group.absorbed:
+            absorbing.setdefault(op, []).append(group)
+    found = (subgraph_of(graph, group, group_of, absorbing) for group in groups)
     return [each for each in found if each is not None and each.inputs]
 
 

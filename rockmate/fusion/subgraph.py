@@ -101,20 +101,26 @@ def layout(tensor: torch.Tensor) -> Layout:
 
 
 def subgraph_of(
-    graph: Graph, group: Group, absorbers: Mapping[Op, Collection[Op]]
+    graph: Graph, group: Group, group_of: Mapping[Op, Group], absorbing: Mapping[Op, list[Group]]
 ) -> Subgraph | None:
     """The function of a group; None if nothing outside of it reads a result.
 
     Args:
         graph: the ops.
         group: the group.
-        absorbers: for each op of a group, the ops that its group absorbs.
+        group_of: the group of each op that has one.
+        absorbing: the groups that absorb an op.
     """
     results = [
         storage
         for op in group.ops
         for storage in op.writes
-        if _is_read_outside(graph, storage, op, group, absorbers)
+        if _is_returned(graph, storage)
+        or any(
+            other is not group and (other is None or op not in other.absorbed)
+            for reader in graph.readers.get(storage, ())
+            for other in (group_of.get(reader), *absorbing.get(reader, ()))
+        )
     ]
     if not results:
         return None
@@ -127,20 +133,8 @@ def subgraph_of(
     return Subgraph(group=group, module=module, inputs=tuple(copied.inputs), results=tuple(results))
 
 
-def _is_read_outside(
-    graph: Graph,
-    storage: Storage,
-    op: Op,
-    group: Group,
-    absorbers: Mapping[Op, Collection[Op]],
-) -> bool:
-    """Whether an op outside of the group, or the step's caller, reads a result."""
-    if any(graph.storage_of[node] is storage for node, _ in graph.outputs):
-        return True
-    return any(
-        reader not in group.ops and op not in absorbers.get(reader, ())
-        for reader in graph.readers.get(storage, ())
-    )
+def _is_returned(graph: Graph, storage: Storage) -> bool:
+    return any(graph.storage_of[node] is storage for node, _ in graph.outputs)
 
 
 class _Copy:

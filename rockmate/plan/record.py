@@ -14,6 +14,7 @@ from functools import cached_property
 from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.costs.cost import Costs
 from rockmate.errors import PlanMismatchError
+from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, StorageKind
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
@@ -48,14 +49,17 @@ class PlanRecord:
         costs: time and workspace of every op.
         snapshot: the captured step as plain values, which the indices in the schedule refer to.
         chain: the blocks of the step.
-        options: how the step was captured: "differentiable", "outputs", "gradients", and
-            "loss_chunks" if the loss block runs in chunks.
+        options: how the step was captured: "differentiable", "outputs", "gradients";
+            "loss_chunks" if the loss block runs in chunks; "kernels" and "unfused", the groups that
+            stay as they are, if kernels are fused.
         strategy: name of the strategy that made the plan.
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
         num_unproved_blocks: number of solves without a proof of optimality: stopped at their time
             limit, or made for a smaller budget.
         machine: name of the machine that times were estimated for; None if they were measured.
         chunking_notes: how blocks run that may run in chunks; see `loss_block`, `feed_forward`.
+        fusion: what fusing groups of ops has brought; None where they run one by one, and for a
+            loaded plan.
         captured: the graph behind `snapshot`; None for a loaded plan.
     """
 
@@ -76,6 +80,7 @@ class PlanRecord:
     num_unproved_blocks: int = 0
     machine: str | None = None
     chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
+    fusion: FusionReport | None = None
     captured: Graph | None = None
 
     @property

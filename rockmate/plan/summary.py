@@ -51,6 +51,8 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
 
 
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    if plan.options.get("kernels") == "fused":
+        yield "fused kernels", _fusion_text(plan)
     if "loss_chunks" in plan.options:
         note = plan.loss_block
         yield "loss block", f"{note.text} ({note.module or 'no single submodule'})"
@@ -72,6 +74,13 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
             f"{plan.num_unproved_blocks} answers without a proof of optimality; "
             "a larger time_limit_s may help",
         )
+
+
+def _fusion_text(plan: PlanRecord) -> str:
+    if plan.fusion is not None:
+        return plan.fusion.summary()
+    num_fused = sum(op.short_call.startswith("fused_") for op in plan.snapshot.ops)
+    return f"{num_fused} of {len(plan.snapshot.ops)} ops are groups that run as one kernel each"
 
 
 def _pass_through_text(plan: PlanRecord) -> str:

@@ -90,6 +90,9 @@ class PlanningSession:
         allow_chunking: bool | None = None,
         kernels: Kernels = "eager",
     ) -> None:
+        if kernels not in ("eager", "fused", "auto"):
+            msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
+            raise ValueError(msg)
         target = None if machine is None else load_machine(machine)
         timings: dict[str, float] = {}
         with _timed(timings, "capture"):
@@ -356,6 +359,7 @@ class PlanningSession:
             chain=variant.chain,
             options=variant.step.options,
             chunking_notes=self._variants.notes(variant),
+            fusion=variant.step.fusion.report if variant.step.fusion else None,
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,

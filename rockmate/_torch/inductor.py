@@ -8,8 +8,11 @@ one group of ops is compiled, and all around it stays as planned. The public way
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,8 +52,17 @@ class CompilationError(Exception):
     """Inductor cannot compile a graph; the text is the first line of its reason."""
 
 
+@lru_cache(maxsize=1)
+def _load() -> None:
+    """Imports Inductor, which takes a second and warns of PyTorch's own deprecated calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._inductor.compile_fx")
+
+
 def missing_compiler(device_type: str) -> str:
     """What is missing to compile for a kind of device; empty if nothing is."""
+    _load()
     if device_type == "cpu":
         from torch._inductor import cpp_builder, exc
 
@@ -74,6 +86,7 @@ def decomposed(graph: fx.GraphModule, layouts: Sequence[Layout]) -> tuple[fx.Gra
     Raises:
         CompilationError: a call cannot be traced.
     """
+    _load()
     from torch._inductor.decomposition import select_decomp_table
 
     mode = FakeTensorMode()
@@ -127,6 +140,7 @@ def compile_graph(graph: fx.GraphModule, mode: Any, layouts: Sequence[Layout]) -
     Raises:
         CompilationError: Inductor cannot lower the graph.
     """
+    _load()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 

@@ -20,7 +20,6 @@ from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.graph.passes import REWRITES, run_passes, verify_joint
-from rockmate.ops.fused import FusedOp
 
 NAMES = ("gpt2", "llama", "bert-base", "t5-small", "vit-base", "hf-resnet", "resnet50", "encoder")
 

@@ -1,0 +1,218 @@
+"""Plans with fused kernels: predicted peaks, equal bits at every budget, eager's numbers up to
+rounding, and everything else that a training script does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import REGIMES, budget_for
+from torch import Tensor, nn
+
+from bench import measure
+from rockmate import Plan, PlanMismatchError, Planner, RockmateModule
+from rockmate.planning.session import PlanningSession
+
+NAMES = ("gpt2", "llama", "encoder", "hf-resnet")
+
+
+@functools.cache
+def case(name: str) -> tuple[Any, Planner, dict[str, Tensor]]:
+    """The workload, its planner with fused kernels, and the weights that it began with."""
+    workload = models.tiny(name).with_loss_inside()
+    before = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    planner = Planner(workload.model, workload.sample, kernels="fused", allow_chunking=False)
+    return workload, planner, before
+
+
+def step(workload: Any, callee: nn.Module, owner: nn.Module, seed: int = 1) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    owner.zero_grad(set_to_none=True)
+    _, loss = workload.loss(callee, workload.make_batch(seed))
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in owner.named_parameters() if p.grad is not None}
+    return {**found, "loss": loss.detach(), "state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_same_bits_at_every_budget(name: str) -> None:
+    workload, planner, before = case(name)
+    found = []
+    for regime in REGIMES:
+        workload.model.load_state_dict(before)
+        module = planner.module(budget_for(planner, regime))
+        found.append(step(workload, module, workload.model))
+    assert planner.plan(planner.minimum_peak_bytes).schedule.num_recomputations() > 0
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[key], found[0][key]) for key in other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_as_near_to_float64_as_eagers(name: str) -> None:
+    workload, planner, before = case(name)
+    workload.model.load_state_dict(before)
+    module = planner.module(planner.minimum_peak_bytes)
+    eager = copy.deepcopy(workload.model).train()
+    ours, theirs = step(workload, module, workload.model), step(workload, eager, eager)
+    assert torch.equal(ours["state"], theirs["state"])
+    assert ours.keys() == theirs.keys()
+    scale = max(float(value.abs().max()) for key, value in theirs.items() if key != "state")
+    for key in ours.keys() - {"state"}:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_measured_peaks_are_the_predicted_ones(name: str, regime: str) -> None:
+    workload, planner, before = case(name)
+    workload.model.load_state_dict(before)
+    module = planner.module(budget_for(planner, regime))
+    step(workload, module, workload.model)
+    workload.model.zero_grad(set_to_none=False)
+
+    batch = workload.make_batch(0)
+    peak = measure.allocator_peak(lambda: measure.training_step(workload, module, batch, seed=0))
+    assert peak == pytest.approx(module.plan.predicted_peak_bytes, rel=0.005)
+    assert peak <= module.plan.budget_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_without_recomputation_is_no_higher_than_with_single_ops(name: str) -> None:
+    workload, planner, _ = case(name)
+    single = Planner(workload.model, workload.sample)
+    assert planner.baseline_peak_bytes <= single.baseline_peak_bytes
+    assert planner.fusion is not None
+    assert planner.fusion.num_places > 0
+
+
+def test_auto_is_never_slower_than_either_form_and_prefers_what_fits() -> None:
+    workload, _, _ = case("gpt2")
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto", allow_chunking=False)
+    forms = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(forms) == 2
+    smallest = auto.minimum_peak_bytes
+    assert smallest == min(form.minimum("rockmate").peak_bytes for form in forms)
+    for budget in (auto.baseline_peak_bytes, smallest):
+        best = [form.best_within(budget, "rockmate") for form in forms]
+        expected = min(candidate.time_ms for _, candidate in filter(None, best))
+        plan = auto.plan(budget)
+        assert plan.predicted_ms == expected
+        assert plan.lower_bound_ms <= plan.predicted_ms
+        auto.planned_call(budget)
+
+
+def test_a_plan_file_holds_the_groups(tmp_path: Path) -> None:
+    workload, planner, before = case("gpt2")
+    workload.model.load_state_dict(before)
+    plan = planner.plan(planner.minimum_peak_bytes)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.options["kernels"] == "fused"
+    assert "groups that run as one kernel" in loaded.summary()
+    assert "groups of ops run as" in plan.summary()
+    module = RockmateModule(workload.model, workload.sample, plan=loaded)
+    twin = planner.module_of(plan)
+    first, second = (step(workload, each, workload.model) for each in (module, twin))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    unfused = Planner(workload.model, workload.sample).plan(1.0)
+    with pytest.raises(PlanMismatchError):
+        planner._step.planned_call(unfused)
+
+
+def test_other_sizes_and_accumulation() -> None:
+    torch.manual_seed(0)
+    model = models.Stack(num_layers=2, width=64).train()
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, (torch.randn(64, 64),), 0.8, kernels="fused")
+    for rows in (64, 48, 64, 80, 16):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        for callee in (module, eager):
+            torch.manual_seed(rows)
+            callee(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = models.Stack(num_layers=2, width=64, dropout=0.0).train()
+    exact = copy.deepcopy(model).double()
+    eager = copy.deepcopy(model)
+    x = torch.randn(64, 64)
+    exact(x.double()).square().mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        module = RockmateModule(model, (x,), 0.6, kernels="fused")
+        for callee in (module, eager):
+            callee(x).float().square().mean().backward()
+
+    def error(of: nn.Module) -> float:
+        pairs = zip(of.parameters(), exact.parameters(), strict=True)
+        return sum(float((mine.grad.double() - true.grad).norm()) for mine, true in pairs)
+
+    assert error(model) <= 1.1 * error(eager)
+
+
+def test_hooks_and_frozen_parameters() -> None:
+    torch.manual_seed(0)
+    model = models.Stack(num_layers=2, width=64, dropout=0.0).train()
+    first, *_ = model.parameters()
+    first.requires_grad_(False)
+    eager = copy.deepcopy(model)
+    seen: dict[str, list[Tensor]] = {"planned": [], "eager": []}
+    for name, owner in (("planned", model), ("eager", eager)):
+        for parameter in owner.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda g, name=name: seen[name].append(g.clone()) or g * 2)
+    x = torch.randn(64, 64)
+    module = RockmateModule(model, (x,), 0.6, kernels="fused")
+    for callee in (module, eager):
+        callee(x).square().mean().backward()
+    assert len(seen["planned"]) == len(seen["eager"]) > 0
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_plans_in_chunks_and_estimated_costs() -> None:
+    workload, _, _ = case("gpt2")
+    chunked = Planner(workload.model, workload.sample, kernels="fused", allow_chunking=True)
+    plan = chunked.plan(chunked.minimum_peak_bytes)
+    assert plan.predicted_peak_bytes <= chunked.minimum_peak_bytes
+    chunked.module_of(plan)
+    estimated = Planner(workload.model, workload.sample, kernels="fused", machine="h100")
+    single = Planner(workload.model, workload.sample, machine="h100")
+    assert estimated.baseline_ms < single.baseline_ms
+    assert estimated.baseline_peak_bytes <= single.baseline_peak_bytes
+
+
+def test_outputs_that_the_loss_leaves_out() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.first, self.second = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.body(x) * 2) * 0.5
+            return torch.sin(self.first(h) * 2), torch.cos(self.second(h) * 3)
+
+    torch.manual_seed(0)
+    model = Heads().train()
+    eager = copy.deepcopy(model)
+    x = torch.randn(64, 64)
+    module = RockmateModule(model, (x,), 1.0, kernels="fused", differentiable="all")
+    for kept in (0, 1):
+        for owner, callee in ((model, module), (eager, eager)):
+            owner.zero_grad(set_to_none=True)
+            callee(x)[kept].square().sum().backward()
+        for (name, mine), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)

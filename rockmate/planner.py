@@ -61,8 +61,8 @@ class Planner(PlanningSession):
         MachineError: the machine is unknown, or its description cannot be used.
 
     Attributes:
-        timings: seconds spent in "capture", "costs", "solve", and "compile" with kernels="auto". Planning for one more budget is
-            not included.
+        timings: seconds spent in "capture", "costs" and "solve", and in "compile" with
+            kernels="auto". Planning for one more budget is not included.
         allow_chunking: as given.
         fusion: what fusing has brought, group by group; None where every op runs by itself.
         baseline_peak_bytes: the activation peak without recomputation.

@@ -30,7 +30,8 @@ def first_offer(description: str, own: str) -> str:
     key = f"rockmate/{hashlib.sha256(description.encode()).hexdigest()}"
     # The store takes no empty value as an offer.
     first = default_store().compare_set(key, "", f"={own}")
-    return (first if isinstance(first, str) else first.decode())[1:]
+    text = first if isinstance(first, str) else bytes(first).decode()
+    return text[1:]
 
 
 def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:

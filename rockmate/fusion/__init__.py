@@ -1,1 +1,1 @@
-"""Groups of ops that run as one compiled kernel each, made before a step is measured and planned."""
+"""Groups of ops that run as one compiled kernel each: fused first, measured and planned after."""

@@ -6,11 +6,11 @@ a value is made from two large ones:
 * The *source* of a pointwise value is the one large value that it can be computed from alone. Small
   operands, masks and integers do not count. A value with two sources, and one that is not
   pointwise, is a *kept value*: its own source.
-* Forward groups grow from producers to consumers and end at kept values, at results of
-  normalizations, and at tables that are computed from static values alone. So a kept value is the result of one op, and what hangs on it (a normalization, an
-  activation, a rotary embedding) is one kernel that runs again from it alone. If a residual sum and
-  the normalization behind it were one kernel, recomputing the normalization would need the addends
-  of the sum, and so a matrix product.
+* Forward groups grow from producers to consumers. They end at kept values, at results of
+  normalizations, and at tables that are computed from static values alone. So a kept value is the
+  result of one op, and what hangs on it (a normalization, an activation, a rotary embedding) is one
+  kernel that runs again from it alone. If a residual sum and the normalization behind it were one
+  kernel, recomputing the normalization would need the addends of the sum, and so a matrix product.
 * Backward groups run once. They grow to any convex set of ops, also over siblings that read one
   large gradient. They *absorb* the forward values with another source that they read: they compute
   these from the source. A value that another backward op needs in memory is not absorbed, since its

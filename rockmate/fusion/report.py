@@ -86,7 +86,8 @@ class FusionReport:
         lines = [self.summary()]
         for group in self.groups:
             how = group.refusal or (
-                f"{group.fused_ms:.3f} ms for {group.separate_ms:.3f}, {group.num_in_place} in place"
+                f"{group.fused_ms:.3f} ms for {group.separate_ms:.3f}, "
+                f"{group.num_in_place} in place"
             )
             lines.append(f"  {group.num_places:4d} x {group.name}: {how}")
             lines.append(f"         {', '.join(group.calls)}")

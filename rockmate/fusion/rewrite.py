@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -231,7 +232,7 @@ def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
     missing = {node: len(node.all_input_nodes) for node in nodes}
     draws = [node for node in nodes if node.op == "call_function" and is_random(node.target)]
-    for earlier, later in zip(draws, draws[1:], strict=False):
+    for earlier, later in pairwise(draws):
         followers[earlier].append(later)
         missing[later] += 1
     ready = [(position[node], index) for index, node in enumerate(nodes) if not missing[node]]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from rockmate._torch.inductor import Layout
 from rockmate.capture.nodes import call_name
@@ -72,7 +73,7 @@ class Subgraph:
         for node in self.module.graph.nodes:
             names[node] = f"v{len(names)}"
             target = call_name(node) if node.op == "call_function" else node.op
-            lines.append(f"{target} {fx.node.map_aggregate((node.args, node.kwargs), written)}")
+            lines.append(f"{target} {map_aggregate((node.args, node.kwargs), written)}")
         return "\n".join(lines)
 
     @property

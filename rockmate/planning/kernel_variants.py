@@ -7,7 +7,6 @@ ops may be faster: it has more values to choose from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.plan.chunking_notes import ChunkingNotes
@@ -68,7 +67,7 @@ class KernelVariants:
 
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """See `Variants.bounds_within`."""
-        return MinBound(partial(map, lambda form: form.bounds_within(budget_bytes), self._forms))
+        return MinBound(lambda: [form.bounds_within(budget_bytes) for form in self._forms])
 
     def minimum(self, strategy: str) -> Candidate:
         """See `Variants.minimum`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,10 +38,9 @@ class Block(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def forgotten_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forgotten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test compiles for itself; what Inductor keeps on disk makes that quick."""
     monkeypatch.setattr("rockmate.fusion.kernels._COMPILED", {})
-    yield
 
 
 def capture() -> Capture:
@@ -171,7 +170,7 @@ def test_without_a_compiler_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rockmate.fusion.kernels.missing_compiler", lambda _: "a compiler")
-    with pytest.raises(MissingCompilerError, match='needs a compiler for cpu.*kernels="eager"'):
+    with pytest.raises(MissingCompilerError, match=r'needs a compiler for cpu.*kernels="eager"'):
         RockmateModule(Block(), (X,), 1.0, kernels="fused")
     assert issubclass(MissingCompilerError, RockmateError)
     planner = Planner(Block(), (X,), kernels="auto")

@@ -90,6 +90,10 @@ class MachineError(RockmateError, ValueError):
     """A machine that is not known, or whose description cannot be used."""
 
 
+class MissingCompilerError(RockmateError, RuntimeError):
+    """Fused kernels were asked for, and there is no compiler for the device."""
+
+
 class SignatureMismatchError(RockmateError, ValueError):
     """A call differs in shapes, dtypes, devices or constants from the sample of the plan."""
 

@@ -235,7 +235,10 @@ class CapturedStep:
                 "bytes that the plan promises. Plan again."
             )
             raise PlanMismatchError(msg)
-        return replace(plan, captured=self.graph, snapshot=snapshot, simulation=simulation)
+        fusion = self.fusion.report if self.fusion else None
+        return replace(
+            plan, captured=self.graph, snapshot=snapshot, simulation=simulation, fusion=fusion
+        )
 
 
 def capture_step(

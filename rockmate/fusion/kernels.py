@@ -23,7 +23,7 @@ from rockmate._torch.inductor import (
     decomposed,
     missing_compiler,
 )
-from rockmate.errors import RockmateError
+from rockmate.errors import MissingCompilerError
 from rockmate.fusion.checks import as_tuple, difference, is_in_place, sample_values, time_ms
 from rockmate.fusion.in_place_form import writing
 from rockmate.fusion.subgraph import Subgraph
@@ -35,10 +35,6 @@ logger = logging.getLogger(__name__)
 _NOISE = 1.02
 # Smaller results are not worth a second kernel.
 _LEAST_IN_PLACE_BYTES = 1 << 16
-
-
-class MissingCompilerError(RockmateError):
-    """Fused kernels were asked for, and there is no compiler for the device."""
 
 
 @dataclass(slots=True, kw_only=True)

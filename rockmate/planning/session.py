@@ -32,8 +32,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError
-from rockmate.fusion.kernels import MissingCompilerError
+from rockmate.errors import InfeasibleBudgetError, MissingCompilerError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.plan.plan import Plan

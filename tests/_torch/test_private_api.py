@@ -39,6 +39,7 @@ from rockmate._torch.dispatch import (
 from rockmate._torch.distributed import (
     active_data_parallel,
     default_store,
+    first_offer,
     holds_sharded_parameters,
 )
 from rockmate._torch.engine import (
@@ -66,6 +67,13 @@ from rockmate._torch.fake import (
     move_to,
 )
 from rockmate._torch.graphs import boxed_module, module_without_code, on_node_created
+from rockmate._torch.inductor import (
+    CompilationError,
+    compile_graph,
+    decomposed,
+    fake_inputs,
+    missing_compiler,
+)
 from rockmate._torch.members import (
     accumulation_hooks_of,
     all_hooks_of,
@@ -358,6 +366,7 @@ class TestDistributed:
         assert active_data_parallel() is None
         with pytest.raises(ValueError, match="not been initialized"):
             default_store()
+        assert first_offer("a choice", "own") == "own"
 
     def test_a_plain_module_is_not_sharded(self) -> None:
         module = nn.Linear(2, 2)
@@ -508,6 +517,53 @@ class TestMembers:
         assert not is_compiled_in_place(module)
         module.compile(backend="eager")
         assert is_compiled_in_place(module)
+
+
+class TestInductor:
+    LAYOUTS: ClassVar = [((8, 4), (4, 1), torch.float32, CPU)] * 2
+
+    @staticmethod
+    def graph() -> fx.GraphModule:
+        def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            product = x.sin() * y
+            return product, product.sum(0)
+
+        return fx.symbolic_trace(compute)
+
+    def test_a_graph_is_compiled_and_its_list_is_emptied(self) -> None:
+        assert not missing_compiler("cpu")
+        traced, mode = decomposed(self.graph(), self.LAYOUTS)
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        given = [x, y]
+        product, total = compile_graph(traced, mode, self.LAYOUTS).result()(given)
+        assert given == []
+        torch.testing.assert_close(product, x.sin() * y)
+        torch.testing.assert_close(total, (x.sin() * y).sum(0))
+
+    def test_fake_inputs(self) -> None:
+        strided = ((2, 3), (1, 2), torch.bfloat16, CPU)
+        (fake,) = fake_inputs(FakeTensorMode(), [strided])
+        assert is_fake(fake)
+        assert (tuple(fake.shape), fake.stride(), fake.dtype) == strided[:3]
+
+    def test_a_call_that_cannot_be_traced(self) -> None:
+        def reads_a_value(x: torch.Tensor) -> torch.Tensor:
+            return x * aten.sum.default(x).item()
+
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        graph.output((graph.call_function(reads_a_value, (x,)),))
+        with pytest.raises(CompilationError):
+            decomposed(fx.GraphModule(nn.Module(), graph), self.LAYOUTS[:1])
+
+    def test_code_that_the_compiler_refuses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        traced, mode = decomposed(self.graph(), self.LAYOUTS)
+        from torch._inductor import config
+
+        # A name that no library has, so that nothing kept on disk serves.
+        settings = {"cpp.cxx": (None, "/nowhere/c++"), "force_disable_caches": True}
+        with config.patch(settings), pytest.raises(CompilationError):
+            compile_graph(traced, mode, self.LAYOUTS).result()
 
 
 def test_ops() -> None:

@@ -14,8 +14,7 @@ import rockmate.fusion.kernels
 from rockmate import Planner, RockmateModule
 from rockmate._torch.inductor import CompilationError
 from rockmate.capture.roles import Capture
-from rockmate.errors import RockmateError
-from rockmate.fusion.kernels import MissingCompilerError
+from rockmate.errors import MissingCompilerError, RockmateError
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.passes import REWRITES, run_passes

@@ -1,0 +1,136 @@
+"""A graph of Dynamo's with its plans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rockmate._torch.dynamo import output_examples
+from rockmate.budget import is_share
+from rockmate.dynamo.compiled_step import CompiledStep
+from rockmate.dynamo.graph_module import GraphModule, Outputs
+from rockmate.errors import RockmateError
+from rockmate.module import RockmateModule
+from rockmate.plan.plan import Plan
+from rockmate.planner import Planner
+from rockmate.runtime.pending_steps import share_pending_steps
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a step, for calls of one kind.
+
+    Attributes:
+        planner: plans for any share.
+        budget_bytes: the share that `module` is for.
+        module: runs the plan.
+    """
+
+    planner: Planner
+    budget_bytes: int
+    module: RockmateModule
+
+
+class PlannedGraph:
+    """A graph of Dynamo's with its plans.
+
+    Attributes:
+        graph: Dynamo's graph.
+        step: what it has in common with the other graphs of the same `torch.compile`.
+        is_part: whether Dynamo broke the frame, so that others may belong to the same step.
+        number: graphs are numbered in the order in which Dynamo made them.
+    """
+
+    def __init__(self, graph: fx.GraphModule, step: CompiledStep, *, is_part: bool) -> None:
+        self.graph, self.step, self.is_part = graph, step, is_part
+        self.number = next(_NUMBERS)
+        self._outputs = Outputs(graph, output_examples(graph))
+        # By the inputs that are neither tensors nor their sizes.
+        self._graphs: dict[Hashable, GraphModule] = {}
+        self._modules: dict[Hashable, RockmateModule] = {}
+        self._parts: dict[Hashable, _Part] = {}
+        self._last: RockmateModule | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the last call ran.
+
+        Raises:
+            RockmateError: there was none.
+        """
+        if self._last is None:
+            msg = "this graph has not run yet: it is planned in its first training call."
+            raise RockmateError(msg)
+        return self._last.plan
+
+    def run(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs for a training call; errors as for `RockmateModule`.
+
+        Raises:
+            UnsupportedModelError: the graph is a part of a step, and another part waits for its
+                backward, where `graph_breaks` is "error".
+        """
+        module = self._graph_for(arguments)
+        tensors = module.take(arguments)
+        if self.step.options.graph_breaks == "share":
+            planned = self._part_for(module, arguments, tensors)
+        else:
+            if self.is_part:
+                self.step.refuse_second_part()
+            planned = self._module_for(module, arguments)
+        self._last = planned
+        outputs = self._outputs.rebuild(planned(*tensors), arguments)
+        if self.is_part or self.step.options.graph_breaks == "share":
+            self.step.ran(outputs, planned.plan)
+        if is_share(self.step.budget) and self.step.options.graph_breaks == "error":
+            self.step.budget = planned.plan.budget_bytes
+        return outputs
+
+    def _graph_for(self, arguments: Sequence[Any]) -> GraphModule:
+        """The graph as a module, for the constants of a call."""
+        first = next(iter(self._graphs.values()), None)
+        places = first.constants if first is not None else ()
+        key = tuple(arguments[place] for place in places)
+        if key not in self._graphs:
+            module = GraphModule(self.graph, arguments)
+            share_pending_steps(module, self.step.pending)
+            self._graphs[tuple(module.constants.values())] = module
+            return module
+        return self._graphs[key]
+
+    def _module_for(self, graph: GraphModule, arguments: Sequence[Any]) -> RockmateModule:
+        """What plans for and runs a graph within the whole budget."""
+        key = tuple(graph.constants.values())
+        if key not in self._modules:
+            self._modules[key] = self.step.options.module_of(graph, self.step.budget)
+        return self._modules[key]
+
+    def _part_for(
+        self, graph: GraphModule, arguments: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> RockmateModule:
+        """What runs a graph within its share of the budget."""
+        options = self.step.options
+        key = (
+            self.number,
+            *(
+                (each.shape, each.dtype, each.requires_grad) if isinstance(each, Tensor) else each
+                for each in arguments
+            ),
+            torch.is_autocast_enabled("cpu"),
+        )
+        part = self._parts.get(key)
+        planner = Planner(graph, tuple(tensors), **options.planner) if part is None else part.planner
+        share = self.step.share_of(key, planner)
+        if part is None or part.budget_bytes != share:
+            module = planner.module(
+                share, strategy=options.strategy, on_infeasible=options.on_infeasible
+            )
+            part = self._parts[key] = _Part(planner, share, module)
+        return part.module

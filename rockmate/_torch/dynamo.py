@@ -124,10 +124,13 @@ class Break:
     Attributes:
         reason: in Dynamo's words; empty if it does not say.
         place: the user's line, as "file:line in function"; empty if it is not known.
+        is_of_data_parallel: whether Dynamo splits the graph of a DistributedDataParallel module, to
+            reduce its gradients bucket by bucket.
     """
 
     reason: str
     place: str
+    is_of_data_parallel: bool = False
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
@@ -141,6 +144,8 @@ def break_of(graph: fx.GraphModule) -> Break | None:
         return None
     first, *_ = str(reason.reason).strip().splitlines() or [""]
     last = reason.user_stack[-1] if reason.user_stack else None
+    if first.startswith("DDPOptimizer"):
+        return Break(first, "the module in DistributedDataParallel", is_of_data_parallel=True)
     place = f"{last.filename}:{last.lineno} in {last.name}" if last else ""
     return Break(first, place)
 
@@ -181,6 +186,26 @@ def compile_call() -> Any:
     # Around a DistributedDataParallel module, Dynamo splits graphs before they come here.
     owner = getattr(backend, "__self__", backend)
     return getattr(owner, "backend_compile_fn", owner)
+
+
+def compilations_left() -> int:
+    """How often Dynamo will compile the frame again; past that it runs the frame uncompiled.
+
+    It counts what it has compiled of the same code, for any model. To be called from a backend.
+    """
+    from torch._dynamo import config
+    from torch._guards import CompileContext
+
+    compilation = CompileContext.current_compile_id()
+    number = 0 if compilation is None else (compilation.frame_compile_id or 0)
+    return max(0, config.recompile_limit - number - 1)
+
+
+def fails_past_limit() -> bool:
+    """Whether Dynamo raises where it would run a frame uncompiled for having compiled too often."""
+    from torch._dynamo import config
+
+    return config.fail_on_recompile_limit_hit
 
 
 def guard_training(graph: fx.GraphModule) -> bool | None:

@@ -238,6 +238,12 @@ def _input_role(descriptor: Any) -> Role:
             return Role(RoleKind.INPUT, index=descriptor.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
             return Role(RoleKind.TANGENT, index=descriptor.output.idx)
+        case "TangentAOTInput" if type(descriptor.output).__name__ == "InputMutationAOTOutput":
+            msg = (
+                "the model changes an input that requires a gradient in place, which a plan cannot "
+                "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
+            )
+            raise UnsupportedModelError(msg)
     msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
 

@@ -25,7 +25,9 @@ from rockmate._torch.dynamo import (
     Break,
     break_of,
     broken_caller,
+    compilations_left,
     compile_call,
+    fails_past_limit,
     guard_training,
     is_fake_call,
     output_examples,
@@ -37,6 +39,13 @@ from rockmate.dynamo.planned_graph import PlannedGraph
 logger = logging.getLogger(__name__)
 
 _STEPS: weakref.WeakKeyDictionary[Any, CompiledStep] = weakref.WeakKeyDictionary()
+# Dynamo counts by code, so a limit that is reached by one model holds for others of its class.
+_LAST_COMPILATION = (
+    "Dynamo has compiled this model's forward as often as torch._dynamo.config.recompile_limit "
+    "allows. A call that needs another compilation runs uncompiled, and no budget bounds it. Raise "
+    "the limit, or have such a call fail: torch.compile(..., fullgraph=True) or "
+    "torch._dynamo.config.fail_on_recompile_limit_hit = True."
+)
 _GRAPHS: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
 
 
@@ -63,6 +72,8 @@ def rockmate_backend(
     if guard_training(graph) is False:
         logger.info("a graph of a model in eval mode runs as it is, without a plan")
         return graph.forward
+    if compilations_left() == 0 and not fails_past_limit():
+        logger.warning(_LAST_COMPILATION)
     planned = PlannedGraph(graph, step, is_part=bool(breaks))
     _GRAPHS.add(planned)
     return _runner(planned)

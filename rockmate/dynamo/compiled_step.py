@@ -33,6 +33,12 @@ from rockmate.runtime.pending_steps import PendingSteps, is_pending
 
 logger = logging.getLogger(__name__)
 _HOW_TO_SEE = "torch.compile(..., fullgraph=True) or TORCH_LOGS=graph_breaks explains each"
+_DATA_PARALLEL = (
+    "the compiled module is a DistributedDataParallel, whose graph Dynamo splits into one for each "
+    "bucket of gradients, and the budget is that of one graph. Compile the model first: "
+    "DistributedDataParallel(torch.compile(model, ...)). Or share the budget among the graphs: "
+    'options={"graph_breaks": "share", ...}.'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,11 @@ class CompiledStep:
         """Raises if a part of a broken frame is about to run while another waits for its backward.
 
         Raises:
-            UnsupportedModelError: as said; it names the lines of the breaks.
+            UnsupportedModelError: as said; it names the lines of the breaks. Also for the first
+                part of a module that Dynamo splits for DistributedDataParallel.
         """
+        if any(each.is_of_data_parallel for each in self.breaks):
+            raise UnsupportedModelError(_DATA_PARALLEL)
         self._forget_finished()
         if not self._running:
             return
@@ -134,16 +143,16 @@ class CompiledStep:
             return
         baseline_bytes = sum(call.planner.baseline_peak_bytes for call in calls)
         self.budget = budget_bytes = parse_budget(self.budget, baseline_bytes)
-        shares, peak_bytes = shares_within(calls, budget_bytes, self.options.strategy)
-        self._check(peak_bytes)
-        self._known[parts[0]] = parts, shares
+        shares = shares_within(calls, budget_bytes, self.options.strategy)
+        self._check(shares.peak_bytes)
+        self._known[parts[0]] = parts, shares.bytes_of
         logger.warning(
-            "a step runs %d graphs, which share the budget of %s: %s; together their predicted "
-            "peak is %s",
+            "a step runs %d graphs within the budget of %s: their predicted peaks are %s, and that "
+            "of the step is %s",
             len(calls),
             size_text(budget_bytes),
-            ", ".join(size_text(shares[part]) for part in parts),
-            size_text(peak_bytes),
+            ", ".join(map(size_text, shares.part_peaks_bytes)),
+            size_text(shares.peak_bytes),
         )
 
     def _check(self, needed_bytes: int) -> None:

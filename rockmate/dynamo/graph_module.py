@@ -80,9 +80,18 @@ class GraphModule(nn.Module):
         constants: inputs that are neither tensors nor their sizes, by position: a plan is for them.
     """
 
-    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> None:
-        """Takes a graph and the arguments of its first call."""
+    def __init__(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], *, loss: int | None = None
+    ) -> None:
+        """Takes a graph and the arguments of its first call.
+
+        Args:
+            graph: Dynamo's graph.
+            arguments: of its first call.
+            loss: which of the output tensors alone is differentiated; None if all are.
+        """
         super().__init__()
+        self._loss = loss
         self.graph = graph
         placeholders = placeholders_of(graph)
         self._members: dict[int, _Member] = {}
@@ -105,8 +114,11 @@ class GraphModule(nn.Module):
             if node.op.startswith("call"):
                 self._place(module_path(node))
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The graph's output tensors for the tensors of a call."""
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | dict[Any, Any]:
+        """The graph's output tensors for the tensors of a call, in order.
+
+        If one is the loss, they are the values of a dictionary that names it.
+        """
         arguments: list[Any] = [None] * self._num_arguments
         for place, tensor in zip(self._inputs, tensors, strict=True):
             arguments[place] = tensor
@@ -119,7 +131,10 @@ class GraphModule(nn.Module):
         places = {path: each for path, each in self.named_modules() if isinstance(each, Place)}
         with traceback.preserve_node_meta():
             outputs = _InPlaces(self.graph, places).run(*arguments)
-        return tuple(each for each in outputs if isinstance(each, torch.Tensor))
+        found = [each for each in outputs if isinstance(each, torch.Tensor)]
+        if self._loss is None:
+            return tuple(found)
+        return {"loss" if place == self._loss else place: each for place, each in enumerate(found)}
 
     def take(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """Puts the parameters and buffers of a call in their places.
@@ -178,20 +193,29 @@ def _size_among(placeholders: Sequence[Placeholder], wanted: Placeholder) -> _Si
 
 
 class Outputs:
-    """Puts a graph's outputs together: its tensors, and what is none."""
+    """Puts a graph's outputs together: its tensors, and what is none.
+
+    Attributes:
+        loss: which of the output tensors is the loss: the only scalar that requires a gradient,
+            where others do, too. None if there is no such one.
+    """
 
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
         """Takes a graph and the fake values of its outputs."""
         self._examples = list(examples)
+        tensors = [each for each in self._examples if isinstance(each, torch.Tensor)]
+        trained = [place for place, each in enumerate(tensors) if each.requires_grad]
+        scalars = [place for place in trained if tensors[place].ndim == 0]
+        self.loss = scalars[0] if len(scalars) == 1 and len(trained) > 1 else None
         self._symbols = {
             placeholder.size: place
             for place, placeholder in enumerate(placeholders_of(graph))
             if placeholder.size is not None
         }
 
-    def rebuild(self, tensors: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def rebuild(self, returned: Any, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of a call, in the graph's order."""
-        left = iter(tensors)
+        left = iter(returned.values() if isinstance(returned, dict) else returned)
         return tuple(
             next(left) if isinstance(each, torch.Tensor) else self._constant(each, arguments)
             for each in self._examples

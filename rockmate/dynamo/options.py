@@ -12,9 +12,21 @@ from rockmate.budget import Budget, check_on_infeasible, parse_budget
 from rockmate.errors import InvalidBudgetError
 from rockmate.module import RockmateModule
 from rockmate.planner import Planner
+from rockmate.planning.strategies import STRATEGIES
 
 GraphBreaks = Literal["error", "share"]
-_CHOICES = {"graph_breaks": ("error", "share"), "larger": ("plan", "refuse")}
+# The values of an option, the default first.
+_CHOICES = {
+    "graph_breaks": ("error", "share"),
+    "larger": ("plan", "refuse"),
+    "differentiable": ("all", "loss"),
+    "gradients": ("accumulated", "returned"),
+}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "time_limit_s": (int, float),
+    "progress": (bool,),
+    "allow_chunking": (bool, type(None)),
+}
 # Of the arguments of `Planner`: those that speak of a module or a device that Dynamo's graph has
 # not. Dynamo's graph returns a flat tuple, in which no output has a name.
 _NOT_OF_GRAPHS = {"self", "model", "sample_input", "machine", "untraced", "outputs"}
@@ -80,11 +92,20 @@ class Options:
             if given.get(name, values[0]) not in values:
                 msg = f"{name} is {given[name]!r}; choose one of {', '.join(map(repr, values))}"
                 raise ValueError(msg)
+        for name, kinds in _KINDS.items():
+            if name in given and not isinstance(given[name], kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                msg = f"{name} is {given[name]!r}; give {wanted}"
+                raise TypeError(msg)
+        if given.get("strategy", "rockmate") not in STRATEGIES:
+            known = ", ".join(map(repr, STRATEGIES))
+            msg = f"strategy is {given['strategy']!r}; choose one of {known}"
+            raise ValueError(msg)
         check_on_infeasible(given.get("on_infeasible", "error"))
         return cls(
             budget=given.pop("budget"),
             **{name: given.pop(name) for name in own if name in given},
-            # Dynamo's outputs have no names that would tell a loss from others.
+            # Outputs have no names here. So the loss is not told from others unless asked for.
             planner={"differentiable": "all", **given},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.runtime.pending_steps import share_pending_steps
 
+logger = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
@@ -99,11 +101,25 @@ class PlannedGraph:
         places = first.constants if first is not None else ()
         key = tuple(arguments[place] for place in places)
         if key not in self._graphs:
-            module = GraphModule(self.graph, arguments)
+            module = GraphModule(self.graph, arguments, loss=self._loss())
             share_pending_steps(module, self.step.pending)
             self._graphs[tuple(module.constants.values())] = module
             return module
         return self._graphs[key]
+
+    def _loss(self) -> int | None:
+        """Which output tensor alone is differentiated; None if all are.
+
+        Outputs of a part are inputs of the next, and are differentiated.
+        """
+        loss = None if self.is_part else self._outputs.loss
+        if loss is None or self.step.options.planner["differentiable"] == "loss":
+            return loss
+        logger.info(
+            "the plan has a gradient for each output of this graph. If you differentiate its scalar "
+            'output alone, options={"differentiable": "loss", ...} needs less memory.'
+        )
+        return None
 
     def _module_for(self, graph: GraphModule, arguments: Sequence[Any]) -> RockmateModule:
         """What plans for and runs a graph within the whole budget."""

@@ -23,6 +23,21 @@ from rockmate.planner import Planner
 _NUM_HALVINGS = 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Shares of a budget.
+
+    Attributes:
+        bytes_of: the share of each part.
+        part_peaks_bytes: predicted peaks of the parts, in the order of their forwards.
+        peak_bytes: predicted peak of the whole step.
+    """
+
+    bytes_of: Mapping[Hashable, int]
+    part_peaks_bytes: tuple[int, ...]
+    peak_bytes: int
+
+
 @dataclass(slots=True)
 class PartCall:
     """One forward of a part.
@@ -40,33 +55,33 @@ class PartCall:
 
 def shares_within(
     calls: Sequence[PartCall], budget_bytes: int, strategy: str
-) -> tuple[Mapping[Hashable, int], int]:
-    """Shares that keep the budget, and the predicted peak of the whole step.
+) -> Shares:
+    """Shares that keep the budget, or the smallest peaks if those do not.
 
     Args:
         calls: the parts in the order of their forwards.
         budget_bytes: of the step.
         strategy: see `Planner.plan`.
-
-    Returns:
-        The share of each part, and the peak. If it is above the budget, the shares are the smallest
-        peaks.
     """
 
-    def at(fraction: float) -> tuple[Mapping[Hashable, int], int]:
+    def at(fraction: float) -> Shares:
         shares = {call.part: _share(call.planner, fraction) for call in calls}
         plans = [call.planner.plan(shares[call.part], strategy=strategy) for call in calls]
-        return shares, step_peak_bytes(plans, [call.output_bytes for call in calls])
+        return Shares(
+            bytes_of=shares,
+            part_peaks_bytes=tuple(plan.predicted_peak_bytes for plan in plans),
+            peak_bytes=step_peak_bytes(plans, [call.output_bytes for call in calls]),
+        )
 
     low, high = 0.0, 1.0
-    if (whole := at(high))[1] <= budget_bytes:
+    if (whole := at(high)).peak_bytes <= budget_bytes:
         return whole
     best = at(low)
-    if best[1] > budget_bytes:
+    if best.peak_bytes > budget_bytes:
         return best
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
-        if (tried := at(middle))[1] <= budget_bytes:
+        if (tried := at(middle)).peak_bytes <= budget_bytes:
             low, best = middle, tried
         else:
             high = middle

@@ -37,6 +37,7 @@ ORDER = (
     "frames",
     "module",
     "planner",
+    "dynamo",
     "hf",
     "sweeps",
     "cli",

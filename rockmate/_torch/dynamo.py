@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -71,11 +70,12 @@ def _source_of(node: fx.Node) -> Any:
     return getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
 
 
-def _source_name(source: Any) -> str:
+def _source_name(source: Any) -> Any:
     """The expression of a source; a method in older versions and a property in newer ones."""
     if source is None:
         return ""
-    return source.name() if callable(source.name) else source.name
+    name: Any = source.name
+    return name() if callable(name) else name
 
 
 def _expression(size: Any) -> Any:
@@ -277,5 +277,3 @@ def _uncompiled_calls() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-

@@ -2,13 +2,13 @@
 
     model = torch.compile(model, backend="rockmate", options={"budget": "2GiB"})
 
-Dynamo finds it by the entry point of this distribution. It captures the user's Python code and hands
-over one graph for each frame, or several where it cannot go on. A graph is planned and run as
+Dynamo finds it by the entry point of this distribution. It captures the user's Python code and
+hands over one graph for each frame, or several where it cannot go on. A graph is planned and run as
 `RockmateModule` plans and runs a module.
 
-Nothing is planned, and no error raised, while Dynamo compiles: it would wrap an error in its own, or
-with `suppress_errors` run the model uncompiled, without a bound. All that happens in the first call
-of the graph.
+Nothing is planned, and no error raised, while Dynamo compiles: it would wrap an error in its own,
+or with `suppress_errors` run the model uncompiled, without a bound. All that happens in the first
+call of the graph.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from rockmate._torch.dynamo import (
-    Break,
     break_of,
     broken_caller,
     compilations_left,
@@ -80,7 +79,11 @@ def rockmate_backend(
 
 
 def planned_graphs() -> list[PlannedGraph]:
-    """The graphs that `torch.compile(backend="rockmate")` has planned or will plan, oldest first."""
+    """The graphs of `torch.compile(backend="rockmate")` in this process, oldest first.
+
+    Each has its `plan` from its first training call on. A graph is left out once Dynamo has dropped
+    it, as after `torch._dynamo.reset()`.
+    """
     return sorted(_GRAPHS, key=lambda graph: graph.number)
 
 

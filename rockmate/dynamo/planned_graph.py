@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dynamo import output_examples
 from rockmate.budget import is_share
 from rockmate.dynamo.compiled_step import CompiledStep
 from rockmate.dynamo.graph_module import GraphModule, Outputs
-from rockmate.errors import RockmateError
+from rockmate.dynamo.options import Options
+from rockmate.errors import RockmateError, SignatureMismatchError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
@@ -25,19 +25,44 @@ logger = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
-@dataclass(slots=True)
 class _Part:
     """A part of a step, for calls of one kind.
 
     Attributes:
         planner: plans for any share.
-        budget_bytes: the share that `module` is for.
         module: runs the plan.
     """
 
-    planner: Planner
-    budget_bytes: int
     module: RockmateModule
+
+    def __init__(self, graph: GraphModule, tensors: Sequence[Tensor], options: Options) -> None:
+        """Captures and measures."""
+        self._graph, self._options = graph, options
+        self._budget_bytes = -1
+        self.planner = Planner(graph, tuple(tensors), **options.planner)
+
+    def plan_within(self, budget_bytes: int) -> None:
+        """Makes the module for a share, unless it is there."""
+        if budget_bytes == self._budget_bytes:
+            return
+        strategy, on_infeasible = self._options.strategy, self._options.on_infeasible
+        self.module = self.planner.module(
+            budget_bytes, strategy=strategy, on_infeasible=on_infeasible
+        )
+        self._budget_bytes = budget_bytes
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """The output of a call; it is planned again if the plan is not for it.
+
+        A graph may read a number from a tensor, as that of a Python float which varies.
+        """
+        try:
+            return self.module(*tensors)
+        except SignatureMismatchError:
+            self.planner = Planner(self._graph, tuple(tensors), **self._options.planner)
+            budget_bytes, self._budget_bytes = self._budget_bytes, -1
+            self.plan_within(budget_bytes)
+            return self.module(*tensors)
 
 
 class PlannedGraph:
@@ -56,7 +81,7 @@ class PlannedGraph:
         self._outputs = Outputs(graph, output_examples(graph))
         # By the inputs that are neither tensors nor their sizes.
         self._graphs: dict[Hashable, GraphModule] = {}
-        self._modules: dict[Hashable, RockmateModule] = {}
+        self._planned: dict[Hashable, RockmateModule] = {}
         self._parts: dict[Hashable, _Part] = {}
         self._last: RockmateModule | None = None
 
@@ -82,17 +107,19 @@ class PlannedGraph:
         module = self._graph_for(arguments)
         tensors = module.take(arguments)
         if self.step.options.graph_breaks == "share":
-            planned = self._part_for(module, arguments, tensors)
+            part = self._part_for(module, arguments, tensors)
+            returned, planned = part.run(tensors), part.module
         else:
             if self.is_part:
                 self.step.refuse_second_part()
             planned = self._module_for(module, arguments)
+            returned = planned(*tensors)
+            if is_share(self.step.budget):
+                self.step.budget = planned.plan.budget_bytes
         self._last = planned
-        outputs = self._outputs.rebuild(planned(*tensors), arguments)
+        outputs = self._outputs.rebuild(returned, arguments)
         if self.is_part or self.step.options.graph_breaks == "share":
             self.step.ran(outputs, planned.plan)
-        if is_share(self.step.budget) and self.step.options.graph_breaks == "error":
-            self.step.budget = planned.plan.budget_bytes
         return outputs
 
     def _graph_for(self, arguments: Sequence[Any]) -> GraphModule:
@@ -116,21 +143,21 @@ class PlannedGraph:
         if loss is None or self.step.options.planner["differentiable"] == "loss":
             return loss
         logger.info(
-            "the plan has a gradient for each output of this graph. If you differentiate its scalar "
-            'output alone, options={"differentiable": "loss", ...} needs less memory.'
+            "the plan has a gradient for each output of this graph. If you differentiate its "
+            'scalar output alone, options={"differentiable": "loss", ...} needs less memory.'
         )
         return None
 
     def _module_for(self, graph: GraphModule, arguments: Sequence[Any]) -> RockmateModule:
         """What plans for and runs a graph within the whole budget."""
         key = tuple(graph.constants.values())
-        if key not in self._modules:
-            self._modules[key] = self.step.options.module_of(graph, self.step.budget)
-        return self._modules[key]
+        if key not in self._planned:
+            self._planned[key] = self.step.options.module_of(graph, self.step.budget)
+        return self._planned[key]
 
     def _part_for(
         self, graph: GraphModule, arguments: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> RockmateModule:
+    ) -> _Part:
         """What runs a graph within its share of the budget."""
         options = self.step.options
         key = (
@@ -139,14 +166,10 @@ class PlannedGraph:
                 (each.shape, each.dtype, each.requires_grad) if isinstance(each, Tensor) else each
                 for each in arguments
             ),
-            torch.is_autocast_enabled("cpu"),
+            *autocast_dtypes().items(),
         )
         part = self._parts.get(key)
-        planner = Planner(graph, tuple(tensors), **options.planner) if part is None else part.planner
-        share = self.step.share_of(key, planner)
-        if part is None or part.budget_bytes != share:
-            module = planner.module(
-                share, strategy=options.strategy, on_infeasible=options.on_infeasible
-            )
-            part = self._parts[key] = _Part(planner, share, module)
-        return part.module
+        if part is None:
+            part = self._parts[key] = _Part(graph, tensors, options)
+        part.plan_within(self.step.share_of(key, part.planner))
+        return part

@@ -53,9 +53,7 @@ class PartCall:
     output_bytes: int = 0
 
 
-def shares_within(
-    calls: Sequence[PartCall], budget_bytes: int, strategy: str
-) -> Shares:
+def shares_within(calls: Sequence[PartCall], budget_bytes: int, strategy: str) -> Shares:
     """Shares that keep the budget, or the smallest peaks if those do not.
 
     Args:

@@ -107,7 +107,8 @@ class CompiledStep:
             planner: of that part.
 
         Raises:
-            InfeasibleBudgetError: the parts need more than the budget, each at its smallest peak.
+            InfeasibleBudgetError: the parts so far need more than the budget, each at its smallest
+                peak.
         """
         self._forget_finished()
         if not self._running and self._calls:
@@ -170,6 +171,9 @@ class CompiledStep:
         error = InfeasibleBudgetError(
             budget_bytes,
             needed_bytes,
-            where="the graphs of one step, each planned for its smallest peak",
+            where="the graphs of one step that have run so far, each planned for its smallest peak",
         )
-        raise error.advised(f"Without graph breaks a step needs less: {_HOW_TO_SEE}.")
+        raise error.advised(
+            "Graphs that come later in the step may need more. Without graph breaks a step needs "
+            f"less: {_HOW_TO_SEE}."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,10 @@ class Network(nn.Module):
         self.break_at = break_at
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        first, last = self.blocks[: self.break_at], self.blocks[self.break_at or 4 :]
+        first, last = (
+            self.blocks[: self.break_at],
+            self.blocks[len(self.blocks) if self.break_at is None else self.break_at :],
+        )
         for block in first:
             x = block(x)
         if self.break_at is not None:
@@ -101,14 +104,13 @@ class Pair:
         assert differing(self.model.state_dict(), self.eager.state_dict()) == []
 
     def peak_bytes(self, *args: Any) -> int:
-        """The measured peak of a step, with `.grad` in place."""
+        """The measured peak of a step, with `.grad` in place; nothing of the step stays."""
+        before = copy.deepcopy(self.model.state_dict())
+        gradients = [parameter.grad for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return timeline(lambda: self.compiled(*args).backward()).peak_bytes
-
-
-def eager_peak_bytes(model: nn.Module, args: Sequence[Any]) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return timeline(lambda: model(*args).backward()).peak_bytes
+            parameter.grad = torch.zeros_like(parameter)
+        peak_bytes = timeline(lambda: self.compiled(*args).backward()).peak_bytes
+        self.model.load_state_dict(before)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        return peak_bytes

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo import list_backends, register_backend
-
-from rockmate.dynamo.backend import rockmate_backend
+from dynamo_networks import register
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
-    if "rockmate" not in list_backends():  # of an installation that is older than the entry point
-        register_backend(rockmate_backend, name="rockmate")
+    register()
     yield
     torch.compiler.reset()

@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from dynamo_networks import WIDTH, Deterministic, Network, Pair, batch
 from helpers import differing, gradients_of, same_bits
 from torch import Tensor, nn
 from torch._dynamo import config
@@ -22,7 +23,6 @@ from rockmate import (
     UnsupportedModelError,
     planned_graphs,
 )
-from dynamo_networks import WIDTH, Deterministic, Network, Pair, batch
 
 # Dynamo reads `.grad` of each input and hides the warning, which is an error in tests.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -126,7 +126,7 @@ def test_numbers_that_vary() -> None:
 
 def test_too_small_a_budget_is_refused_with_what_the_parts_need() -> None:
     pair = Pair(Network(2, break_at=1), {"budget": "100KB", "graph_breaks": "share"})
-    with pytest.raises(InfeasibleBudgetError, match="may need more. Without graph breaks") as first:
+    with pytest.raises(InfeasibleBudgetError, match=r"may need more\. Without") as first:
         pair.compiled(batch(ROWS))
     torch.compiler.reset()
     budget = first.value.minimum_bytes  # of the first part, which has room

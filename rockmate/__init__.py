@@ -5,6 +5,8 @@
 
 `RockmateModule` wraps a model. `Planner` plans one model for several budgets. `sweep` gives the
 curve of time against memory. `wrap_trainer` serves Hugging Face's Trainer.
+`torch.compile(model, backend="rockmate", options={"budget": "6GiB"})` needs no import of this
+package.
 
 `Planner` and the solvers are loaded at their first use: a saved plan runs without them.
 """
@@ -38,6 +40,7 @@ from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
+    from rockmate.dynamo.backend import planned_graphs
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
@@ -70,6 +73,7 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "planned_graphs",
     "sweep",
     "timeline",
     "wrap_trainer",
@@ -81,6 +85,7 @@ _LAZY_NAMES = {
     "FrontierPoint": "rockmate.planning.session",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
+    "planned_graphs": "rockmate.dynamo.backend",
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockmate._torch.members import share_members
+from rockmate._torch.members import is_compiled, share_members
 from rockmate._torch.transforms import active_transform
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
+from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.frames.runner import FrameRunner
@@ -69,7 +70,9 @@ class RockmateModule(nn.Module):
         >>> print(module.plan.summary())                       # doctest: +SKIP
 
     Args:
-        model: a module in training mode, on the device that it trains on.
+        model: a module in training mode, on the device that it trains on. If it has been through
+            `torch.compile`, training calls run the plain model and eval calls the compiled one, and
+            the names in its `state_dict` stay (`_orig_mod.` before each).
         sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
             arguments. With None, the first training call is the sample.
         budget: the activation budget: bytes, a size ("6GiB"), or a fraction in (0, 1] of the
@@ -137,11 +140,12 @@ class RockmateModule(nn.Module):
             msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
             raise ValueError(msg)
         self._wrap(model)
+        plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             bound = budget if limit is None else limit
             assert bound is not None
-            make = partial(FrameRunner, model, bound, on_infeasible=on_infeasible, keep=keep)
+            make = partial(FrameRunner, plain, bound, on_infeasible=on_infeasible, keep=keep)
             self._make_frames = make
         if mode == "frames":
             if planner_options or strategy is not None:
@@ -154,9 +158,9 @@ class RockmateModule(nn.Module):
             return
         if plan is not None:
             check_plan_arguments(plan, sample_input, strategy, planner_options)
-            self._plans = PlanCache(model)
-            self._plans.adopt(planned_call_of(plan, model, sample_input))
-            self._plans.runnables[0].warn_of_hooks(model)
+            self._plans = PlanCache(plain)
+            self._plans.adopt(planned_call_of(plan, plain, sample_input))
+            self._plans.runnables[0].warn_of_hooks(plain)
             return
         request = PlanRequest(
             budget=budget,
@@ -165,7 +169,7 @@ class RockmateModule(nn.Module):
             on_infeasible=on_infeasible,
             options=planner_options,
         )
-        self._plans = PlanCache(model, request, replans=replan, refuses_larger=larger == "refuse")
+        self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
@@ -182,15 +186,15 @@ class RockmateModule(nn.Module):
 
     def _wrap(self, model: nn.Module) -> None:
         super().__init__()
+        self._plans = PlanCache(innermost(model))
+        self._frames: FrameRunner | None = None
+        self._make_frames: partial[FrameRunner] | None = None
+        self._num_runs = 0
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
-        self.__dict__["_forward_of_model"] = with_signature_of(model)
+        self.__dict__["_forward_of_model"] = with_signature_of(innermost(model))
         take_special_methods(self, model)
-        self._plans = PlanCache(model)
-        self._frames: FrameRunner | None = None
-        self._make_frames: Callable[[], FrameRunner] | None = None
-        self._num_runs = 0
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises the error."""
@@ -332,10 +336,10 @@ class RockmateModule(nn.Module):
         """A copy of the wrapped module under the same plan.
 
         With opaque submodules, the copy plans at its first training call; if the plan was given,
-        the copy is the plain model.
+        the copy is the plain model. Frames of the copy measure its first steps anew.
         """
         model = copy.deepcopy(self.original, memo)
-        plans = self._plans.copy_for(model, memo)
+        plans = self._plans.copy_for(innermost(model), memo)
         if plans is None:
             logger.warning(
                 "a RockmateModule is copied as the plain %s, since its plan runs untraced "
@@ -346,6 +350,12 @@ class RockmateModule(nn.Module):
         module = RockmateModule.__new__(RockmateModule)
         module._wrap(model)
         module._plans = plans
+        if self._make_frames is not None:
+            make, *rest = self._make_frames.func, *self._make_frames.args[1:]
+            module._make_frames = partial(
+                make, innermost(model), *rest, **self._make_frames.keywords
+            )
+            module._frames = None if self._frames is None else module._make_frames()
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
@@ -370,12 +380,19 @@ class RockmateModule(nn.Module):
             return getattr(self.original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a plain attribute of the wrapped module there, where its code reads it."""
+        """Sets an attribute of the wrapped module there, where its code reads it.
+
+        A compiled module has all of its attributes in the module that was compiled.
+        """
         wrapped = self.__dict__.get("_wrapped")
-        if wrapped is not None and name in wrapped.__dict__ and name not in self.__dict__:
+        if wrapped is not None and name not in self.__dict__ and self._is_of(wrapped, name):
             setattr(wrapped, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _is_of(self, wrapped: nn.Module, name: str) -> bool:
+        """Whether an attribute is the wrapped module's to set."""
+        return not hasattr(type(self), name) if is_compiled(wrapped) else name in wrapped.__dict__
 
     def __dir__(self) -> list[str]:
         """Names of both modules."""

@@ -61,6 +61,7 @@ class Planner(PlanningSession):
         MachineError: the machine is unknown, or its description cannot be used.
 
     Attributes:
+        model: the model, as given.
         timings: seconds spent in "capture", "costs" and "solve", and in "compile" with
             kernels="auto". Planning for one more budget is not included.
         allow_chunking: as given.
@@ -80,7 +81,7 @@ class Planner(PlanningSession):
         It refuses calls of other shapes. `RockmateModule(...)` makes a module that plans for them.
         """
         call = self.planned_call(budget, strategy=strategy, on_infeasible=on_infeasible)
-        return RockmateModule.of(self._step.model, call)
+        return RockmateModule.of(self.model, call)
 
     def module_of(self, plan: Plan) -> RockmateModule:
         """A module that runs a plan which any planner made for the same step.
@@ -89,4 +90,4 @@ class Planner(PlanningSession):
             PlanMismatchError: the plan was made for another step.
         """
         self._step.check_present()
-        return RockmateModule.of(self._step.model, self.planned_call_of(plan))
+        return RockmateModule.of(self.model, self.planned_call_of(plan))

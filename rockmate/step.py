@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockmate._torch.members import is_compiled
 from rockmate.bound.protocol import StoredBound
+from rockmate.capture.compiled_model import innermost
 from rockmate.capture.model_signature import ModelSignature, hook_keys
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.roles import Capture
@@ -269,6 +269,7 @@ def capture_step(
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     _check_choices(**options, kernels=kernels)
+    model = innermost(model)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
@@ -303,12 +304,6 @@ def capture_step(
 
 def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
-    if is_compiled(model):
-        msg = (
-            "the model has been through torch.compile, whose graphs cannot be captured again. Pass "
-            "the model itself."
-        )
-        raise UnsupportedModelError(msg)
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)

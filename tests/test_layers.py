@@ -38,6 +38,7 @@ ORDER = (
     "frames",
     "module",
     "planner",
+    "dynamo",
     "hf",
     "sweeps",
     "cli",

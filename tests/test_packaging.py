@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -76,6 +77,35 @@ def test_every_declared_requirement_is_pinned() -> None:
         PROJECT["project"]["name"]
     }
     assert names <= pins.keys()
+
+
+def test_the_backend_is_found_without_an_import(tmp_path: Path) -> None:
+    """`torch.compile` reads the entry points of what is installed; here the metadata alone is."""
+    points = PROJECT["project"]["entry-points"]["torch_dynamo_backends"]
+    metadata = tmp_path / "rockmate_entry-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rockmate-entry\nVersion: 0\n")
+    lines = [f"{name} = {place}" for name, place in points.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[torch_dynamo_backends]", *lines]))
+    program = (
+        "import sys, torch; from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))\n"
+        "assert 'rockmate' in torch.compiler.list_backends()\n"
+        "assert 'rockmate' not in sys.modules\n"
+        "compiled = torch.compile(model, backend='rockmate', options={'budget': 1.0})\n"
+        "compiled(torch.ones(4, 8)).sum().backward()\n"
+        "import rockmate\n"
+        "print(len(rockmate.planned_graphs()), model[0].weight.grad is not None)\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert finished.stdout.split() == ["1", "True"], finished.stderr
 
 
 def test_solvers_are_free_for_any_use() -> None:

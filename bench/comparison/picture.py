@@ -27,6 +27,10 @@ _MARKERS = {
     "default partitioner": ("P", "#6b7280"),
     "min-cut": ("v", "#0f8b8d"),
     "min-cut by layer": (">", "#d1495b"),
+    "inductor": ("p", "#3a5a40"),
+    "inductor by layer": ("h", "#588157"),
+    "inductor, checkpoints": ("<", "#a3b18a"),
+    "inductor by layer, checkpoints": ("d", "#344e41"),
     "offload": ("X", "#5b3a29"),
 }
 _INK = "#2b2e33"

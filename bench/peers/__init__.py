@@ -22,6 +22,10 @@ default partitioner    `torch.compile`, AOT eager backend: it saves every interm
 min-cut                `torch.compile`, AOT eager backend with the min-cut partitioner, at an
                        `activation_memory_budget` and with the named knapsack solver
 min-cut by layer       the same with each layer compiled by itself (regional compilation)
+inductor               `torch.compile` with Inductor, in the named mode, at an
+                       `activation_memory_budget`
+inductor by layer      the same with each layer compiled by itself
+..., checkpoints       the same with a checkpoint around every layer, or compiled layer
 offload                `torch.autograd.graph.save_on_cpu`: saved values wait in pinned host memory;
                        CUDA only
 ====================== =============================================================================
@@ -30,6 +34,9 @@ The AOT eager backend runs the same kernels as eager. So the comparison is about
 saved and recomputed, not about fusion. Where the min-cut partitioner recomputes dropout, this
 backend draws other random numbers, and its gradients differ from eager's. The comparison shows
 that, and no setting avoids it.
+
+Inductor's kernels are fused, and its gradients differ from eager's by rounding; its dropout draws
+other numbers. It needs a C++ compiler, and takes long to compile.
 """
 
 from bench.peers.catalogue import PEERS, SAVED_OPS, STAGES, Peer, family, peers_for
@@ -40,7 +47,7 @@ from bench.peers.checkpoint import (
     eager,
     offloaded,
 )
-from bench.peers.compiled import compiled, compiled_by_layer, min_cut
+from bench.peers.compiled import compiled, compiled_by_layer, inductor, min_cut
 from bench.peers.segments import checkpoint_in_sequence, checkpoint_segments
 
 __all__ = [
@@ -57,6 +64,7 @@ __all__ = [
     "compiled_by_layer",
     "eager",
     "family",
+    "inductor",
     "min_cut",
     "offloaded",
     "peers_for",

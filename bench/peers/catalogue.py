@@ -14,7 +14,14 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from bench.models import Workload
 from bench.peers.checkpoint import checkpoint_layers, checkpoint_per_layer, eager, offloaded
-from bench.peers.compiled import compiled, compiled_by_layer, min_cut
+from bench.peers.compiled import (
+    compiled,
+    compiled_by_layer,
+    compiled_by_layer_with_checkpoints,
+    compiled_with_checkpoints,
+    inductor,
+    min_cut,
+)
 from bench.peers.segments import checkpoint_in_sequence, checkpoint_segments
 
 Peer = Callable[[Workload], AbstractContextManager[Callable[..., Any]]]
@@ -50,6 +57,8 @@ class _Settings:
         whole_ilp: The same with the ILP.
         by_layer_dp: Memory budgets of `min-cut by layer` with the dynamic program.
         by_layer_ilp: The same with the ILP.
+        inductor: Memory budgets of Inductor, whole and by layer.
+        modes: Of Inductor. Modes but the first are measured at the largest budget alone.
     """
 
     every: tuple[int, ...]
@@ -57,6 +66,8 @@ class _Settings:
     whole_ilp: tuple[float, ...]
     by_layer_dp: tuple[float, ...]
     by_layer_ilp: tuple[float, ...]
+    inductor: tuple[float, ...]
+    modes: tuple[str, ...]
 
 
 _BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -66,9 +77,17 @@ _ALL = _Settings(
     whole_ilp=(0.5, 0.3, 0.1),
     by_layer_dp=_BUDGETS,
     by_layer_ilp=(0.5, 0.3, 0.2, 0.1),
+    inductor=(1.0, 0.8, 0.5, 0.2, 0.0),
+    modes=("default", "max-autotune-no-cudagraphs"),
 )
 _QUICK = _Settings(
-    every=(2,), whole_dp=(0.5,), whole_ilp=(), by_layer_dp=(0.5,), by_layer_ilp=(0.5,)
+    every=(2,),
+    whole_dp=(0.5,),
+    whole_ilp=(),
+    by_layer_dp=(0.5,),
+    by_layer_ilp=(0.5,),
+    inductor=(1.0, 0.0),
+    modes=("default",),
 )
 
 
@@ -94,6 +113,7 @@ def peers_for(device: str = "cpu", *, quick: bool = False) -> dict[str, Peer | N
         **_min_cuts(
             "min-cut by layer", compiled_by_layer, settings.by_layer_dp, settings.by_layer_ilp
         ),
+        **_inductors(settings),
         "offload": offloaded if device == "cuda" else None,
     }
 
@@ -106,6 +126,31 @@ def _min_cuts(
     return {
         f"{name}: {budget:g} {solver}": partial(compile_with, backend=min_cut(budget, solver))
         for budget, solver in settings
+    }
+
+
+def _inductors(settings: _Settings) -> dict[str, Peer]:
+    """Inductor in each mode: whole and by layer, at each budget, and with checkpoints."""
+    first, *others = settings.modes
+    largest = settings.inductor[0]
+    points = [(first, budget) for budget in settings.inductor]
+    points += [(mode, largest) for mode in others]
+    plain = {"inductor": compiled, "inductor by layer": compiled_by_layer}
+    checkpointed = {
+        "inductor, checkpoints": compiled_with_checkpoints,
+        "inductor by layer, checkpoints": compiled_by_layer_with_checkpoints,
+    }
+    return {
+        **{
+            f"{name}: {mode} {budget:g}": partial(lend, backend=inductor(mode, budget))
+            for name, lend in plain.items()
+            for mode, budget in points
+        },
+        **{
+            f"{name}: {mode}": partial(lend, backend=inductor(mode, largest))
+            for name, lend in checkpointed.items()
+            for mode in settings.modes
+        },
     }
 
 

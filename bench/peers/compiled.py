@@ -1,5 +1,7 @@
 """`torch.compile` with the min-cut partitioner at an activation memory budget.
 
+The kernels are eager's (`min_cut`), or Inductor's (`inductor`).
+
 Compiled callables are cached, since the first call of each costs some milliseconds that no step of
 a training loop pays.
 """
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import lookup_backend
 from torch._functorch import config as functorch_config
+from torch._inductor import list_mode_options
+from torch.utils.checkpoint import checkpoint
 
 from bench.models import Workload
-from bench.peers.checkpoint import replaced_forwards
+from bench.peers.checkpoint import checkpoint_layers, replaced_forwards
 
 # One process compiles many settings of one model. Past the limit Dynamo would silently run eager.
 _COMPILATION = {
@@ -46,6 +50,24 @@ def min_cut(budget: float, solver: str) -> Callable[..., Any]:
     return backend
 
 
+def inductor(mode: str, budget: float) -> Callable[..., Any]:
+    """A backend: Inductor in one of its modes, at an `activation_memory_budget`.
+
+    Args:
+        mode: "default", or "max-autotune-no-cudagraphs", which times several kernels for each
+            matrix product. Modes with CUDA graphs hold memory of their own between steps.
+        budget: as for `min_cut`.
+    """
+    patches = list_mode_options(mode)
+    compile_with_inductor = lookup_backend("inductor")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compile_with_inductor(graph, inputs, config_patches=patches)
+
+    return backend
+
+
 @contextmanager
 def compiled(workload: Workload, *, backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The whole model compiled; the first call inside compiles, and later contexts use its code."""
@@ -60,6 +82,28 @@ def compiled_by_layer(workload: Workload, *, backend: Callable[..., Any]) -> Ite
         dynamo_config.patch(**_COMPILATION),
         replaced_forwards(_compiled_forwards(workload, backend)),
     ):
+        yield workload.model
+
+
+@contextmanager
+def compiled_with_checkpoints(
+    workload: Workload, *, backend: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """The whole model compiled, with a checkpoint around every layer."""
+    with checkpoint_layers(workload), dynamo_config.patch(**_COMPILATION):
+        yield _compiled_model(workload, backend)
+
+
+@contextmanager
+def compiled_by_layer_with_checkpoints(
+    workload: Workload, *, backend: Callable[..., Any]
+) -> Iterator[nn.Module]:
+    """Each layer compiled by itself, and a checkpoint around each compiled layer."""
+    forwards = {
+        layer: functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
+        for layer, forward in _compiled_forwards(workload, backend).items()
+    }
+    with dynamo_config.patch(**_COMPILATION), replaced_forwards(forwards):
         yield workload.model
 
 

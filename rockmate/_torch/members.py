@@ -70,6 +70,11 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod")
 
 
+def compiled_from(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has wrapped."""
+    return model._orig_mod  # pyright: ignore[reportReturnType]
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` has been called. It has no public mark."""
     return getattr(module, "_compiled_call_impl", None) is not None

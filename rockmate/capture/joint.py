@@ -30,6 +30,7 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
+from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
@@ -120,6 +121,16 @@ def _captured(
     untraced: Sequence[str],
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
+    with uncompiled(model):
+        return _captured_uncompiled(model, make, tensors, untraced)
+
+
+def _captured_uncompiled(
+    model: nn.Module,
+    make: Callable[[], TracedForward],
+    tensors: list[torch.Tensor],
+    untraced: Sequence[str],
+) -> Capture:
     with attributes_kept(model):
         calls = record_calls(model, tensors, make().structure, untraced)
 
@@ -141,7 +152,7 @@ def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structur
     """Has the model change itself as its first call does, less its buffers and random state."""
     args, kwargs = structure.rebuild(tensors)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with random_state_kept(tensors), torch.enable_grad(), nothing_saved():
+    with random_state_kept(tensors), torch.enable_grad(), nothing_saved(), uncompiled(model):
         model(*args, **kwargs)
     with torch.no_grad():
         for buffer, value in buffers:
@@ -238,6 +249,12 @@ def _input_role(descriptor: Any) -> Role:
             return Role(RoleKind.INPUT, index=descriptor.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
             return Role(RoleKind.TANGENT, index=descriptor.output.idx)
+        case "TangentAOTInput" if type(descriptor.output).__name__ == "InputMutationAOTOutput":
+            msg = (
+                "the model changes an input that requires a gradient in place, which a plan cannot "
+                "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
+            )
+            raise UnsupportedModelError(msg)
     msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
 

@@ -19,6 +19,7 @@ from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.capture.attribute_access import Place, attributes_kept
 from rockmate.capture.attribute_values import traced_in
+from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import (
     HeldMemory,
     Layout,
@@ -221,7 +222,10 @@ class OpaqueCall:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             stack.enter_context(loan.saving())
             before = versions_of(inputs[: self.num_arguments])
-            result = functional_call(_Hookless(self.module), state, args, kwargs, tie_weights=False)
+            with uncompiled(self.module):
+                result = functional_call(
+                    _Hookless(self.module), state, args, kwargs, tie_weights=False
+                )
             if versions_of(inputs[: self.num_arguments]) != before:
                 raise input_change_error(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_leaves, tree_map
 from rockmate._torch.storage import version_of
@@ -122,6 +123,8 @@ class Call:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())
+            if self._memory.has_compiled_modules:
+                stack.enter_context(uncompiled_calls())
             stack.enter_context(self._random_state.put_back())
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(attributes_as(self._attributes, self._submodules))

@@ -217,6 +217,7 @@ class Memory:
         self.counts = Counts()
         self.held_bytes = self.peak_bytes = 0
         self.is_inside = False
+        self.has_compiled_modules = False
         self.is_profiling = False
         self.menus: dict[FrameKey, tuple[Offer, ...]] = {}
         self._profiles: dict[FrameKey, FrameProfile] = {}

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate._torch.allocator import Recording, is_out_of_memory
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import is_profiling
-from rockmate._torch.members import is_compiled, is_compiled_in_place
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
+from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.call import Arguments
 from rockmate.frames.frame import Frame
@@ -37,10 +37,6 @@ _NUM_PROFILES = 2
 _FSDP1 = (
     "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
     "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
-)
-_COMPILED = (
-    "the model, or a submodule of it, has been through torch.compile, whose code frames cannot "
-    "enter. Pass the model itself, uncompiled."
 )
 
 
@@ -69,12 +65,10 @@ class FrameRunner:
             keep: paths of submodules whose calls are no frames.
 
         Raises:
-            UnsupportedModelError: FSDP1 has sharded the model, or it is compiled.
+            UnsupportedModelError: FSDP1 has sharded the model.
         """
         if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
             raise UnsupportedModelError(_FSDP1)
-        if any(is_compiled(each) or is_compiled_in_place(each) for each in model.modules()):
-            raise UnsupportedModelError(_COMPILED)
         self._model, self._on_infeasible = model, on_infeasible
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
@@ -82,6 +76,7 @@ class FrameRunner:
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         tensors = [*model.parameters(), *model.buffers()]
         self._memory = Memory(tensors[0].device if tensors else torch.device("cpu"))
+        self._memory.has_compiled_modules = has_compiled(model)
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
         self._num_elements = 0
@@ -151,7 +146,7 @@ class FrameRunner:
             memory.scale = self._num_elements / max(1, memory.needs.num_elements)
         memory.is_profiling = self._num_profiles < _NUM_PROFILES
         self._num_profiles += 1
-        with self._frames_installed():
+        with self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 
     # --- measuring --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from rockmate.budget import (
     parse_budgets,
     size_text,
 )
+from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.huggingface import modules_with_checkpointing
 from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
@@ -93,6 +94,8 @@ class PlanningSession:
             msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
             raise ValueError(msg)
         target = None if machine is None else load_machine(machine)
+        self.model = model
+        model = plain_model(model)
         timings: dict[str, float] = {}
         with _timed(timings, "capture"):
             step = capture_step(
@@ -132,6 +135,7 @@ class PlanningSession:
     ) -> Self:
         """A session for a captured step; arguments and errors as for the class."""
         session = cls.__new__(cls)
+        session.model = step.model
         session._begin(
             step,
             {},

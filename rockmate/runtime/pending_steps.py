@@ -69,3 +69,16 @@ _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, PendingSteps] = weakref.WeakKeyD
 def pending_steps_of(model: nn.Module) -> PendingSteps:
     """The pending steps of a model, for all of its plans."""
     return _OF_MODEL.setdefault(model, PendingSteps())
+
+
+def share_pending_steps(model: nn.Module, steps: PendingSteps) -> None:
+    """Has a model's planned forwards noted among those of other models with the same parameters."""
+    _OF_MODEL[model] = steps
+
+
+def is_pending(node: Any) -> bool:
+    """Whether the backward of an autograd node has still to run, as far as the node can tell.
+
+    Nodes that are no planned step's hold nothing that is planned.
+    """
+    return getattr(node, "saved", None) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,19 @@ from bench.peers import segments
 
 # Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are
 # errors.
-pytestmark = pytest.mark.filterwarnings(
-    "default:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "default:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
+    # Inductor imports a module of PyTorch's that says so.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+]
 
 QUICK = peers.peers_for("cpu", quick=True)
 ON_CPU = [name for name, peer in QUICK.items() if peer is not None]
-PLAIN = [name for name in ON_CPU if "min-cut" not in name and "partitioner" not in name]
+INDUCTOR = [name for name in ON_CPU if name.startswith("inductor")]
+COMPILED = ("min-cut", "partitioner", "inductor")
+PLAIN = [name for name in ON_CPU if not any(word in name for word in COMPILED)]
 
 
 def gradients(workload: models.Workload, peer: peers.Peer) -> dict[str, torch.Tensor]:
@@ -66,7 +73,24 @@ def counted(layers: list[nn.Module]) -> Iterator[Counter[int]]:
             hook.remove()
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+def test_inductor_is_given_at_its_best() -> None:
+    everything = peers.peers_for("cpu")
+    for family in ("inductor", "inductor by layer"):
+        assert {f"{family}: default {budget:g}" for budget in (1, 0.5, 0)} <= everything.keys()
+        assert f"{family}: max-autotune-no-cudagraphs 1" in everything
+        assert f"{family}, checkpoints: max-autotune-no-cudagraphs" in everything
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_inductor_has_eagers_gradients_but_for_rounding(name: str) -> None:
+    workload = models.build("mlp", tiny=True)
+    expected = gradients(workload, peers.eager)
+    difference = measure.tensor_difference(gradients(workload, peer_of(name)), expected)
+    assert difference.largest_relative < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in ON_CPU if name not in INDUCTOR])
 def test_gradients_are_those_of_eager(name: str) -> None:
     workload = models.build("mlp", tiny=True)
     expected = gradients(workload, peers.eager)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dynamo_networks
 import pytest
 import torch
 
@@ -138,6 +139,7 @@ def test_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     tokens = torch.randint(64, (2, 16))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
+    dynamo_networks.register()
     names = {"model": causal_model(), "batch": batch, "torch": torch}
     lines = "\n" * (snippet.line - 1)  # a traceback then names the page's own line
     exec(compile(lines + snippet.code, str(snippet.page), "exec"), names)

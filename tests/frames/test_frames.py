@@ -368,17 +368,6 @@ def test_a_refusal_ends_in_the_line_that_works() -> None:
         RockmateModule(Chain("halting"), batch(0), 0.5)
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_compiled_models_are_refused(is_whole: bool) -> None:
-    model: Any = Chain()
-    if is_whole:
-        model = torch.compile(model, backend="eager")
-    else:
-        model.blocks[1].compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="Pass the model itself, uncompiled"):
-        framed(model)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_within_frames(use_reentrant: bool) -> None:
     class Checkpointed(Block):

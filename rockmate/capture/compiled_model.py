@@ -1,0 +1,52 @@
+"""Models that have been through `torch.compile`: their training steps run the plain model.
+
+Compiled code can be neither captured nor planned. `torch.compile(model)` is a module around the
+model, `model.compile()` a mark on it, and a submodule may have been compiled by itself. A plan is
+for the innermost model, and compiled submodules are traced, and run again, as if they were not
+compiled. What the user holds stays as it is: its `state_dict` has the keys that it had, and in eval
+mode it runs its compiled code.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from rockmate._torch.dynamo import uncompiled_calls
+from rockmate._torch.members import compiled_from, is_compiled, is_compiled_in_place
+
+logger = logging.getLogger(__name__)
+_NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model that was compiled; one line in the log says so. Another model as it is."""
+    plain = innermost(model)
+    if has_compiled(model) and plain not in _NAMED:
+        _NAMED.add(plain)
+        logger.warning(
+            "the %s has been through torch.compile: its training steps run uncompiled, since "
+            "compiled code cannot be planned, and its eval calls run as compiled",
+            type(plain).__name__,
+        )
+    return plain
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model that was compiled, perhaps more than once; another model as it is."""
+    while is_compiled(model):
+        model = compiled_from(model)
+    return model
+
+
+def has_compiled(model: nn.Module) -> bool:
+    """Whether the model or a submodule has been compiled."""
+    return any(is_compiled(each) or is_compiled_in_place(each) for each in model.modules())
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+    """Runs compiled modules of a model as if they were not."""
+    return uncompiled_calls() if has_compiled(model) else nullcontext()

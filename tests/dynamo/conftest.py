@@ -1,0 +1,17 @@
+"""Each test begins with nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from dynamo_networks import register
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    register()
+    yield
+    torch.compiler.reset()

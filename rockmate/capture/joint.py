@@ -238,6 +238,9 @@ def _input_role(descriptor: Any) -> Role:
             return Role(RoleKind.INPUT, index=descriptor.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
             return Role(RoleKind.TANGENT, index=descriptor.output.idx)
+        case "SubclassGetAttrAOTInput":
+            base = _input_role(descriptor.base)
+            return replace(base, inner=(*base.inner, descriptor.attr))
     msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
 

@@ -39,11 +39,19 @@ class Role:
         kind: what it stands for.
         name: of a parameter, buffer or constant.
         index: of any other, among the tensors of the call or of the output.
+        inner: attributes that lead from the tensor of that name or index to the one that is meant,
+            such as the integers of a quantized weight; empty if it is that tensor itself.
     """
 
     kind: RoleKind
     name: str = ""
     index: int = -1
+    inner: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The name with the attributes behind it; empty for a role without a name."""
+        return ".".join((self.name, *self.inner)) if self.name else ""
 
 
 @dataclass(frozen=True, slots=True)

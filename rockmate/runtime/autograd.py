@@ -52,6 +52,7 @@ from rockmate._torch.cuda import join_stream_at_end
 from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
+from rockmate._torch.subclasses import inner_tensor
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
@@ -282,11 +283,15 @@ class _Statics:
     def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
         # (holder, key) of each; holder None stands for the inputs of the call.
         self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
+        # (position, attributes) of those that are inside of the tensor found there.
+        self._inner: list[tuple[int, tuple[str, ...]]] = []
         for argument in arguments:
             if argument.kind is not ArgumentKind.STATIC:
                 continue
             role = argument.source
             assert isinstance(role, Role)
+            if role.inner:
+                self._inner.append((len(self._places), role.inner))
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
             elif role.kind is RoleKind.CONSTANT:
@@ -299,7 +304,10 @@ class _Statics:
 
     def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are there now, in the order of the arguments."""
-        return [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+        found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+        for place, path in self._inner:
+            found[place] = inner_tensor(found[place], path)
+        return found
 
 
 class _Backward:
@@ -406,7 +414,7 @@ def _write_updates(
         role = runner.program.results[place]
         is_input = role.kind is RoleKind.INPUT_UPDATE
         target = inputs[role.index] if is_input else runner.binding[role.name]
-        target.detach().copy_(values[place])
+        inner_tensor(target, role.inner).detach().copy_(values[place])
 
 
 def _defined(gradient: torch.Tensor | None) -> torch.Tensor | None:

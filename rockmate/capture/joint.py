@@ -39,6 +39,7 @@ from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure
+from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
     eager_kernels,
@@ -166,6 +167,7 @@ def _traced(
         stack.enter_context(training_only_features_off(model))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
+        stack.enter_context(plain_places(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         try:
@@ -194,7 +196,7 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
     values: Any = returned.args[0]
-    inputs = tuple((node, _input_role(node.meta["desc"])) for node in placeholders)
+    inputs = tuple((node, _held(_input_role(node.meta["desc"]), forward)) for node in placeholders)
     inputs += tuple((node, Role(RoleKind.CONSTANT, name=str(node.target))) for node in made_by_code)
     output_roles = tuple(
         _output_role(descriptor) if isinstance(node, fx.Node) else None
@@ -225,6 +227,14 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
         forward.non_differentiable_outputs,
         read_values=forward.read_values,
     )
+
+
+def _held(role: Role, forward: TracedForward) -> Role:
+    """The role of an input, which may stand for a tensor in an attribute of another one."""
+    if role.name not in forward.held.inputs:
+        return role
+    name, path = forward.held.inputs[role.name]
+    return Role(RoleKind.BUFFER, name=name, inner=path)
 
 
 def _input_role(descriptor: Any) -> Role:

@@ -19,8 +19,10 @@ from rockmate._torch.members import (
     other_hook_keys,
     tensor_hooks_of,
 )
+from rockmate._torch.subclasses import at_path
 from rockmate.capture.forward_attributes import AttributeWatch, ForwardAttributes
 from rockmate.capture.signature import TensorSignature
+from rockmate.capture.tensor_parts import has_parts, inner_tensors
 
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 # A scripted module has it elsewhere than other attributes.
@@ -118,6 +120,11 @@ class ModelWatch:
         self._tensor_places = [
             place for place, member in enumerate(members) if isinstance(member, torch.Tensor)
         ]
+        self._with_parts = [
+            (place, list(inner_tensors(members[place])))
+            for place in self._tensor_places
+            if has_parts(members[place])
+        ]
         self._seen = self._state_of(members)
 
     def has_changed(self) -> bool:
@@ -144,6 +151,11 @@ class ModelWatch:
             if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
             _autocast_state(),
+            [
+                id(at_path(members[place], path))
+                for place, paths in self._with_parts
+                for path in paths
+            ],
         )
 
 

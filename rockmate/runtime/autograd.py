@@ -52,7 +52,7 @@ from rockmate._torch.cuda import join_stream_at_end
 from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
-from rockmate._torch.subclasses import inner_tensor
+from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
@@ -283,14 +283,14 @@ class _Statics:
     def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
         # (holder, key) of each; holder None stands for the inputs of the call.
         self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
-        # (position, attributes) of those that are inside of the tensor found there.
+        # (position, attributes) of those inside of the tensor found there, or of another class.
         self._inner: list[tuple[int, tuple[str, ...]]] = []
         for argument in arguments:
             if argument.kind is not ArgumentKind.STATIC:
                 continue
             role = argument.source
             assert isinstance(role, Role)
-            if role.inner:
+            if role.inner or (role.name in binding.places and is_subclassed(binding[role.name])):
                 self._inner.append((len(self._places), role.inner))
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
@@ -306,7 +306,7 @@ class _Statics:
         """The tensors that are there now, in the order of the arguments."""
         found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
         for place, path in self._inner:
-            found[place] = inner_tensor(found[place], path)
+            found[place] = without_class(at_path(found[place], path))
         return found
 
 
@@ -414,7 +414,7 @@ def _write_updates(
         role = runner.program.results[place]
         is_input = role.kind is RoleKind.INPUT_UPDATE
         target = inputs[role.index] if is_input else runner.binding[role.name]
-        inner_tensor(target, role.inner).detach().copy_(values[place])
+        without_class(at_path(target, role.inner)).detach().copy_(values[place])
 
 
 def _defined(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -50,7 +50,8 @@ class ModelSignature:
 
     Submodules and their hooks, parameters and buffers and which names share one, who is in training
     mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters have a
-    tensor hook (`hooked`) is no difference, since it changes no number.
+    tensor hook, or are of a class of their own and trained (`hooked`), is no difference, since it
+    changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -75,7 +76,7 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if has_tensor_hooks(tensor)),
+            frozenset(name for name, tensor in named if _needs_whole_gradient(tensor)),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -157,6 +158,11 @@ class ModelWatch:
                 for path in paths
             ],
         )
+
+
+def _needs_whole_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a hook, or the class of the tensor, takes its gradient as a whole."""
+    return has_tensor_hooks(tensor) or (tensor.requires_grad and has_parts(tensor))
 
 
 def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:

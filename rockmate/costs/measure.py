@@ -32,9 +32,11 @@ from rockmate._torch.cuda import kernel_ms, make_workspaces
 from rockmate._torch.engine import is_profiling
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
+from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
+from rockmate.ops.collectives import collective
 from rockmate.ops.rng import is_random
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -90,6 +92,8 @@ def measure_costs(
     ]
     state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
+    on_links = {key: call for key, call in calls.items() if call.target is collective}
+    costs.update({key: collective_cost(call.op.node) for key, call in on_links.items()})
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():

@@ -12,6 +12,7 @@ from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.members import (
+    all_forward_hooks,
     forward_hooks,
     has_tensor_hooks,
     member_tables_of,
@@ -27,7 +28,9 @@ from rockmate.capture.tensor_parts import has_parts, inner_tensors
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 # A scripted module has it elsewhere than other attributes.
 _IS_TRAINING = attrgetter("training")
-# The module of the hooks that a Hugging Face model adds to itself when it is first called.
+# Modules of hooks: those of tensor parallelism, and those that a Hugging Face model adds to itself
+# when it is first called.
+_TENSOR_PARALLEL = "torch.distributed.tensor."
 _RECORDERS = "transformers.utils.output_capturing"
 
 
@@ -42,6 +45,19 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
         if getattr(hook, "__module__", None) != _RECORDERS
     ]
     return (*acting, *other_hook_keys(module))
+
+
+def acting_hooks(module: nn.Module) -> tuple[int, ...]:
+    """Those of `hook_keys` that do something which no graph has.
+
+    Tensor parallelism has hooks that lay a module's inputs and outputs out. They are traced.
+    """
+    traced = {
+        key
+        for key, hook in all_forward_hooks(module).items()
+        if str(getattr(hook, "__module__", None)).startswith(_TENSOR_PARALLEL)
+    }
+    return tuple(key for key in hook_keys(module) if key not in traced)
 
 
 @dataclass(frozen=True, slots=True)

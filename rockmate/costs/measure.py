@@ -83,7 +83,11 @@ def measure_costs(
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    parameters = {
+        role.name: node
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER and not role.inner
+    }
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
     recompute = [distinct(_recompute_call(op)) for op in graph.ops]
     additions = [
@@ -157,7 +161,8 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
     form = op.gradient_sink_form
     if isinstance(form, SlicedMatmul) and form.is_one_of_several:
         return []
-    pairs = [(parameters[role.name], node) for node, role in op.final_gradients]
+    # `.grad` of a parameter that wraps tensors is taken to be like its gradient.
+    pairs = [(parameters.get(role.name, node), node) for node, role in op.final_gradients]
     return pairs * 2 if form else pairs
 
 

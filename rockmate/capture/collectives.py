@@ -24,14 +24,17 @@ def wait_for_collectives(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not is_collective(node.target):
             continue
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            msg = f"{node.target} returns several tensors at once, which cannot be planned"
-            raise UnsupportedModelError(msg)
         waits = [user for user in node.users if is_wait(user.target)]
+        if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
+            msg = (
+                f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
+                "times, which cannot be planned"
+            )
+            raise UnsupportedModelError(msg)
         with graph.inserting_before(node):
             merged = graph.call_function(collective, (node.target, *node.args), dict(node.kwargs))
-        merged.meta.update(node.meta)
+        # What views the result lies in the memory of this fake value.
+        merged.meta.update({**node.meta, "val": waits[0].meta["val"]})
         for each in (*waits, node):
             each.replace_all_uses_with(merged)
             graph.erase_node(each)

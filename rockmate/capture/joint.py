@@ -124,7 +124,8 @@ def _captured(
     untraced: Sequence[str],
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
-    with attributes_kept(model):
+    # A checkpoint would run what is opaque without gradients, unlike the trace.
+    with attributes_kept(model), training_only_features_off(model):
         calls = record_calls(model, tensors, make().structure, untraced)
 
     wrapped: list[tuple[Any, torch.Tensor]] = []

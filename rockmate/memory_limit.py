@@ -107,9 +107,7 @@ class MemoryLimit:
         if self.steps_in_backward:
             gradient_bytes = 3 * max((_shard(each).nbytes for each in parameters), default=0)
         else:
-            gradient_bytes = sum(
-                _shard(each).nbytes for each in parameters if each.grad is None
-            )
+            gradient_bytes = sum(_shard(each).nbytes for each in parameters if each.grad is None)
         return Holdings(
             present_bytes=present_bytes(device_of(model)),
             gradient_bytes=gradient_bytes,

@@ -81,5 +81,6 @@ def wait_for(tensor: torch.Tensor) -> torch.Tensor:
 
 def ranks_of(group_name: str) -> list[int]:
     """The global ranks of a process group, which ops know by its name alone."""
-    group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    group = resolve(group_name)
     return distributed.get_process_group_ranks(group)

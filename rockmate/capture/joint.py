@@ -30,8 +30,8 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
-from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.collectives import wait_for_collectives
+from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
@@ -187,7 +187,8 @@ def _traced(
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
-            raise explain_failure(error, model, modules.innermost) from error
+            explained = explain_failure(error, model, modules.innermost)
+            raise forward.held.explained(explained, modules.innermost) from error
         install(joint.graph, calls)
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)

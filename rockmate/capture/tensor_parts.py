@@ -6,7 +6,7 @@ Three kinds of tensors stand in a model:
 |---|---|---|
 | plain | `nn.Parameter` | one input |
 | wrapper | torchao's `Int8Tensor`, `DTensor` | an input for each plain tensor that it wraps |
-| class with attributes | bitsandbytes' `Params4bit` | its own memory, an input for each tensor held |
+| class with attributes | bitsandbytes' `Params4bit` | an input, and one for each tensor held |
 
 AOTAutograd takes wrappers apart, and passes a class with attributes on as if it were plain, without
 the attributes. So, for the time of a capture, plain tensors stand in the places of the latter, and
@@ -27,6 +27,7 @@ from torch import nn
 from rockmate._torch.fake import is_fake
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed, is_wrapper, without_class, wrapped_parts
+from rockmate.errors import UnsupportedModelError
 
 Path = tuple[str, ...]
 
@@ -117,6 +118,7 @@ class HeldTensors:
     def __init__(self, model: nn.Module) -> None:
         """Takes the tensors as they stand in the model now."""
         self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._names: list[str] = []  # of those tensors
         self.inputs: dict[str, tuple[str, Path]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         input_of: dict[int, str] = {}
@@ -127,10 +129,11 @@ class HeldTensors:
                     if not has_attributes(tensor):
                         continue
                     self._places.append((table, key, tensor))
+                    self._names.append(f"{prefix}.{key}".lstrip("."))
                     for path, held in _held_by(tensor).items():
                         if id(held) not in input_of:
                             name = input_of[id(held)] = f"held_{len(input_of)}"
-                            self.inputs[name] = f"{prefix}.{key}".lstrip("."), path
+                            self.inputs[name] = self._names[-1], path
                             self.tensors[name] = held.detach()
 
     def put(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -143,6 +146,23 @@ class HeldTensors:
         for table, key, tensor in self._places:
             for name, value in vars(tensor).items():
                 setattr(table[key], name, _with_tensors(value, replaced, _MAX_DEPTH))
+
+    def explained(self, error: Exception, path: str) -> Exception:
+        """An error of a trace, with the class that was not there if that may be its cause.
+
+        Args:
+            error: that a user can act on.
+            path: of the submodule that was running.
+        """
+        for name, (_, _, tensor) in zip(self._names, self._places, strict=True):
+            if name.rpartition(".")[0] == path:
+                msg = (
+                    f"{error} Its {name} is of class {type(tensor).__name__}. A capture puts a "
+                    "plain tensor with the same attributes in its place, without properties and "
+                    f'methods of that class. Run the submodule as it is: untraced=["{path}"].'
+                )
+                return UnsupportedModelError(msg)
+        return error
 
 
 def _held_by(owner: Any, depth: int = _MAX_DEPTH) -> dict[Path, torch.Tensor]:

@@ -17,6 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed
@@ -52,6 +53,8 @@ def broadcast_plan(plan: Plan, *, request: Any) -> Plan:
     return plan if text == own else Plan.from_text(text)
 
 
+# How long a rank waits for another to plan a step with collectives.
+WAIT_S = 300.0
 _num_confirmed: Counter[str] = Counter()
 
 
@@ -65,7 +68,7 @@ def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
         collectives: those of one step, in words, each with the name of its process group.
 
     Raises:
-        PlanMismatchError: a rank runs others, or has not planned within the store's timeout.
+        PlanMismatchError: a rank runs others, or has not planned within `WAIT_S`.
     """
     store, rank = default_store(), distributed.get_rank()
     for group in sorted({group for _, group in collectives}):
@@ -80,11 +83,12 @@ def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
 
 def _confirm_rank(store: distributed.Store, key: str, rank: int, own: str) -> None:
     try:
+        store.wait([key], timedelta(seconds=WAIT_S))
         found = store.get(key).decode()
     except (RuntimeError, distributed.DistError) as error:
         msg = (
             f"rank {rank} has not planned a step with the collectives of this rank within "
-            f"{store.timeout.total_seconds():.0f} s. Plan on all ranks of a group with the same "
+            f"{WAIT_S:.0f} s. Plan on all ranks of a group with the same "
             "model, sample shapes and budget."
         )
         raise PlanMismatchError(msg) from error

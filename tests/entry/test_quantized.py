@@ -17,7 +17,14 @@ from helpers import REGIMES, assert_same, budget_for, one_step, train
 from torch import Tensor, nn
 
 from bench.measure import allocator_peak
-from rockmate import Plan, Planner, PlanMismatchError, RockmateModule, UnsupportedModelError
+from rockmate import (
+    Plan,
+    PlanMismatchError,
+    Planner,
+    RockmateModule,
+    SignatureMismatchError,
+    UnsupportedModelError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torchao and bitsandbytes, when imported
 
@@ -307,6 +314,38 @@ def steps_of(model: nn.Module, regime: str | None) -> list[Tensor]:
     return found
 
 
+class Reader(nn.Module):
+    """Reads quantized weights that are a buffer, written to in the forward, and an input."""
+
+    def __init__(self, weight: Tensor, other: Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("weight", weight)
+        self.register_buffer("other", other)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        x = nn.functional.linear(self.first(x), self.weight).tanh()  # pyright: ignore
+        x = nn.functional.linear(x, given)
+        self.other.copy_(self.weight)  # pyright: ignore
+        return x
+
+
+def test_buffers_and_inputs() -> None:
+    weights = [by_int8(nn.Linear(WIDTH, WIDTH)).weight.detach() for _ in range(3)]  # pyright: ignore
+    model, x = Reader(*weights[:2]), torch.randn(NUM_ROWS, WIDTH)  # pyright: ignore
+    plain = copy.deepcopy(model)
+    assert not torch.equal(weights[0].qdata, weights[1].qdata)  # pyright: ignore
+    module = RockmateModule(model, (x, weights[2]), 0.9, on_infeasible="least")
+    for each in (module, plain):
+        each(x, weights[2]).square().mean().backward()
+    for name in ("qdata", "scale"):
+        assert torch.equal(getattr(model.other, name), getattr(plain.other, name))
+        assert torch.equal(getattr(model.other, name), getattr(weights[0], name))
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # pyright: ignore
+    with pytest.raises(SignatureMismatchError, match="this call differs"):
+        module(x, by_float8(nn.Linear(WIDTH, WIDTH)).weight.detach())  # pyright: ignore
+
+
 def test_with_gradients_returned() -> None:
     """`torch.autograd.grad` gets gradients of a trained wrapper."""
     training: Any = pytest.importorskip("torchao.prototype.quantized_training")
@@ -324,7 +363,7 @@ def test_with_gradients_returned() -> None:
 def test_for_a_machine_that_is_not_here() -> None:
     x = torch.randn(NUM_ROWS, WIDTH)
     assert Planner(model_of(by_int8), x, machine="h100").plan(0.7).predicted_ratio > 1
-    with pytest.raises(UnsupportedModelError, match="class Scaled.* machine itself"):
+    with pytest.raises(UnsupportedModelError, match=r"class Scaled.* machine itself"):
         Planner(model_of(by_attributes), x, machine="h100")
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rockmate import PlanMismatchError, RockmateModule, UnsupportedModelError
+from rockmate.runtime import plan_agreement
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -254,12 +255,23 @@ def check_refusals(mesh: DeviceMesh) -> None:
         module(x)
 
 
+def check_a_rank_that_does_not_plan(mesh: DeviceMesh) -> None:
+    """The others end with an error, and do not wait for ever."""
+    model = tensor_parallel(mesh)
+    if distributed.get_rank() == 0:
+        module = RockmateModule(model, torch.randn(4, LENGTH, WIDTH), 1.0)
+        plan_agreement.WAIT_S = 2.0
+        with pytest.raises(PlanMismatchError, match=r"rank 1 has not planned .* within 2 s"):
+            module(torch.randn(4, LENGTH, WIDTH))
+
+
 CHECKS: list[Callable[[DeviceMesh], None]] = [
     check_tensor_parallel,
     check_sequence_parallel,
     check_fully_sharded,
     check_inputs,
     check_refusals,
+    check_a_rank_that_does_not_plan,
 ]
 
 

@@ -105,11 +105,9 @@ class MemoryLimit:
         """What is and will be held beside activations, as of now."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.steps_in_backward:
-            gradient_bytes = 3 * max((parameter.nbytes for parameter in parameters), default=0)
+            gradient_bytes = 3 * max((_shard(each).nbytes for each in parameters), default=0)
         else:
-            gradient_bytes = sum(
-                parameter.nbytes for parameter in parameters if parameter.grad is None
-            )
+            gradient_bytes = sum(_shard(each).nbytes for each in parameters if each.grad is None)
         return Holdings(
             present_bytes=present_bytes(device_of(model)),
             gradient_bytes=gradient_bytes,
@@ -167,7 +165,7 @@ def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]
     parameters = list(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         rule = _rule_of(optimizer)
-        return sum(rule(parameter, {}) for parameter in parameters)
+        return sum(rule(_shard(parameter), {}) for parameter in parameters)
     rule = _RULES.get(type(optimizer).__name__.lower())
     if rule is None:
         return 0
@@ -175,10 +173,16 @@ def missing_state_bytes(optimizer: Optimizer, parameters: Iterable[torch.Tensor]
         id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
     }
     return sum(
-        rule(parameter, settings[id(parameter)])
+        rule(_shard(parameter), settings[id(parameter)])
         for parameter in parameters
         if id(parameter) in settings and not optimizer.state.get(parameter)
     )
+
+
+def _shard(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter on this rank: all of it, unless it is a `DTensor`."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 Rule = Callable[[torch.Tensor, Mapping[str, Any]], int]

@@ -15,7 +15,7 @@ from torch import nn
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
-from rockmate.capture.model_signature import ModelSignature, hook_keys
+from rockmate.capture.model_signature import ModelSignature, acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.roles import Capture
 from rockmate.capture.sample import read_sample, trace_sample
@@ -316,7 +316,7 @@ def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine |
             "itself."
         )
         raise UnsupportedModelError(msg)
-    with_hooks = [path for path, module in model.named_modules() if path and hook_keys(module)]
+    with_hooks = [path for path, module in model.named_modules() if path and acting_hooks(module)]
     if with_hooks:
         logger.warning(
             "hooks of submodules run when the model is captured and not in planned training steps: "

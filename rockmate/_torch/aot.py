@@ -12,19 +12,29 @@ from torch import fx, nn
 
 def joint_graph(
     stack: contextlib.ExitStack, forward: nn.Module, tensors: Sequence[torch.Tensor]
-) -> fx.GraphModule:
+) -> tuple[fx.GraphModule, list[tuple[Any, torch.Tensor]]]:
     """Forward and backward of `forward(*tensors)` as one functional ATen graph, with descriptors.
 
-    `torch.export` gives the forward alone; `torch.compile` keeps the joint graph to itself.
+    `torch.export` gives the forward alone; `torch.compile` keeps the joint graph to itself. What
+    wraps the gradients that are wrappers stands in the metadata of the trace alone.
 
     Args:
         stack: holds what the trace needs for its duration.
         forward: the module; it returns a tuple of tensors.
         tensors: its arguments.
+
+    Returns:
+        The graph, and for each gradient that is a wrapper the descriptor of its tensor with a
+        wrapper of fake tensors like it.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    return aot_export_joint_with_descriptors(stack, forward, tuple(tensors)).graph_module
+    joint = aot_export_joint_with_descriptors(stack, forward, tuple(tensors))
+    of_subclasses = joint._aot_graph_capture.maybe_subclass_meta
+    found = of_subclasses.grad_input_metas if of_subclasses else None
+    gradients = zip(joint._aot_state.flat_args_descs, found or (), strict=False)
+    wrapped = [(of, getattr(meta, "original_subclass", None)) for of, meta in gradients]
+    return joint.graph_module, [(of, like) for of, like in wrapped if like is not None]
 
 
 @contextlib.contextmanager

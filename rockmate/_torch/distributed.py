@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from rockmate._torch.ops import is_op
 from rockmate._torch.storage import base_of
 
 
@@ -55,8 +57,49 @@ def holds_sharded_parameters(module: nn.Module) -> bool:
     return hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, tensors))
 
 
+def is_gathered_by_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP, of either generation, gathers parameters of this very module in its hooks.
+
+    The second generation gives the module a class of its own. Its parameters are `DTensor`s, as
+    those of tensor parallelism are, which gathers in the forward itself.
+    """
+    second = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    if second is not None and isinstance(module, second.FSDPModule):
+        return True
+    tensors = (*module._parameters.values(), *vars(module).values())
+    is_first = any(
+        hasattr(each, "_fsdp_flattened")
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+        for each in (tensor, base_of(tensor))
+    )
+    return hasattr(module, "_fsdp_wrapped_module") or is_first
+
+
 def _is_sharded(tensor: Any) -> bool:
     return any(
         hasattr(each, "_fsdp_flattened") or hasattr(each, "device_mesh")
         for each in (tensor, base_of(tensor))
     )
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an op issues a functional collective, as `DTensor` does; the namespace is private."""
+    return is_op(target) and target.namespace == "_c10d_functional" and not is_wait(target)
+
+
+def is_wait(target: Any) -> bool:
+    """Whether an op waits for the result of a functional collective."""
+    return is_op(target) and str(target) == "_c10d_functional.wait_tensor.default"
+
+
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there."""
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)
+
+
+def ranks_of(group_name: str) -> list[int]:
+    """The global ranks of a process group, which ops know by its name alone."""
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    group = resolve(group_name)
+    return distributed.get_process_group_ranks(group)

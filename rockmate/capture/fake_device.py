@@ -29,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from rockmate._torch import fake as fake_tensors
 from rockmate._torch.fake import FakeTensor, FakeTensorMode
 from rockmate._torch.members import tensor_tables
+from rockmate._torch.subclasses import is_wrapper
+from rockmate.capture.tensor_parts import has_attributes
 from rockmate.errors import UnsupportedModelError
 
 _aten = torch.ops.aten
@@ -102,6 +104,15 @@ class _StandIns:
         self._made: dict[int, torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if has_attributes(tensor):
+            msg = (
+                f"the model has a parameter or buffer of class {type(tensor).__name__}, whose "
+                "attributes belong to the tensors that are here, so it cannot be planned for a "
+                "device that is not. Plan on the machine itself."
+            )
+            raise UnsupportedModelError(msg)
+        if is_wrapper(tensor):
+            return self._made.setdefault(id(tensor), self._mode.from_tensor(tensor))
         if id(tensor) not in self._made:
             with self._mode:
                 fake = torch.empty_strided(

@@ -31,8 +31,10 @@ from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.compiled_model import uncompiled
+from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
+from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
@@ -40,6 +42,7 @@ from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure
+from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
     eager_kernels,
@@ -47,6 +50,7 @@ from rockmate.capture.trace_state import (
     tensors_kept,
 )
 from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
+from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -131,20 +135,26 @@ def _captured_uncompiled(
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
 ) -> Capture:
-    with attributes_kept(model):
+    # A checkpoint would run what is opaque without gradients, unlike the trace.
+    with attributes_kept(model), training_only_features_off(model):
         calls = record_calls(model, tensors, make().structure, untraced)
+
+    wrapped: list[tuple[Any, torch.Tensor]] = []
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
         forward = make()
-        return _traced(model, forward, tensors, calls), forward
+        joint, wrapped[:] = _traced(model, forward, tensors, calls)
+        return joint, forward
 
     joint, forward = trace()
+    wrappings = _wrappings(wrapped)
     if forward.notice:
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
     return replace(
-        _with_roles(joint, forward), attributes=forward_attributes(model, joint, forward, trace)
+        _with_roles(joint, forward, wrappings),
+        attributes=forward_attributes(model, joint, forward, trace),
     )
 
 
@@ -164,8 +174,11 @@ def _traced(
     forward: TracedForward,
     tensors: list[torch.Tensor],
     calls: Mapping[str, OpaqueCall],
-) -> fx.GraphModule:
-    """The joint graph of `forward`, which runs `model`; errors as for `capture_joint`."""
+) -> tuple[fx.GraphModule, list[tuple[Any, torch.Tensor]]]:
+    """The joint graph of `forward`, which runs `model`, and its gradients that are wrappers.
+
+    Errors as for `capture_joint`.
+    """
     args, kwargs = forward.structure.rebuild(tensors)
     with contextlib.ExitStack() as stack:
         stack.enter_context(CAPTURE_LOCK)
@@ -177,21 +190,37 @@ def _traced(
         stack.enter_context(training_only_features_off(model))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
+        stack.enter_context(plain_places(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         try:
-            joint = joint_graph(stack, forward, tensors)
+            joint, wrapped = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
-            raise explain_failure(error, model, modules.innermost) from error
+            explained = explain_failure(error, model, modules.innermost)
+            raise forward.held.explained(explained, modules.innermost) from error
         install(joint.graph, calls)
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)
-    return joint
+    wait_for_collectives(joint.graph)
+    return joint, wrapped
 
 
-def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
+def _wrappings(wrapped: Sequence[tuple[Any, torch.Tensor]]) -> dict[Role, Wrapping]:
+    """How to wrap each gradient that is a wrapper, by the role of its parameter or input."""
+    found = {}
+    for descriptor, like in wrapped:
+        role = _input_role(descriptor)
+        what = f"the gradient of {role.name or f'input {role.index}'}"
+        found[role] = Wrapping.like(like, what=what)
+    return found
+
+
+def _with_roles(
+    joint: fx.GraphModule, forward: TracedForward, wrappings: Mapping[Role, Wrapping]
+) -> Capture:
+    _drop_objects(joint.graph)
     made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
@@ -205,10 +234,10 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
     values: Any = returned.args[0]
-    inputs = tuple((node, _input_role(node.meta["desc"])) for node in placeholders)
+    inputs = tuple((node, _held(_input_role(node.meta["desc"]), forward)) for node in placeholders)
     inputs += tuple((node, Role(RoleKind.CONSTANT, name=str(node.target))) for node in made_by_code)
     output_roles = tuple(
-        _output_role(descriptor) if isinstance(node, fx.Node) else None
+        _output_role(descriptor, wrappings) if isinstance(node, fx.Node) else None
         for node, descriptor in zip(values, returned.meta["desc"], strict=True)
     )
     output_roles = tuple(
@@ -238,6 +267,14 @@ def _with_roles(joint: fx.GraphModule, forward: TracedForward) -> Capture:
     )
 
 
+def _held(role: Role, forward: TracedForward) -> Role:
+    """The role of an input, which may stand for a tensor in an attribute of another one."""
+    if role.name not in forward.held.inputs:
+        return role
+    name, path = forward.held.inputs[role.name]
+    return Role(RoleKind.BUFFER, name=name, inner=path)
+
+
 def _input_role(descriptor: Any) -> Role:
     kind = type(descriptor).__name__
     match kind:
@@ -255,12 +292,45 @@ def _input_role(descriptor: Any) -> Role:
                 "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
             )
             raise UnsupportedModelError(msg)
+        case "SubclassGetAttrAOTInput":
+            base = _input_role(descriptor.base)
+            return replace(base, inner=(*base.inner, descriptor.attr))
     msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
 
 
-def _output_role(descriptor: Any) -> Role:
+def _drop_objects(graph: fx.Graph) -> None:
+    """Drops inputs that are no tensors and that the graph only returns: the mesh of a `DTensor`.
+
+    Raises:
+        UnsupportedModelError: an op reads one.
+    """
+    returned = graph.output_node()
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        readers = [user for user in node.users if user is not returned]
+        if readers:
+            kind, reader = type(node.meta.get("val")).__name__, call_name(readers[0])
+            msg = f"the op {reader} reads a {kind}, which is no tensor and cannot be planned"
+            raise UnsupportedModelError(msg)
+        values: Any = returned.args[0]
+        returned.args = (tuple(None if value is node else value for value in values),)
+        graph.erase_node(node)
+
+
+def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
     kind = type(descriptor).__name__
+    if kind == "SubclassGetAttrAOTOutput":
+        base = _output_role(descriptor.base, wrappings)
+        if base.kind is RoleKind.OUTPUT:
+            msg = (
+                f"output tensor {base.index} of the model, or a tensor that its forward assigns to "
+                "an attribute, wraps other tensors, which a plan does not return. Return a plain "
+                "tensor, such as `output.to_local()` or `output.full_tensor()` of a DTensor."
+            )
+            raise UnsupportedModelError(msg)
+        return replace(base, inner=(*base.inner, descriptor.attr))
     if kind == "PlainAOTOutput":
         return Role(RoleKind.OUTPUT, index=descriptor.idx)
     if kind == "InputMutationAOTOutput":
@@ -272,9 +342,11 @@ def _output_role(descriptor: Any) -> Role:
     if kind == "GradAOTOutput":
         target = _input_role(descriptor.grad_of)
         if target.kind is RoleKind.PARAMETER:
-            return Role(RoleKind.PARAMETER_GRADIENT, name=target.name)
+            kind = RoleKind.PARAMETER_GRADIENT
+            return Role(kind, name=target.name, wrapping=wrappings.get(target))
         if target.kind is RoleKind.INPUT:
-            return Role(RoleKind.INPUT_GRADIENT, index=target.index)
+            kind = RoleKind.INPUT_GRADIENT
+            return Role(kind, index=target.index, wrapping=wrappings.get(target))
     msg = f"the model has an output of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.members import (
+    all_forward_hooks,
     forward_hooks,
     has_tensor_hooks,
     member_tables_of,
@@ -19,13 +20,17 @@ from rockmate._torch.members import (
     other_hook_keys,
     tensor_hooks_of,
 )
+from rockmate._torch.subclasses import at_path
 from rockmate.capture.forward_attributes import AttributeWatch, ForwardAttributes
 from rockmate.capture.signature import TensorSignature
+from rockmate.capture.tensor_parts import has_parts, inner_tensors
 
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 # A scripted module has it elsewhere than other attributes.
 _IS_TRAINING = attrgetter("training")
-# The module of the hooks that a Hugging Face model adds to itself when it is first called.
+# Modules of hooks: those of tensor parallelism, and those that a Hugging Face model adds to itself
+# when it is first called.
+_TENSOR_PARALLEL = "torch.distributed.tensor."
 _RECORDERS = "transformers.utils.output_capturing"
 
 
@@ -42,13 +47,27 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
     return (*acting, *other_hook_keys(module))
 
 
+def acting_hooks(module: nn.Module) -> tuple[int, ...]:
+    """Those of `hook_keys` that do something which no graph has.
+
+    Tensor parallelism has hooks that lay a module's inputs and outputs out. They are traced.
+    """
+    traced = {
+        key
+        for key, hook in all_forward_hooks(module).items()
+        if str(getattr(hook, "__module__", None)).startswith(_TENSOR_PARALLEL)
+    }
+    return tuple(key for key in hook_keys(module) if key not in traced)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
     """State of the module that the graph depends on.
 
     Submodules and their hooks, parameters and buffers and which names share one, who is in training
     mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters have a
-    tensor hook (`hooked`) is no difference, since it changes no number.
+    tensor hook, or are of a class of their own and trained (`hooked`), is no difference, since it
+    changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -73,7 +92,7 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if has_tensor_hooks(tensor)),
+            frozenset(name for name, tensor in named if _needs_whole_gradient(tensor)),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -118,6 +137,11 @@ class ModelWatch:
         self._tensor_places = [
             place for place, member in enumerate(members) if isinstance(member, torch.Tensor)
         ]
+        self._with_parts = [
+            (place, list(inner_tensors(members[place])))
+            for place in self._tensor_places
+            if has_parts(members[place])
+        ]
         self._seen = self._state_of(members)
 
     def has_changed(self) -> bool:
@@ -144,7 +168,17 @@ class ModelWatch:
             if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
             _autocast_state(),
+            [
+                id(at_path(members[place], path))
+                for place, paths in self._with_parts
+                for path in paths
+            ],
         )
+
+
+def _needs_whole_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a hook, or the class of the tensor, takes its gradient as a whole."""
+    return has_tensor_hooks(tensor) or (tensor.requires_grad and has_parts(tensor))
 
 
 def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:

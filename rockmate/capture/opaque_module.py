@@ -1,6 +1,6 @@
 """Opaque modules: submodules that are not traced and run as they are.
 
-They are the submodules that the user names, and recurrent layers.
+They are the submodules that the user names, recurrent layers, and bitsandbytes' 8-bit layers.
 
 An opaque module is one op of the graph, and its backward is another. The forward op runs the module
 with gradients enabled. It returns the outputs and a *handle*: a small tensor that holds the
@@ -13,6 +13,9 @@ The plan counts the op's own inputs and outputs, which the autograd graph may sa
 backward op reads them like any other op. Outputs are live as long as the handle, since both are
 written together. An input may be released and recomputed in between. So the autograd graph does not
 hold it but *borrows* it, and finds it among the backward's arguments.
+
+Parameters are inputs of the op too. A frozen one of a class of its own, such as a quantized weight,
+is not: the module has it, with all that belongs to it.
 
 Before the capture, the whole model runs once on the sample, without gradients. This run gives the
 module's inputs and outputs, the saved tensors, and whether it draws random numbers or changes its
@@ -41,7 +44,11 @@ from rockmate.capture.opaque_call import (
 )
 from rockmate.capture.opaque_graph import Layout
 from rockmate.capture.structure import Structure, flatten
-from rockmate.errors import InvalidSampleError
+from rockmate.capture.tensor_parts import has_parts
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+
+# Classes that keep their weights in the attributes of an object, and move them in each call.
+_NEVER_TRACED = {("bitsandbytes.nn.modules", "Linear8bitLt")}
 
 # --- finding and recording ------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ def opaque_names(options: Mapping[str, str]) -> tuple[str, ...]:
 def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Paths and submodules that are not traced.
 
-    Those named and recurrent layers, less what is part of another of them.
+    Those named, recurrent layers and 8-bit layers, less what is part of another of them.
 
     Raises:
         InvalidSampleError: there is no submodule of such a name.
@@ -150,7 +157,7 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     chosen = {
         path: module
         for path, module in model.named_modules()
-        if module in named or isinstance(module, nn.RNNBase)
+        if module in named or isinstance(module, nn.RNNBase) or _is_never_traced(module)
     }
     return {
         path: module
@@ -159,12 +166,26 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     }
 
 
+def _is_never_traced(module: nn.Module) -> bool:
+    """Whether a module is of a known class that a trace cannot follow."""
+    return any((kind.__module__, kind.__name__) in _NEVER_TRACED for kind in type(module).__mro__)
+
+
 def _recorded(
     name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]
 ) -> OpaqueCall:
     given, structure = flatten(arguments, what=f"the arguments of {name}")
     returned, result_structure = flatten(result, what=f"the result of {name}")
-    parameters = dict(module.named_parameters())
+    parameters = {}
+    for own_name, parameter in module.named_parameters():
+        if not has_parts(parameter):
+            parameters[own_name] = parameter
+        elif parameter.requires_grad:
+            msg = (
+                f"the untraced submodule {name} trains {own_name}, a {type(parameter).__name__}, "
+                "which it cannot be given as an input. Freeze it, or leave the submodule traced."
+            )
+            raise UnsupportedModelError(msg)
     inputs = (
         *(tensor.detach() for tensor in given),
         *(parameter.detach() for parameter in parameters.values()),

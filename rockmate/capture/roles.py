@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from rockmate._torch.graphs import module_without_code
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES, ForwardAttributes
 from rockmate.capture.read_values import NO_VALUES, ReadValues
 from rockmate.capture.structure import Structure
+from rockmate.capture.wrapping import Wrapping
 
 
 class RoleKind(enum.Enum):
@@ -39,11 +40,21 @@ class Role:
         kind: what it stands for.
         name: of a parameter, buffer or constant.
         index: of any other, among the tensors of the call or of the output.
+        inner: attributes that lead from the tensor of that name or index to the one that is meant,
+            such as the integers of a quantized weight; empty if it is that tensor itself.
+        wrapping: of a gradient that is a wrapper, how to wrap the tensor that the graph returns.
     """
 
     kind: RoleKind
     name: str = ""
     index: int = -1
+    inner: tuple[str, ...] = ()
+    wrapping: Wrapping | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def path(self) -> str:
+        """The name with the attributes behind it; empty for a role without a name."""
+        return ".".join((self.name, *self.inner)) if self.name else ""
 
 
 @dataclass(frozen=True, slots=True)

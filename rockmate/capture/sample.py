@@ -23,7 +23,7 @@ from rockmate.capture.signature import (
     optional_keywords,
     sample_call,
 )
-from rockmate.errors import InvalidSampleError
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
             the meta device without a device to plan for.
     """
     tensors, call = flatten_call(*sample_call(sample_input), optional_keywords(model))
+    _refuse_nested(model, tensors)
     if device is not None and needs_fake_device(model, tensors, device):
         return Sample(tensors=tensors, call=call.on(device), device=device)
     is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))
@@ -66,6 +67,19 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
         raise InvalidSampleError(msg)
     check_devices(model, tensors)
     return Sample(tensors=tensors, call=call)
+
+
+def _refuse_nested(model: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Raises `UnsupportedModelError` for a nested tensor: its sizes are values, not a shape."""
+    places = {f"tensor {index} of the call": tensor for index, tensor in enumerate(tensors)}
+    places |= dict(model.named_parameters()) | dict(model.named_buffers())
+    nested = next((place for place, tensor in places.items() if tensor.is_nested), None)
+    if nested is not None:
+        msg = (
+            f"{nested} is a nested tensor, whose rows have lengths of their own, and a plan is for "
+            "one shape. Pad it (`torch.nested.to_padded_tensor`), with a mask."
+        )
+        raise UnsupportedModelError(msg)
 
 
 def trace_sample(

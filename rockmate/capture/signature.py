@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
+from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
 from rockmate.errors import InvalidSampleError, SignatureMismatchError
 
 _ONLY_TENSORS = {torch.Tensor}
@@ -21,26 +22,45 @@ _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
-    """Metadata of one tensor."""
+    """Metadata of one tensor.
+
+    Attributes:
+        shape: its sizes.
+        dtype: of its elements; of a wrapper, the one that it stands for.
+        device: where it is.
+        requires_grad: whether it gets a gradient.
+        strides: of its memory, where they count.
+        kind: of a tensor of a class of its own, that class and its constants.
+        parts: of such a tensor, the attributes that lead to the tensors inside, with theirs.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
     strides: tuple[int, ...] | None = None
+    kind: str = ""
+    parts: tuple[tuple[tuple[str, ...], TensorSignature], ...] = ()
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_strides: bool = False) -> TensorSignature:
         """The metadata of `tensor`; strides count where the tensor goes into the graph as it is."""
         strides = tensor.stride() if with_strides else None
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides)
+        own = tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides
+        if not has_parts(tensor):
+            return cls(*own)
+        parts = inner_tensors(tensor).items()
+        inner = tuple((path, cls.of(part, with_strides=True)) for path, part in parts)
+        return cls(*own, description(tensor), inner)
 
     def __str__(self) -> str:
         grad = ", requires_grad" if self.requires_grad else ""
         strides = f", strides {list(self.strides)}" if self.strides is not None else ""
+        parts = "".join(f", {'.'.join(path)} {part}" for path, part in self.parts)
+        kind = f" as {self.kind}{parts}" if self.kind else ""
         return (
             f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on "
-            f"{self.device}{grad}{strides}"
+            f"{self.device}{grad}{strides}{kind}"
         )
 
 

@@ -20,6 +20,7 @@ from rockmate.capture.loss import loss_of
 from rockmate.capture.read_values import NO_VALUES, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
+from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 
@@ -122,6 +123,7 @@ class TracedForward(nn.Module):
         non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
         carried_outputs: for the index of a carried tensor its attribute.
         read_values: values of tensors that it reads.
+        held: tensors in attributes of the model's tensors, which are inputs of the trace.
         notice: what the user should know of the outputs.
     """
 
@@ -156,10 +158,14 @@ class TracedForward(nn.Module):
         self._sample = sample
         self._buffer_values = dict(model.named_buffers()) if sample is not None else {}
         self.notice = ""
+        self.held = HeldTensors(model)
+        for name, tensor in self.held.tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model once."""
         args, kwargs = self.structure.rebuild(list(tensors))
+        self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
         try:

@@ -43,10 +43,12 @@ from torch.utils.flop_counter import flop_registry
 
 from rockmate._torch.ops import is_op, schema_of
 from rockmate.capture.nodes import tensors_of
+from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op, call_key
 from rockmate.ops import kernels
+from rockmate.ops.collectives import collective
 
 _aten = torch.ops.aten
 _GPU_ATTENTION_BACKWARD = {
@@ -138,7 +140,11 @@ def estimate_costs(graph: Graph, machine: Machine) -> Costs:
     def cost(op: Op, target: Any) -> Cost:
         key = call_key(target, op.node.args, op.node.kwargs)
         if key not in known:
-            known[key] = _cost(op.node, target, machine)
+            known[key] = (
+                collective_cost(op.node)
+                if target is collective
+                else _cost(op.node, target, machine)
+            )
         return known[key]
 
     first = tuple(_with_accumulation(cost(op, op.node.target), op, machine) for op in graph.ops)

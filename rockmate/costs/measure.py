@@ -32,9 +32,11 @@ from rockmate._torch.cuda import kernel_ms, make_workspaces
 from rockmate._torch.engine import is_profiling
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
+from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
+from rockmate.ops.collectives import collective
 from rockmate.ops.rng import is_random
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -81,7 +83,11 @@ def measure_costs(
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    parameters = {role.name: node for node, role in graph.inputs if role.kind is RoleKind.PARAMETER}
+    parameters = {
+        role.name: node
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER and not role.inner
+    }
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
     recompute = [distinct(_recompute_call(op)) for op in graph.ops]
     additions = [
@@ -90,6 +96,8 @@ def measure_costs(
     ]
     state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
+    on_links = {key: call for key, call in calls.items() if call.target is collective}
+    costs.update({key: collective_cost(call.op.node) for key, call in on_links.items()})
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
@@ -153,7 +161,8 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
     form = op.gradient_sink_form
     if isinstance(form, SlicedMatmul) and form.is_one_of_several:
         return []
-    pairs = [(parameters[role.name], node) for node, role in op.final_gradients]
+    # `.grad` of a parameter that wraps tensors is taken to be like its gradient.
+    pairs = [(parameters.get(role.name, node), node) for node, role in op.final_gradients]
     return pairs * 2 if form else pairs
 
 

@@ -7,6 +7,7 @@ The joint graph must be functional: calls that change their arguments are refuse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,15 +207,15 @@ class _Builder:
     # --- the whole graph -------------------------------------------------------------------------
 
     def _mark_outputs(self, *, returned_gradients: bool) -> None:
-        static = {(role.kind, role.name, role.index): node for node, role in self._capture.inputs}
+        static = {role: node for node, role in self._capture.inputs}
         for node, role in self._capture.outputs:
             storage = self._storage_of[node]
             if role.kind is RoleKind.OUTPUT:
                 storage.is_output = not storage.is_static
             elif role.kind is RoleKind.BUFFER_UPDATE:
-                self._storage_of[static[RoleKind.BUFFER, role.name, -1]].is_updated = True
+                self._storage_of[static[replace(role, kind=RoleKind.BUFFER)]].is_updated = True
             elif role.kind is RoleKind.INPUT_UPDATE:
-                self._storage_of[static[RoleKind.INPUT, "", role.index]].is_updated = True
+                self._storage_of[static[replace(role, kind=RoleKind.INPUT)]].is_updated = True
             elif role.kind is RoleKind.INPUT_GRADIENT or returned_gradients:
                 storage.is_kept_to_end = not storage.is_static
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
 
@@ -59,9 +59,11 @@ def sum_hooked_gradients(
         total = nodes[places[0]]
         for place in places[1:]:
             total = _add(graph, total, nodes[place])
+        last = roles[places[-1]]
+        assert last is not None
         for place in places:
             nodes[place], roles[place] = None, None
-        nodes[places[-1]], roles[places[-1]] = total, Role(RoleKind.PARAMETER_GRADIENT, name=owner)
+        nodes[places[-1]], roles[places[-1]] = total, replace(last, name=owner)
     graph.output_node().args = (tuple(nodes),)
     return replace(capture, output_roles=tuple(roles))
 

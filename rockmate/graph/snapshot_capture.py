@@ -47,7 +47,7 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
         aliases[storage][node.name] = None
     for node, role in graph.inputs:
         keyword = keywords.get(role.index) if role.kind is RoleKind.INPUT else None
-        aliases[graph.storage_of[node]][role.name or keyword or _role_text(role)] = None
+        aliases[graph.storage_of[node]][role.path or keyword or _role_text(role)] = None
     storages = (
         SnapshotStorage(
             name=storage.name,
@@ -132,7 +132,8 @@ def _kind(storage: Storage, role: Role | None) -> StorageKind:
 
 
 def _role_text(role: Role) -> str:
-    return f"{role.kind.value.replace('_', ' ')} {role.name or role.index}"
+    which = role.path or ".".join((str(role.index), *role.inner))
+    return f"{role.kind.value.replace('_', ' ')} {which}"
 
 
 def _call_text(node: fx.Node) -> str:

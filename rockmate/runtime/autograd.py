@@ -52,6 +52,7 @@ from rockmate._torch.cuda import join_stream_at_end
 from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
+from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
@@ -59,6 +60,7 @@ from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
+from rockmate.runtime.plan_agreement import confirm_collectives
 from rockmate.runtime.planned_layout import PlannedLayout
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
@@ -106,18 +108,18 @@ class Runner:
         self.forward_statics = _Statics(program, self.binding, program.forward_arguments)
         self.backward_statics = _Statics(program, self.binding, program.backward_arguments)
         self.backward = _Backward(program, program.backward, program.backward_arguments)
-        gradients = {role: place for place, role in enumerate(program.gradients)}
+        gradients = list(enumerate(program.gradients))
         self.input_gradients = {
-            role.index: place
-            for role, place in gradients.items()
-            if role.kind is RoleKind.INPUT_GRADIENT
+            role.index: place for place, role in gradients if role.kind is RoleKind.INPUT_GRADIENT
         }
         self.parameter_gradients = [
-            gradients[Role(RoleKind.PARAMETER_GRADIENT, name=name)] for name in self.returned_names
+            place for place, role in gradients if role.kind is RoleKind.PARAMETER_GRADIENT
         ]
         self.input_layouts = _layouts(program, RoleKind.INPUT)
         self.tangent_layouts = _layouts(program, RoleKind.TANGENT)
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
+        # Whether all ranks are known to run the same collectives.
+        self._is_confirmed = False
         # For each set of undefined tangents.
         self._backwards: dict[frozenset[int], _Backward] = {}
         # One for each device of inputs, kept for the next call.
@@ -137,9 +139,16 @@ class Runner:
             hooks_last: hooks of parameters must fire when the step is done; see
                 `rockmate.runtime.ddp`.
         """
+        if self.program.collectives and not self._is_confirmed:
+            confirm_collectives(self.program.collectives)
+            self._is_confirmed = True
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
-        laid_out = [self.input_layouts[index].apply(given) for index, given in enumerate(inputs)]
+        layouts = self.input_layouts
+        laid_out = [
+            layouts[index].apply(given) if index in layouts else given
+            for index, given in enumerate(inputs)
+        ]
         self._refuse_shared(inputs)
         owners = self.gradient_owners()
         if self.returned_names:
@@ -267,11 +276,11 @@ class PlannedStep(torch.autograd.Function):
             join_stream_at_end(ctx.anchor.leaf.device)
         inputs: list[torch.Tensor | None] = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
-            inputs[index] = _defined(values[place])
+            inputs[index] = _returned(runner, values, place)
         if isinstance(sink, LastHooksSink):
             parameters = sink.remaining_gradients(ctx.visited)
         else:
-            returned = [_defined(values[place]) for place in runner.parameter_gradients]
+            returned = [_returned(runner, values, place) for place in runner.parameter_gradients]
             parameters = returned or [None] * len(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
 
@@ -282,11 +291,15 @@ class _Statics:
     def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
         # (holder, key) of each; holder None stands for the inputs of the call.
         self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
+        # (position, attributes) of those inside of the tensor found there, or of another class.
+        self._inner: list[tuple[int, tuple[str, ...]]] = []
         for argument in arguments:
             if argument.kind is not ArgumentKind.STATIC:
                 continue
             role = argument.source
             assert isinstance(role, Role)
+            if role.inner or (role.name in binding.places and is_subclassed(binding[role.name])):
+                self._inner.append((len(self._places), role.inner))
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
             elif role.kind is RoleKind.CONSTANT:
@@ -299,7 +312,10 @@ class _Statics:
 
     def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are there now, in the order of the arguments."""
-        return [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+        found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+        for place, path in self._inner:
+            found[place] = without_class(at_path(found[place], path))
+        return found
 
 
 class _Backward:
@@ -332,9 +348,12 @@ def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether a gradient may be needed before the step is done.
 
     A hook may step an optimizer and free the gradient. In a process group its reduction may run
-    beside the backward, which Python cannot see.
+    beside the backward, which Python cannot see. The gradient of a parameter of a class of its own
+    would otherwise be held to the end.
     """
-    return is_distributed() or any(chain.from_iterable(map(all_hooks_of, parameters)))
+    parameters = list(parameters)
+    has_hooks = any(chain.from_iterable(map(all_hooks_of, parameters)))
+    return is_distributed() or has_hooks or any(map(is_subclassed, parameters))
 
 
 def _tensor_names(program: Program) -> list[str]:
@@ -352,7 +371,7 @@ def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:
     return {
         role.index: PlannedLayout(fake)
         for role, fake in program.layouts.items()
-        if role.kind is kind
+        if role.kind is kind and not role.inner  # a signature has the strides of tensors inside
     }
 
 
@@ -406,12 +425,17 @@ def _write_updates(
         role = runner.program.results[place]
         is_input = role.kind is RoleKind.INPUT_UPDATE
         target = inputs[role.index] if is_input else runner.binding[role.name]
-        target.detach().copy_(values[place])
+        without_class(at_path(target, role.inner)).detach().copy_(values[place])
 
 
-def _defined(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient, None if it is undefined."""
-    return None if gradient is None or is_undefined(gradient) else gradient
+def _returned(
+    runner: Runner, values: Sequence[torch.Tensor | None], place: int
+) -> torch.Tensor | None:
+    """The gradient at a place of the backward's results as eager returns it; None if undefined."""
+    gradient, wrapping = values[place], runner.program.gradients[place].wrapping
+    if gradient is None or is_undefined(gradient):
+        return None
+    return gradient if wrapping is None else wrapping.wrap(gradient)
 
 
 def _sink(ctx: Any) -> GradientSink:
@@ -420,9 +444,10 @@ def _sink(ctx: Any) -> GradientSink:
         refuse_parameters(ctx.visited, has_others=bool(ctx.owners and not ctx.visited))
         return DroppingSink()
     partial, is_last = ctx.runner.pending.begin(ctx)
+    wrappings = ctx.runner.program.wrappings
     if ctx.visited:
-        return LastHooksSink(ctx.owners)
-    return GradientSink(ctx.owners, partial, fires_hooks=is_last)
+        return LastHooksSink(ctx.owners, wrappings)
+    return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings)
 
 
 def _refuse_unsupported_backward(ctx: Any) -> None:

@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import distributed, nn
 
-from rockmate._torch.distributed import active_data_parallel, holds_sharded_parameters
+from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsdp
 from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
+from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import UnsupportedModelError
 from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
 
@@ -42,7 +43,7 @@ def refuse_sharded(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` for a model inside FSDP or `nn.DataParallel`."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(REPLICATED)
-    if any(map(holds_sharded_parameters, model.modules())):
+    if any(map(is_gathered_by_fsdp, model.modules())):
         raise UnsupportedModelError(SHARDED)
 
 
@@ -60,9 +61,11 @@ def finds_unused_parameters() -> bool:
 class LastHooksSink(GradientSink):
     """Accumulates gradients and fires no hooks: the engine does that when the step is done."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], wrappings: Mapping[str, Wrapping]
+    ) -> None:
         """See `GradientSink`."""
-        super().__init__(parameters, fires_hooks=False)
+        super().__init__(parameters, fires_hooks=False, wrappings=wrappings)
 
     def remaining_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient that the engine has to accumulate for each parameter.

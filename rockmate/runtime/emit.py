@@ -21,6 +21,7 @@ from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.ir import Graph, Storage
 from rockmate.ops.fused import FusedOp
+from rockmate.ops.collectives import collective, collective_text
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
@@ -86,6 +87,16 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         ),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
+        wrappings={
+            role.name: role.wrapping
+            for _, role in graph.outputs
+            if role.kind is RoleKind.PARAMETER_GRADIENT and role.wrapping is not None
+        },
+        collectives=tuple(
+            collective_text(graph.ops[index].node)
+            for index in schedule.steps
+            if graph.ops[index].node.target is collective
+        ),
         constants=graph.constants,
         differentiable=frozenset(role.index for _, role in tangents),
         layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},

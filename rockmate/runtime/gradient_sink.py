@@ -46,6 +46,8 @@ import torch
 
 from rockmate._torch import engine
 from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
+from rockmate._torch.subclasses import is_subclassed
+from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.pending_steps import PartialGradients
@@ -117,6 +119,7 @@ class GradientSink:
         partial: PartialGradients | None = None,
         *,
         fires_hooks: bool = True,
+        wrappings: Mapping[str, Wrapping] = NO_WRAPPINGS,
     ) -> None:
         """Takes the dispatcher's state as it is now for the hooks.
 
@@ -124,7 +127,9 @@ class GradientSink:
             parameters: name -> leaf that the forward ran with.
             partial: what earlier steps of the same backward have accumulated.
             fires_hooks: whether this step is the last of that backward.
+            wrappings: name -> how to wrap the gradient of a parameter.
         """
+        self._wrappings = wrappings
         self.fires_hooks = fires_hooks
         self._leaves = parameters
         self._dispatch_keys = engine.dispatch_keys()
@@ -147,6 +152,8 @@ class GradientSink:
             skip_gradient(self, name, is_final)
             return
         self._used.add(id(parameter))
+        if name in self._wrappings:
+            gradient = self._wrappings[name].wrap(gradient)
         if self._needs_whole(parameter):
             self._accumulate_hooked(parameter, gradient, is_final=is_final)
             return
@@ -249,9 +256,13 @@ class GradientSink:
             self._fire_hooks(parameter)
 
     def _needs_whole(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter has a tensor hook, which must see its whole gradient at once."""
+        """Whether the parameter's whole gradient is needed at once.
+
+        A tensor hook must see it. To a parameter of a class of its own the engine adds it, by the
+        rules of that class.
+        """
         is_begun = bool(self._hooked) and id(parameter) in self._hooked
-        return has_tensor_hooks(parameter) or is_begun
+        return has_tensor_hooks(parameter) or is_subclassed(parameter) or is_begun
 
     def _accumulate_hooked(
         self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_final: bool

@@ -3,15 +3,25 @@
 Op times are measured. So ranks that plan for the same step find slightly different plans, and the
 slowest would set the pace. Each rank offers its plan in the key-value store of the process group,
 under a key that names the step and its options. All ranks run the first offer.
+
+A step that contains collectives itself (tensor parallelism) makes ranks wait in any case. Before
+its first run each rank reads, in the store, which collectives the others of the group will run.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
-from rockmate._torch.distributed import first_offer
+from torch import distributed
+
+from rockmate._torch.distributed import default_store, first_offer, ranks_of
 from rockmate.bound.protocol import StoredBound
+from rockmate.errors import PlanMismatchError
 from rockmate.plan.plan import Plan
 
 
@@ -30,3 +40,53 @@ def broadcast_plan(plan: Plan, *, request: Any) -> Plan:
     own = replace(plan, bounds=StoredBound(plan.quick_lower_bound_ms)).to_text()
     text = first_offer(description, own)
     return plan if text == own else Plan.from_text(text)
+
+
+# How long a rank waits for another to plan a step with collectives.
+WAIT_S = 300.0
+_num_confirmed: Counter[str] = Counter()
+
+
+def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
+    """Checks that all ranks of each process group run the same collectives in the same order.
+
+    To be called before the first step of a plan, on every rank. A rank that runs others would leave
+    the others waiting, or give them wrong numbers.
+
+    Args:
+        collectives: those of one step, in words, each with the name of its process group.
+
+    Raises:
+        PlanMismatchError: a rank runs others, or has not planned within `WAIT_S`.
+    """
+    store, rank = default_store(), distributed.get_rank()
+    for group in sorted({group for _, group in collectives}):
+        texts = [text for text, name in collectives if name == group]
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        key = f"rockmate/collectives/{group}/{_num_confirmed[group]}"
+        _num_confirmed[group] += 1
+        store.set(f"{key}/{rank}", f"{len(texts)} {digest}")
+        for other in ranks_of(group):
+            _confirm_rank(store, f"{key}/{other}", other, f"{len(texts)} {digest}")
+
+
+def _confirm_rank(store: distributed.Store, key: str, rank: int, own: str) -> None:
+    try:
+        store.wait([key], timedelta(seconds=WAIT_S))
+        found = store.get(key).decode()
+    except (RuntimeError, distributed.DistError) as error:
+        msg = (
+            f"rank {rank} has not planned a step with the collectives of this rank within "
+            f"{WAIT_S:.0f} s. Plan on all ranks of a group with the same "
+            "model, sample shapes and budget."
+        )
+        raise PlanMismatchError(msg) from error
+    if found != own:
+        theirs, ours = found.split()[0], own.split()[0]
+        msg = (
+            f"rank {rank} runs other collectives in its planned step than this rank, or in another "
+            f"order ({theirs} there, {ours} here), so they would wait for each other or mix up "
+            "values. Give all ranks the same model, sample shapes and budget. Where parameters are "
+            'sharded unevenly, use mode="frames".'
+        )
+        raise PlanMismatchError(msg)

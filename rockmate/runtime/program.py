@@ -11,6 +11,7 @@ import torch
 
 from rockmate.capture.roles import Role
 from rockmate.capture.size_template import Size
+from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Op, Storage
 
 
@@ -79,6 +80,9 @@ class Program:
         saved_outputs: positions in `saved` of values in the memory of an output.
         gradients: roles of the backward's results.
         accumulated: names of the parameters whose gradients the sink accumulates.
+        wrappings: name of a parameter -> how to wrap its gradient, where it is a wrapper.
+        collectives: the collectives in the order in which they run, in words, each with the name of
+            its process group.
         constants: tensors that belong to the graphs themselves, by name.
         differentiable: indices of the outputs that have a gradient.
         layouts: for each input and tangent a fake tensor with the strides that the code relies on.
@@ -98,6 +102,8 @@ class Program:
     saved_outputs: tuple[int, ...]
     gradients: tuple[Role, ...]
     accumulated: tuple[str, ...]
+    wrappings: Mapping[str, Wrapping]
+    collectives: tuple[tuple[str, str], ...]
     constants: Mapping[str, torch.Tensor]
     differentiable: frozenset[int]
     layouts: Mapping[Role, torch.Tensor]

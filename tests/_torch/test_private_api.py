@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import rockmate._torch
 from rockmate._torch.allocator import (
@@ -41,6 +42,11 @@ from rockmate._torch.distributed import (
     default_store,
     first_offer,
     holds_sharded_parameters,
+    is_collective,
+    is_gathered_by_fsdp,
+    is_wait,
+    ranks_of,
+    wait_for,
 )
 from rockmate._torch.engine import (
     accumulate,
@@ -76,6 +82,7 @@ from rockmate._torch.inductor import (
 )
 from rockmate._torch.members import (
     accumulation_hooks_of,
+    all_forward_hooks,
     all_hooks_of,
     forward_hooks,
     has_accumulation_hooks,
@@ -94,6 +101,13 @@ from rockmate._torch.members import (
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of
+from rockmate._torch.subclasses import (
+    at_path,
+    is_subclassed,
+    is_wrapper,
+    without_class,
+    wrapped_parts,
+)
 from rockmate._torch.transforms import active_transform
 from rockmate._torch.version import check_torch_version
 
@@ -147,11 +161,22 @@ class TestAllocator:
 class TestAot:
     def test_joint_graph(self) -> None:
         with contextlib.ExitStack() as stack:
-            module = joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
+            module, wrapped = joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
         kinds = {
             type(node.meta["desc"]).__name__ for node in module.graph.find_nodes(op="placeholder")
         }
         assert kinds == {"PlainAOTInput", "TangentAOTInput"}
+        assert not wrapped
+
+    def test_joint_graph_of_a_wrapper(self) -> None:
+        x = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
+        with contextlib.ExitStack() as stack:
+            module, wrapped = joint_graph(stack, _Square(), [x])
+        inputs = [str(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder")]
+        assert [text.rpartition("attr=")[2] for text in inputs[:2]] == ["'a')", "'b')"]
+        ((descriptor, like),) = wrapped
+        assert type(descriptor).__name__ == "PlainAOTInput"
+        assert isinstance(like, TwoTensor)
 
     def test_compile_flags(self) -> None:
         with compile_flags():
@@ -164,7 +189,7 @@ class TestAot:
         def targets() -> set[str]:
             with contextlib.ExitStack() as stack:
                 image = torch.ones(1, 1, 4, 4, requires_grad=True)
-                graph = joint_graph(stack, _Resized(), [image]).graph
+                graph = joint_graph(stack, _Resized(), [image])[0].graph
             return {str(node.target) for node in graph.nodes}
 
         formula = targets()
@@ -371,8 +396,58 @@ class TestDistributed:
     def test_a_plain_module_is_not_sharded(self) -> None:
         module = nn.Linear(2, 2)
         assert not holds_sharded_parameters(module)
+        assert not is_gathered_by_fsdp(module)
         module.weight._fsdp_flattened = True  # pyright: ignore
         assert holds_sharded_parameters(module)
+        assert is_gathered_by_fsdp(module)
+
+    def test_collectives(self, tmp_path: Path) -> None:
+        ops: Any = torch.ops._c10d_functional
+        reduce = ops.all_reduce.default
+        assert is_collective(reduce)
+        assert not is_wait(reduce)
+        assert is_wait(ops.wait_tensor.default)
+        assert not is_collective(ops.wait_tensor.default)
+        assert not is_collective(aten.add.Tensor)
+        store = f"file://{tmp_path / 'store'}"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        try:
+            group = torch.distributed.group.WORLD
+            assert group is not None
+            assert ranks_of(group.group_name) == [0]
+            assert wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist() == [1.0] * 3
+            default_store().set("key", "value")
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+class TestSubclasses:
+    def test_plain_tensors(self) -> None:
+        for tensor in (torch.ones(2), nn.Parameter(torch.ones(2))):
+            assert not is_subclassed(tensor)
+            assert not is_wrapper(tensor)
+
+    def test_a_wrapper(self) -> None:
+        inner = torch.ones(2), torch.zeros(2)
+        wrapper = TwoTensor(*inner)
+        assert is_subclassed(wrapper)
+        assert is_wrapper(wrapper)
+        parts, _ = wrapped_parts(wrapper)
+        assert list(parts.values()) == list(inner)
+        assert at_path(wrapper, ["b"]) is inner[1]
+        assert at_path(wrapper, []) is wrapper
+
+    def test_a_class_by_name_alone(self) -> None:
+        class Named(torch.Tensor):
+            pass
+
+        tensor = torch.ones(2)
+        named = tensor.as_subclass(Named)
+        assert is_subclassed(named)
+        assert not is_wrapper(named)
+        plain = without_class(named)
+        assert type(plain) is torch.Tensor
+        assert plain.data_ptr() == tensor.data_ptr()
 
 
 class _Asking(torch.autograd.Function):
@@ -497,6 +572,7 @@ class TestMembers:
         handle = module.register_forward_hook(lambda *_: None)
         before = module.register_forward_pre_hook(lambda *_: None)
         assert list(forward_hooks(module)) == [handle.id]
+        assert list(all_forward_hooks(module)) == [before.id, handle.id]
         assert other_hook_keys(module) == (before.id,)
         assert any(module_hooks_of(vars(module)))
 

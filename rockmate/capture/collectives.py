@@ -1,0 +1,40 @@
+"""Collectives of a captured graph: each waits for its result.
+
+A trace has two calls for a collective, one that issues it and one that waits. In a plan they are
+one op, so that no schedule stands between them: its result is a value like any other, released
+after its last reader, and recomputed by all ranks or by none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from rockmate._torch.distributed import is_collective, is_wait
+from rockmate.errors import UnsupportedModelError
+from rockmate.ops.collectives import collective
+
+
+def wait_for_collectives(graph: fx.Graph) -> None:
+    """Makes one call of each collective and what waits for it, in place.
+
+    Raises:
+        UnsupportedModelError: a collective returns several tensors.
+    """
+    for node in list(graph.nodes):
+        if not is_collective(node.target):
+            continue
+        waits = [user for user in node.users if is_wait(user.target)]
+        if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
+            msg = (
+                f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
+                "times, which cannot be planned"
+            )
+            raise UnsupportedModelError(msg)
+        with graph.inserting_before(node):
+            merged = graph.call_function(collective, (node.target, *node.args), dict(node.kwargs))
+        # What views the result lies in the memory of this fake value.
+        merged.meta.update({**node.meta, "val": waits[0].meta["val"]})
+        for each in (*waits, node):
+            each.replace_all_uses_with(merged)
+            graph.erase_node(each)

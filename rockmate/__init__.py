@@ -24,6 +24,7 @@ from rockmate.errors import (  # noqa: E402
     InvalidBudgetError,
     InvalidSampleError,
     MachineError,
+    MarkError,
     PlanFileError,
     PlanMismatchError,
     RockmateError,
@@ -33,6 +34,7 @@ from rockmate.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from rockmate.module import RockmateModule  # noqa: E402
+from rockmate.ops.value_mark import name, recompute, save  # noqa: E402
 from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ __all__ = [
     "InvalidSampleError",
     "Machine",
     "MachineError",
+    "MarkError",
     "PadToBuckets",
     "Plan",
     "PlanFileError",
@@ -68,6 +71,9 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "name",
+    "recompute",
+    "save",
     "sweep",
     "timeline",
     "wrap_trainer",

@@ -32,6 +32,8 @@ from rockmate.graph.chunking.chunks import (
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import MarkRequest, Policy
+from rockmate.graph.node_marks import decided_request, without_source
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import (
     GRAPH_PASSES,
@@ -96,6 +98,19 @@ class CapturedStep:
             self.call,
             self.state,
             options,
+            allocation_bytes=self.allocation_bytes,
+        )
+        return replace(step, planned_device=self.planned_device)
+
+    def without_marks(self, source: str) -> CapturedStep:
+        """The same step without the marks of one source; its ops have the same indices."""
+        capture = without_source(self.capture, source)
+        step = step_of(
+            capture,
+            self.model,
+            self.call,
+            self.state,
+            self.options,
             allocation_bytes=self.allocation_bytes,
         )
         return replace(step, planned_device=self.planned_device)
@@ -224,12 +239,17 @@ def capture_step(
     machine: Machine | None = None,
     loss_chunks: str = "",
     hooked: str | None = None,
+    marks: Mapping[Any, str] | str | None = None,
+    policy: Policy | str | None = None,
+    existing_checkpoints: str = "lift",
+    in_flight: int | str = 1,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
     Arguments and errors are those of `Planner`, with two more. `hooked` names parameters, separated
     by commas. Each gets its gradient whole, never slice by slice. None takes the parameters with a
-    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks.
+    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks. Marks,
+    a policy and `in_flight` may also be the texts that `CapturedStep.options` has.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -239,17 +259,28 @@ def capture_step(
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
+    request = MarkRequest.of(marks, policy, existing_checkpoints)
+    num_in_flight = _num_in_flight(in_flight)
     _check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
     capture = trace_sample(
-        model, sample, differentiable=differentiable, outputs=outputs, untraced=names
+        model,
+        sample,
+        differentiable=differentiable,
+        outputs=outputs,
+        untraced=names,
+        keeps_checkpoints=request.honours_checkpoints,
     )
     state = ModelSignature.of(model)  # after the capture, for which a model may change itself
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
     if state.hooked and gradients == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
-    capture = run_passes(REWRITES, capture)
+    request = decided_request(capture, request)
+    options |= request.options
+    if num_in_flight > 1:
+        options["in_flight"] = str(num_in_flight)
+    capture = run_passes(REWRITES, capture, PassOptions(marks=request))
     allocation_bytes = machine.allocation_bytes if machine else None
     step = step_of(capture, model, sample.call, state, options, allocation_bytes=allocation_bytes)
     step = replace(step, planned_device=sample.device)
@@ -327,6 +358,7 @@ def step_of(
     returned = options["gradients"] == "returned"
     built = build_graph(capture, returned_gradients=returned, allocation_bytes=allocation_bytes)
     graph = run_passes(GRAPH_PASSES, built, passes)
+    graph = replace(graph, num_in_flight=int(options.get("in_flight", "1")))
     graph.verify()
     return CapturedStep(
         model=model,
@@ -337,6 +369,19 @@ def step_of(
         options=options,
         allocation_bytes=allocation_bytes,
     )
+
+
+def _num_in_flight(given: int | str) -> int:
+    """The number of forwards before their backwards, which `options` has as a text.
+
+    Raises:
+        ValueError: it is no whole number of at least 1.
+    """
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        msg = f"in_flight is {given!r}; give the number of forwards before a backward, at least 1"
+        raise ValueError(msg)
+    return number
 
 
 _CHOICES = {

@@ -24,6 +24,8 @@ def knapsack_of(
     available: Collection[Storage] = (),
     kept: Collection[Storage] = (),
     with_states: bool = False,
+    free: Collection[Op] = (),
+    recomputed: Collection[Op] = (),
 ) -> tuple[Knapsack, list[Storage]]:
     """The problem of providing all values that `readers` read, and the values of its variables.
 
@@ -38,11 +40,16 @@ def knapsack_of(
         kept: storages that are saved in any case, and whose bytes it counts.
         with_states: counts the state that a recomputation replays as one more value. The op reads
             it, and it cannot be recomputed.
+        free: ops of the forward whose recomputation is paid for elsewhere, so takes no time here.
+        recomputed: ops that are recomputed in any case, at a time that this problem does not count.
+            What they make is there, and what they read is required.
 
     Returns:
         The problem, and the storage behind each of its values; values beyond those are states.
     """
-    values = [storage for op in ops for storage in op.writes if storage not in available]
+    made_anyway = {storage for op in recomputed for storage in op.writes}
+    given = made_anyway.union(available)
+    values = [storage for op in ops for storage in op.writes if storage not in given]
     number = {storage: index for index, storage in enumerate(values)}
     value_bytes = [storage.num_bytes for storage in values]
     numbered: list[KnapsackOp] = []
@@ -59,13 +66,18 @@ def knapsack_of(
             value_bytes.append(op.recompute_state_bytes)
         numbered.append(
             KnapsackOp(
-                time_ms=0.0 if is_late else costs.recompute[op.index].time_ms,
+                time_ms=0.0 if is_late or op in free else costs.recompute[op.index].time_ms,
                 inputs=inputs,
                 outputs=outputs,
                 recomputable=is_recomputable,
             )
         )
-    required = {number[storage] for op in readers for storage in op.reads if storage in number}
+    required = {
+        number[storage]
+        for op in (*readers, *recomputed)
+        for storage in op.reads
+        if storage in number
+    }
     problem = Knapsack(
         ops=tuple(numbered),
         value_bytes=tuple(value_bytes),

@@ -46,6 +46,7 @@ from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
@@ -114,7 +115,10 @@ class LowerBound:
         """
         self._graph = graph
         self._costs = costs
-        self._baseline_ms = baseline_ms
+        # What every schedule takes: all first runs, and the recomputations that marks ask for.
+        self._forced = forced_recomputations(graph.forward_ops, _backward_runs(graph))
+        self._forced_ms = sum(costs.recompute[op.index].time_ms for op in self._forced)
+        self._baseline_ms = baseline_ms + self._forced_ms
         self._solver_time = solver_time
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
@@ -186,7 +190,12 @@ class LowerBound:
         curves = []
         for point in self.points:
             problem, values = knapsack_of(
-                ops, point.after, self._costs, available=point.live, with_states=True
+                ops,
+                point.after,
+                self._costs,
+                available=point.live,
+                with_states=True,
+                free=self._forced,
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
@@ -339,6 +348,12 @@ class LowerBound:
                 points,
                 budget_bytes=budget_bytes,
                 readers=self._graph.readers,
+                free=self._forced,
                 is_relaxed=is_relaxed,
                 time_limit_s=min(time_limit_s, _PROGRAM_TIME_LIMIT_S),
             )
+
+
+def _backward_runs(graph: Graph) -> list[Op]:
+    """The ops of the backward that run in every schedule."""
+    return [graph.ops[index] for index in baseline_schedule(graph).backward]

@@ -220,8 +220,15 @@ def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
             is_static=storage.kind.is_static,
             is_tangent=storage.kind is StorageKind.TANGENT,
             is_result=storage.kind.is_result,
+            must_recompute=storage.mark == "recompute",
         )
         for storage in snapshot.storages
     ]
     returned = [storage for _, storage in snapshot.outputs]
-    return OpDefUse.of(ops, storages, updates=snapshot.updates, returned=returned)
+    return OpDefUse.of(
+        ops,
+        storages,
+        updates=snapshot.updates,
+        returned=returned,
+        num_in_flight=snapshot.num_in_flight,
+    )

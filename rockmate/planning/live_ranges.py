@@ -124,6 +124,8 @@ class LiveRanges:
         self.live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
         self._schedule = schedule
         self._steps = schedule.steps
+        self._num_forward = len(schedule.forward)
+        self._has_marks = bool(op_def_use(graph).must_recompute.any())
         self._in_place = schedule.in_place
         self._dropped: set[int] = set()
         # Indices of the ops inserted before each position.
@@ -345,6 +347,20 @@ class LiveRanges:
             if end in self._in_place:
                 extensions.append((end, end, self.op_at(end).writes[0].num_bytes))
         return extensions
+
+    def must_stay(self, position: int) -> bool:
+        """Whether the run at `position` makes a value that must not come from the forward."""
+        if not self._has_marks or position < self._num_forward:
+            return False
+        must_recompute = op_def_use(self.graph).must_recompute
+        for storage in self.op_at(position).writes:
+            if must_recompute[storage.index]:
+                index = self._index(self._event(storage.index, position, DEFINED))
+                is_earlier = self._is_of(index - 1, storage.index)
+                begin = self._position(self._events[index - 1]) if is_earlier else position
+                if begin < self._num_forward and self._is_read(index + 1, storage.index):
+                    return True
+        return False
 
     def drop(self, position: int, extensions: Sequence[Extension]) -> None:
         """Removes the run at `position`, given its `extensions`, and runs that are then dead."""

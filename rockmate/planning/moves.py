@@ -38,9 +38,9 @@ def remove_recomputations(
     """The schedule without those recomputations whose values can stay live within the budget."""
     ranges = LiveRanges(graph, costs, schedule, simulation)
     for position, min_extensions in _drops_by_price(ranges, budget_bytes):
-        if ranges.is_dropped(position) or (
-            len(min_extensions) == 1 and not _fits(ranges, min_extensions, budget_bytes)
-        ):
+        if ranges.is_dropped(position) or ranges.must_stay(position):
+            continue
+        if len(min_extensions) == 1 and not _fits(ranges, min_extensions, budget_bytes):
             continue
         extensions = ranges.extensions_for_drop(position)
         if _fits(ranges, extensions, budget_bytes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,8 @@ from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import ExistingCheckpoints, Policy
+from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
@@ -83,6 +85,10 @@ class PlanningSession:
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
         allow_chunking: bool | None = None,
+        marks: Mapping[Any, str] | None = None,
+        policy: Policy | None = None,
+        existing_checkpoints: ExistingCheckpoints = "lift",
+        in_flight: int = 1,
     ) -> None:
         target = None if machine is None else load_machine(machine)
         timings: dict[str, float] = {}
@@ -95,11 +101,13 @@ class PlanningSession:
                 gradients=gradients,
                 machine=target,
                 untraced=untraced,
+                marks=marks,
+                policy=policy,
+                existing_checkpoints=existing_checkpoints,
+                in_flight=in_flight,
             )
-        if modules_with_checkpointing(model):
-            logger.warning(
-                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
-            )
+        if existing_checkpoints == "lift":
+            self._log_lifted(model, step)
         self._begin(
             step,
             timings,
@@ -108,6 +116,20 @@ class PlanningSession:
             time_limit_s=time_limit_s,
             progress=progress,
         )
+
+    @staticmethod
+    def _log_lifted(model: nn.Module, step: CapturedStep) -> None:
+        """Says that checkpoints in the model's code are the plan's to replace."""
+        if modules_with_checkpointing(model):
+            logger.warning(
+                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
+            )
+        elif step.capture.num_checkpoints:
+            logger.warning(
+                "%d checkpointed calls in the model's code are lifted: the plan recomputes instead "
+                '(existing_checkpoints="honour" takes them for marks)',
+                step.capture.num_checkpoints,
+            )
 
     @classmethod
     def of(
@@ -322,6 +344,8 @@ class PlanningSession:
     def _as_plan(
         self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate
     ) -> Plan:
+        broken = broken_mark(variant.snapshot, candidate.schedule)
+        assert not broken, f"the search broke a mark: {broken}"
         return Plan(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=candidate.peak_bytes,

@@ -248,8 +248,8 @@ def capture_step(
 
     Arguments and errors are those of `Planner`, with two more. `hooked` names parameters, separated
     by commas. Each gets its gradient whole, never slice by slice. None takes the parameters with a
-    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks. Marks,
-    a policy and `in_flight` may also be the texts that `CapturedStep.options` has.
+    tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block runs in chunks.
+    Marks, a policy and `in_flight` may also be the texts that `CapturedStep.options` has.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.

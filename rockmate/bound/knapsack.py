@@ -72,19 +72,17 @@ def knapsack_of(
                 recomputable=is_recomputable,
             )
         )
-    required = {
-        number[storage]
-        for op in (*readers, *recomputed)
-        for storage in op.reads
-        if storage in number
-    }
     problem = Knapsack(
         ops=tuple(numbered),
         value_bytes=tuple(value_bytes),
-        required=frozenset(required),
+        required=_required((*readers, *recomputed), number),
         forced=frozenset(_numbers(kept, number)),
     )
     return problem, values
+
+
+def _required(readers: Iterable[Op], number: Mapping[Storage, int]) -> frozenset[int]:
+    return frozenset(value for op in readers for value in _numbers(op.reads, number))
 
 
 def _numbers(storages: Iterable[Storage], number: Mapping[Storage, int]) -> tuple[int, ...]:

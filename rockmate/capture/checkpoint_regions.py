@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.graphs import on_node_created
 
-# Keys in a node's `meta`: the checkpointed calls that made it, outermost first; what their policy says of it
-# ("save", "recompute", or "" for no mark). Without a policy there is no decision.
+# Keys in a node's `meta`: the checkpointed calls that made it, outermost first; and what their
+# policy says of it ("save", "recompute", or "" for no mark). Without a policy there is no decision.
 REGIONS, DECISION = "checkpoint_regions", "checkpoint_decision"
 
 # PyTorch writes the decision of a selective checkpoint to this key, and leaves it set behind the

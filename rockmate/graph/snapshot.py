@@ -257,8 +257,8 @@ class StepSnapshot:
                 return f"{where}, {theirs.call}, reads, writes or serves other values than planned"
         if self.num_in_flight != other.num_in_flight:
             return (
-                f"the plan is for {self.num_in_flight} forwards in flight, and {other.num_in_flight} "
-                "are asked for"
+                f"the plan is for {self.num_in_flight} forwards in flight, and "
+                f"{other.num_in_flight} are asked for"
             )
         if len(self.ops) != len(other.ops):
             return f"the plan's step has {len(self.ops)} ops and this model's {len(other.ops)}"

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -39,6 +40,12 @@ from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.mark_prices import (
+    MAX_EXPLAINED,
+    MarkPrice,
+    price_within,
+    variants_without_each,
+)
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -167,6 +174,7 @@ class PlanningSession:
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step
+        self._time_limit_s = time_limit_s
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         measured: dict[Hashable, Cost] = {}
@@ -221,12 +229,14 @@ class PlanningSession:
             minimum_bytes = self._variants.min_peak(strategy).peak_bytes
             smallest = self.plan(minimum_bytes, strategy=strategy)
         if on_infeasible == "error":
-            raise InfeasibleBudgetError(
+            error = InfeasibleBudgetError(
                 budget_bytes,
                 minimum_bytes,
                 where=smallest.peak_place(),
                 slowdown=smallest.predicted_ratio,
             )
+            advice = self._advice_on_marks(strategy)
+            raise error.advised(advice) if advice else error
         logger.warning(
             "no schedule fits the budget of %s, so the plan takes the smallest peak found, %s, "
             "which is set by %s; the activation peak without recomputation is %s, and the plan "
@@ -238,6 +248,40 @@ class PlanningSession:
             smallest.predicted_ratio,
         )
         return smallest
+
+    def mark_prices(self, budget: Budget, *, strategy: str = "rockmate") -> tuple[MarkPrice, ...]:
+        """What each mark costs within a budget: the step planned without it. Takes a plan for each.
+
+        Args:
+            budget: as for `plan`.
+            strategy: as for `plan`.
+
+        Returns:
+            Prices in the order of the marks; empty without marks. Chunks are not considered.
+        """
+        budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        with gc_paused():
+            unchunked = self._variants.unchunked
+            found = unchunked.search(strategy).best_within(budget_bytes)
+            ms_with = inf if found is None else found.time_ms
+            return tuple(
+                price_within(source, variant, budget_bytes, strategy, ms_with)
+                for source, variant in variants_without_each(unchunked, self._time_limit_s)
+            )
+
+    def _advice_on_marks(self, strategy: str) -> str:
+        """What the smallest peak would be without each of the marks; empty if there are none."""
+        with gc_paused():
+            peaks = [
+                (variant.search(strategy).minimum().peak_bytes, source)
+                for source, variant in variants_without_each(
+                    self._variants.unchunked, self._time_limit_s, most=MAX_EXPLAINED
+                )
+            ]
+        if not peaks:
+            return ""
+        texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
+        return f"Marks take part in that peak: {'; '.join(texts)}."
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:

@@ -61,6 +61,12 @@ def make_search(
         return FamilySearch(graph, costs, [])
     if strategy == "chen":
         return FamilySearch(graph, costs, [[chen_family(graph, chain)]])
+    if strategy == "checkmate" and graph.num_in_flight > 1:
+        msg = (
+            f'strategy "checkmate" plans one forward in flight, not {graph.num_in_flight}, as asked '
+            "for; take another strategy"
+        )
+        raise ValueError(msg)
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":

@@ -89,6 +89,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         differentiable=frozenset(role.index for _, role in tangents),
         layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
+        num_in_flight=graph.num_in_flight,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )

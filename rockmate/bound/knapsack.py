@@ -47,11 +47,32 @@ def knapsack_of(
     Returns:
         The problem, and the storage behind each of its values; values beyond those are states.
     """
-    made_anyway = {storage for op in recomputed for storage in op.writes}
-    given = made_anyway.union(available)
+    given = {storage for op in recomputed for storage in op.writes}.union(available)
     values = [storage for op in ops for storage in op.writes if storage not in given]
     number = {storage: index for index, storage in enumerate(values)}
     value_bytes = [storage.num_bytes for storage in values]
+    numbered = _numbered_ops(ops, costs, number, value_bytes, free, with_states=with_states)
+    required = {value for op in (*readers, *recomputed) for value in _numbers(op.reads, number)}
+    forced = frozenset(_numbers(kept, number))
+    problem = Knapsack(
+        ops=tuple(numbered),
+        value_bytes=tuple(value_bytes),
+        required=frozenset(required),
+        forced=forced,
+    )
+    return problem, values
+
+
+def _numbered_ops(
+    ops: Sequence[Op],
+    costs: Costs,
+    number: Mapping[Storage, int],
+    value_bytes: list[int],
+    free: Collection[Op],
+    *,
+    with_states: bool,
+) -> list[KnapsackOp]:
+    """The ops that make a value of the problem; the bytes of states are added to `value_bytes`."""
     numbered: list[KnapsackOp] = []
     for op in ops:
         inputs, outputs = _numbers(op.reads, number), _numbers(op.writes, number)
@@ -72,17 +93,7 @@ def knapsack_of(
                 recomputable=is_recomputable,
             )
         )
-    problem = Knapsack(
-        ops=tuple(numbered),
-        value_bytes=tuple(value_bytes),
-        required=_required((*readers, *recomputed), number),
-        forced=frozenset(_numbers(kept, number)),
-    )
-    return problem, values
-
-
-def _required(readers: Iterable[Op], number: Mapping[Storage, int]) -> frozenset[int]:
-    return frozenset(value for op in readers for value in _numbers(op.reads, number))
+    return numbered
 
 
 def _numbers(storages: Iterable[Storage], number: Mapping[Storage, int]) -> tuple[int, ...]:

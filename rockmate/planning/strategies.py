@@ -52,7 +52,7 @@ def make_search(
         solved: block options of other graphs of the same step; those solved here are added.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: the strategy is unknown, or plans one forward in flight and more are asked for.
     """
     if strategy not in STRATEGIES:
         msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
@@ -61,12 +61,6 @@ def make_search(
         return FamilySearch(graph, costs, [])
     if strategy == "chen":
         return FamilySearch(graph, costs, [[chen_family(graph, chain)]])
-    if strategy == "checkmate" and graph.num_in_flight > 1:
-        msg = (
-            f'strategy "checkmate" plans one forward in flight, not {graph.num_in_flight}, as asked '
-            "for; take another strategy"
-        )
-        raise ValueError(msg)
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":

@@ -45,11 +45,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
     ends = last_reads(graph, schedule.forward, schedule.backward)
     saved_storages = _saved_storages(graph, schedule)
-    results = [
-        (node, role)
-        for node, role in graph.outputs
-        if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES
-    ]
+    ends_of_forward = {RoleKind.OUTPUT, *_UPDATES}
+    results = [(node, role) for node, role in graph.outputs if role.kind in ends_of_forward]
     output_storages = {
         graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
     }

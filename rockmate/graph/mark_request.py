@@ -88,10 +88,8 @@ class MarkRequest:
         if existing_checkpoints not in ("lift", "honour"):
             msg = f"existing_checkpoints is {existing_checkpoints!r}; choose 'lift' or 'honour'"
             raise MarkError(msg)
-        if isinstance(marks, str):
-            patterns = tuple((pattern, word) for pattern, word in json.loads(marks))
-        else:
-            patterns = _patterns(marks)
+        is_written = isinstance(marks, str) and marks.startswith("[[")
+        patterns = _patterns(dict(json.loads(marks)) if is_written else marks)  # pyright: ignore
         is_text = isinstance(policy, str)
         return MarkRequest(
             patterns=patterns,
@@ -142,12 +140,12 @@ class MarkRequest:
 NO_MARKS = MarkRequest()
 
 
-def _patterns(marks: Mapping[Any, str] | None) -> tuple[tuple[str, str], ...]:
+def _patterns(marks: Any) -> tuple[tuple[str, str], ...]:
     if marks is None:
         return ()
     if not isinstance(marks, Mapping):
         msg = (
-            f"marks are a {type(marks).__name__}; give a mapping of patterns to words, as "
+            f"marks are {marks!r}; give a mapping of patterns to words, as "
             '{"encoder.*.mlp": "recompute", "aten.mm": "save"}.'
         )
         raise MarkError(msg)

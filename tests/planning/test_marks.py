@@ -42,7 +42,7 @@ def check(name: str, seed: int, strategies: tuple[str, ...] = FAMILIES) -> int:
     return number
 
 
-@pytest.mark.parametrize("seed", (0, 7))
+@pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_keeps_random_marks(name: str, seed: int) -> None:
     assert check(name, seed) >= len(FAMILIES)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
+    from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sweeps.row import SweepRow
@@ -58,6 +59,7 @@ __all__ = [
     "Machine",
     "MachineError",
     "MarkError",
+    "MarkPrice",
     "PadToBuckets",
     "Plan",
     "PlanFileError",
@@ -83,6 +85,7 @@ __all__ = [
 _LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
+    "MarkPrice": "rockmate.planning.mark_prices",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
     "PadToBuckets": "rockmate.hf.buckets",

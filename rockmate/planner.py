@@ -48,8 +48,19 @@ class Planner(PlanningSession):
         allow_chunking: whether the loss block may run in chunks of its rows, which adds the same
             numbers in another order. None uses chunks for budgets that nothing else meets, True
             wherever they are faster, False never.
+        marks: what every plan must save or recompute: a mapping of patterns to "save" or
+            "recompute". A pattern is the path of a submodule ("encoder.*.mlp"), an op ("aten.mm"),
+            or a name that `rockmate.name` gave. See docs/guide/marks.md.
+        policy: decides about each op of the forward, as for
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`: a function, or a list of
+            ops to save.
+        existing_checkpoints: "lift" undoes checkpointed calls in the model's code, with one line in
+            the log. "honour" takes them for marks.
+        in_flight: number of forwards that run before the backward of the first. A peak then counts
+            the saved values of all of them.
 
     Raises:
+        MarkError: a mark or the policy cannot be read or kept.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
         MachineError: the machine is unknown, or its description cannot be used.

@@ -10,12 +10,17 @@ What other parts of the forward read is left to the planner, as a checkpoint lea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from rockmate.errors import MarkError
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.graph.mark_request import Mark
 from rockmate.graph.node_marks import marks_of
+
+logger = logging.getLogger(__name__)
+# Number of values that a line in the log names.
+_NUM_NAMED = 4
 
 
 def apply_marks(graph: Graph) -> Graph:
@@ -25,14 +30,22 @@ def apply_marks(graph: Graph) -> Graph:
         MarkError: a value is marked to be saved and to be recomputed; or one that is marked to be
             recomputed cannot be, or is returned by the model.
     """
+    kept: list[str] = []
     for op in graph.ops:
         if op.phase is Phase.BACKWARD:
             continue
         of_op = marks_of(op.node)
         for storage in op.writes:
             marks = dict.fromkeys((*of_op, *marks_of(storage.root)))
-            if marks:
-                _apply(graph, op, storage, list(marks))
+            if marks and not _apply(graph, op, storage, list(marks)):
+                kept.append(storage.name)
+    if kept:
+        logger.warning(
+            "%d values that patterns mark to be recomputed stay in memory, since the model returns "
+            "them or their op must not run twice: %s",
+            len(kept),
+            ", ".join(kept[:_NUM_NAMED]) + (", ..." if len(kept) > _NUM_NAMED else ""),
+        )
     return graph
 
 
@@ -59,7 +72,8 @@ def forced_recomputations(ops: Sequence[Op], readers: Sequence[Op]) -> set[Op]:
     return forced
 
 
-def _apply(graph: Graph, op: Op, storage: Storage, marks: Sequence[Mark]) -> None:
+def _apply(graph: Graph, op: Op, storage: Storage, marks: Sequence[Mark]) -> bool:
+    """Sets the mark of a storage; False if one that a pattern gives cannot be kept, and matters."""
     saves = [mark for mark in marks if mark.word == "save"]
     recomputes = [
         mark for mark in marks if mark.word == "recompute" and _covers(graph, mark, storage)
@@ -82,6 +96,10 @@ def _apply(graph: Graph, op: Op, storage: Storage, marks: Sequence[Mark]) -> Non
             named = next(mark for mark in recomputes if mark.is_named)
             msg = f"{named.source!r} marks {storage.name} to be recomputed, and {fault}."
             raise MarkError(msg)
+        else:
+            readers = graph.readers.get(storage, ())
+            return not any(reader.phase is not Phase.FORWARD for reader in readers)
+    return True
 
 
 def _sources(marks: Sequence[Mark]) -> tuple[str, ...]:

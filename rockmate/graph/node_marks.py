@@ -9,11 +9,12 @@ the graph of storages is there.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import fx
-from torch.utils.checkpoint import SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rockmate._torch.ops import is_op
 from rockmate.capture.checkpoint_regions import DECISION, REGIONS
@@ -24,8 +25,11 @@ from rockmate.errors import MarkError
 from rockmate.graph.mark_request import Mark, MarkRequest
 from rockmate.ops.value_mark import value_mark
 
+logger = logging.getLogger(__name__)
+
 # Key in a node's `meta`: the marks of what it makes.
 MARKS = "marks"
+_HINTS = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE)
 # Number of similar names that are suggested for an unknown one.
 _NUM_SUGGESTED = 4
 
@@ -66,6 +70,11 @@ def decided_request(capture: Capture, request: MarkRequest) -> MarkRequest:
     for node in _decided_nodes(capture.joint.graph):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         decisions.append(policy(context, node.target, *args, **kwargs))
+    if any(decision in _HINTS for decision in decisions):
+        logger.info(
+            "the policy's PREFER_SAVE and PREFER_RECOMPUTE are hints, and are read as no mark: the "
+            "planner chooses"
+        )
     return request.decided(decisions)
 
 

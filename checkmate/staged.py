@@ -53,20 +53,31 @@ class StagedProblem:
         value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is
             never counted.
         held: Values that are held from outside once they are made; their makers are needed.
+        border: Index of an op, the first one of the backward say, or the number of ops.
+        barred: Values that must not be live when the stage of the op at the border begins; none is
+            held.
 
     Raises:
-        ValueError: An index, size or time is out of range, a value has two makers, or the order is
-            not topological.
+        ValueError: An index, size or time is out of range, a value has two makers, the order is not
+            topological, or a barred value is held.
     """
 
     ops: tuple[StagedOp, ...]
     value_bytes: tuple[int, ...]
     held: frozenset[int] = frozenset()
+    border: int = 0
+    barred: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Check every index, size, time and the order."""
         check_ops(self.ops, self.value_bytes)
         check_values(self.held, len(self.value_bytes), "held")
+        check_values(self.barred, len(self.value_bytes), "barred")
+        if not 0 <= self.border <= len(self.ops):
+            raise ValueError(f"border is {self.border}; the ops are 0..{len(self.ops) - 1}")
+        if not self.held.isdisjoint(self.barred):
+            value = min(self.held & self.barred)
+            raise ValueError(f"value {value} is barred and held; a held value lives to the end")
         for index, op in enumerate(self.ops):
             if not isinstance(op.overhead_bytes, int) or op.overhead_bytes < 0:
                 raise ValueError(
@@ -90,6 +101,17 @@ class StagedProblem:
                 needed.append(index)
                 wanted.update(op.inputs)
         return tuple(reversed(needed))
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """Barred values that the schedule without recomputation has live at the border."""
+        return frozenset(
+            value
+            for value in self.barred
+            if value in self.maker
+            and self.maker[value] < self.border
+            and any(value in op.inputs for op in self.ops[self.border :])
+        )
 
     @property
     def min_time_ms(self) -> float:

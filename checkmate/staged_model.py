@@ -35,6 +35,7 @@ Variables and rows are left out if they are known:
 
 * R of ops that cannot be recomputed, or whose values no later op can read;
 * S that is always 1, or equal to its successor since no op can read v in that stage;
+* S of barred values at the border, which is 0;
 * rows that cannot be violated;
 * the first stages, as long as all values fit that can be read later: to drop nothing is best there.
 
@@ -147,9 +148,14 @@ class StagedModel:
         )
 
     def _find_first_tight(self, budget_bytes: int) -> int:
-        """The first stage that does not fit if all values are retained that can be read later."""
+        """The first stage that does not fit if all values are retained that can be read later.
+
+        Where values must not cross the border, at most the stage behind it.
+        """
         size, maker = self.problem.value_bytes, self.problem.maker
         for stage, op in enumerate(self.problem.ops):
+            if self.problem.crossing and stage == self.problem.border:
+                return stage
             wanted = (v for v in self._droppable if maker[v] < stage <= self._last_wanted[v])
             used = (
                 sum(size[v] for v in wanted) + sum(size[v] for v in op.outputs) + op.overhead_bytes
@@ -173,6 +179,10 @@ class StagedModel:
         )
         following: Term = 0
         for stage in range(self._last_wanted[value], maker, -1):
+            if stage == self.problem.border and value in self.problem.barred:
+                following = 0
+                yield stage, following
+                continue
             position = bisect_left(first_runs, stage)
             is_read_unremade = position < len(first_runs) and first_runs[position] < remade_from
             if stage < self._first_tight or is_read_unremade:

@@ -67,10 +67,15 @@ def solve_staged(
         )
     deadline = monotonic() + time_limit_s
     once = problem.needed_ops
-    if max(in_use_bytes(problem, once), default=0) <= budget_bytes:
+    fits = max(in_use_bytes(problem, once), default=0) <= budget_bytes
+    if fits and not problem.crossing:
         answer = _answer(problem, once, Status.OPTIMAL, problem.min_time_ms)
     else:
-        compact = replace(problem, ops=tuple(problem.ops[index] for index in once))
+        compact = replace(
+            problem,
+            ops=tuple(problem.ops[index] for index in once),
+            border=bisect_left(once, problem.border),
+        )
         first = bisect_left(once, first_recompute_op)
         answer = _search(compact, budget_bytes, deadline, backend, first)
         answer = replace(answer, steps=tuple(once[index] for index in answer.steps))

@@ -27,6 +27,7 @@ def verify_staged(
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise ValueError(f"status is {solution.status.name}: there is no schedule to verify")
     _check_order(problem, solution.steps)
+    _check_border(problem, solution.steps)
     time_ms = fsum(problem.ops[index].time_ms for index in solution.steps)
     if not isclose(time_ms, solution.time_ms, rel_tol=1e-12, abs_tol=0.0):
         raise ValueError(f"time_ms is {solution.time_ms}, but the runs take {time_ms} ms")
@@ -72,6 +73,27 @@ def _check_order(problem: StagedProblem, steps: tuple[int, ...]) -> None:
     missing = sorted(problem.held - made)
     if missing:
         raise ValueError(f"value {missing[0]} is held but never made")
+
+
+def _check_border(problem: StagedProblem, steps: tuple[int, ...]) -> None:
+    """Check that no barred value is read behind the border as it was made before it."""
+    first_ops = set(range(problem.border))
+    begun, last_first_run = set[int](), -1
+    for step, index in enumerate(steps):
+        if index in first_ops and index not in begun:
+            begun.add(index)
+            last_first_run = step
+    before: set[int] = set()
+    for step, index in enumerate(steps):
+        op = problem.ops[index]
+        if step > last_first_run:
+            for value in before.intersection(op.inputs):
+                raise ValueError(
+                    f"step {step}: op {index} reads value {value}, which is barred from the border"
+                )
+            before.difference_update(op.outputs)
+        else:
+            before.update(problem.barred.intersection(op.outputs))
 
 
 def _peak_bytes(problem: StagedProblem, steps: tuple[int, ...]) -> int:

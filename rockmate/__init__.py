@@ -26,6 +26,7 @@ from rockmate.errors import (  # noqa: E402
     InvalidBudgetError,
     InvalidSampleError,
     MachineError,
+    MarkError,
     MissingCompilerError,
     PlanFileError,
     PlanMismatchError,
@@ -36,6 +37,7 @@ from rockmate.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from rockmate.module import RockmateModule  # noqa: E402
+from rockmate.ops.value_mark import name, recompute, save  # noqa: E402
 from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
+    from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sweeps.row import SweepRow
@@ -59,6 +62,8 @@ __all__ = [
     "InvalidSampleError",
     "Machine",
     "MachineError",
+    "MarkError",
+    "MarkPrice",
     "MissingCompilerError",
     "PadToBuckets",
     "Plan",
@@ -73,7 +78,10 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "name",
     "planned_graphs",
+    "recompute",
+    "save",
     "sweep",
     "timeline",
     "wrap_trainer",
@@ -83,6 +91,7 @@ __all__ = [
 _LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
+    "MarkPrice": "rockmate.planning.mark_prices",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
     "planned_graphs": "rockmate.dynamo.backend",

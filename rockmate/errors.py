@@ -120,5 +120,13 @@ class PlanMismatchError(RockmateError, ValueError):
     """A plan was made for another model, another sample or other options."""
 
 
+class MarkError(RockmateError, ValueError):
+    """A mark that cannot be read or kept.
+
+    An unknown word, a pattern that matches nothing, two marks that contradict each other, a value
+    that cannot be recomputed.
+    """
+
+
 class UnknownNameError(RockmateError, LookupError):
     """A name that is no value, parameter, input or submodule of the captured step."""

@@ -204,7 +204,17 @@ class RockmateModule(nn.Module):
             advice = 'Or keep the budget without a captured graph: mode="frames".'
             error.args = (f"{error} {advice}",)
             raise error
-        logger.warning("the budget is kept by frames instead of a plan, since %s", error)
+        request = self._plans.request
+        left_out = [
+            name
+            for name in ("marks", "policy")
+            if request and request.options.get(name) is not None
+        ]
+        logger.warning(
+            "the budget is kept by frames instead of a plan%s, since %s",
+            f", and {' and '.join(left_out)} are not kept" if left_out else "",
+            error,
+        )
         self._frames = self._make_frames()
 
     @property

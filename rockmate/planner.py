@@ -53,9 +53,20 @@ class Planner(PlanningSession):
             before ops are measured. The numbers then differ from eager's by rounding, and are the
             same bits for every budget without chunks. "auto" plans with both and takes the faster
             plan for each budget; without a compiler it takes eager's, with a line in the log.
+        marks: what every plan must save or recompute: a mapping of patterns to "save" or
+            "recompute". A pattern is the path of a submodule ("encoder.*.mlp"), an op ("aten.mm"),
+            or a name that `rockmate.name` gave. See docs/guide/marks.md.
+        policy: decides about each op of the forward, as for
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`: a function, or a list of
+            ops to save.
+        existing_checkpoints: "lift" undoes checkpointed calls in the model's code, with one line in
+            the log. "honour" takes them for marks.
+        in_flight: number of forwards that run before the backward of the first. A peak then counts
+            the saved values of all of them.
 
     Raises:
         MissingCompilerError: "fused" needs a compiler that is not there.
+        MarkError: a mark or the policy cannot be read or kept.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
         MachineError: the machine is unknown, or its description cannot be used.

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
 
 
+# Options of a capture that a step names only where they are given.
+_CAPTURE_OPTIONS = ("untraced", "marks", "policy", "existing_checkpoints", "in_flight", "kernels")
+
+
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
     """A plan that was made before, with the code that runs it; nothing is measured or solved.
 
@@ -92,7 +96,7 @@ class PlanRequest:
         settings = {
             name: value
             for name, value in self.options.items()
-            if name not in {*step.options, "untraced", "kernels"}
+            if name not in {*step.options, *_CAPTURE_OPTIONS}
         }
         asked_for = budget_bytes if self.memory_limit is None else None
         session = PlanningSession.of(step, **settings)

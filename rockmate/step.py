@@ -33,6 +33,8 @@ from rockmate.graph.chunking.chunks import (
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import MarkRequest, Policy
+from rockmate.graph.node_marks import decided_request, without_source
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import (
     GRAPH_PASSES,
@@ -122,6 +124,19 @@ class CapturedStep:
             {**self.options, "kernels": "fused"},
             allocation_bytes=self.allocation_bytes,
             fusion=Fusion.of(unfused, progress=progress, is_run=self.planned_device is None),
+        )
+        return replace(step, planned_device=self.planned_device)
+
+    def without_marks(self, source: str) -> CapturedStep:
+        """The same step without the marks of one source; its ops have the same indices."""
+        capture = without_source(self.capture, source)
+        step = step_of(
+            capture,
+            self.model,
+            self.call,
+            self.state,
+            self.options,
+            allocation_bytes=self.allocation_bytes,
         )
         return replace(step, planned_device=self.planned_device)
 
@@ -255,6 +270,10 @@ def capture_step(
     kernels: Literal["eager", "fused"] = "eager",
     unfused: str | None = None,
     progress: bool = False,
+    marks: Mapping[Any, str] | str | None = None,
+    policy: Policy | str | None = None,
+    existing_checkpoints: str = "lift",
+    in_flight: int | str = 1,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
@@ -262,7 +281,8 @@ def capture_step(
     separated by commas. Each gets its gradient whole, never slice by slice. None takes the
     parameters with a tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block
     runs in chunks. `unfused` has the keys of the groups of ops that are not fused, separated by
-    commas. None: each group is measured.
+    commas. None: each group is measured. Marks, a policy and `in_flight` may also be the texts that
+    `CapturedStep.options` has.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -273,17 +293,28 @@ def capture_step(
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
+    request = MarkRequest.of(marks, policy, existing_checkpoints)
+    num_in_flight = _num_in_flight(in_flight)
     _check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
     capture = trace_sample(
-        model, sample, differentiable=differentiable, outputs=outputs, untraced=names
+        model,
+        sample,
+        differentiable=differentiable,
+        outputs=outputs,
+        untraced=names,
+        keeps_checkpoints=request.honours_checkpoints,
     )
     state = ModelSignature.of(model)  # after the capture, for which a model may change itself
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
     if state.hooked and gradients == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
-    capture = run_passes(REWRITES, capture)
+    request = decided_request(capture, request)
+    options |= request.options
+    if num_in_flight > 1:
+        options["in_flight"] = str(num_in_flight)
+    capture = run_passes(REWRITES, capture, PassOptions(marks=request))
     allocation_bytes = machine.allocation_bytes if machine else None
     fusion = None
     if kernels == "fused":
@@ -378,6 +409,7 @@ def step_of(
         options = {**options, "unfused": fusion.refused_text}
         built = build(fused)
     graph = run_passes(GRAPH_PASSES, built, passes)
+    graph = replace(graph, num_in_flight=int(options.get("in_flight", "1")))
     graph.verify()
     return CapturedStep(
         model=model,
@@ -389,6 +421,19 @@ def step_of(
         allocation_bytes=allocation_bytes,
         fusion=fusion,
     )
+
+
+def _num_in_flight(given: int | str) -> int:
+    """The number of forwards before their backwards, which `options` has as a text.
+
+    Raises:
+        ValueError: it is no whole number of at least 1.
+    """
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        msg = f"in_flight is {given!r}; give the number of forwards before a backward, at least 1"
+        raise ValueError(msg)
+    return number
 
 
 _CHOICES = {

@@ -22,10 +22,11 @@ from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.graph.snapshot_capture import snapshot_of
@@ -41,6 +42,8 @@ _Made = TypeVar("_Made")
 logger = logging.getLogger(__name__)
 
 _MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
+# Why a capture for all sizes is not made.
+_NO_CAPTURE = (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError, MarkError)
 _NUM_BUCKETS, _LEAST_BUCKET = 8, 8  # how many lengths it advises at most, and the smallest
 
 
@@ -161,7 +164,7 @@ class StepFamily:
         with gc_paused():
             try:
                 capture = self._symbolic_capture(call).instance(call)
-                capture = run_passes(REWRITES, capture)
+                capture = run_passes(REWRITES, capture, self._pass_options)
                 return self._step_of(capture, call)
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
@@ -210,16 +213,23 @@ class StepFamily:
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:
-        hooked = hooked_names(self._planned.plan.options)
-        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
-        return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
+        return run_passes((*REWRITES, *JOINT_PASSES), capture, self._pass_options)
+
+    @property
+    def _pass_options(self) -> PassOptions:
+        options = self._planned.plan.options
+        return PassOptions(
+            hooked=hooked_names(options),
+            owner_of=owner_names(self._model),
+            marks=MarkRequest.of_options(options),
+        )
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
         if (what, of) not in self._refusals:
             try:
                 return make()
-            except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
+            except _NO_CAPTURE as error:
                 self._refusals[what, of] = f"there is no {what} for all sizes ({error})"
                 logger.info("%s", self._refusals[what, of])
         raise SizesNotCoveredError(self._refusals[what, of])
@@ -243,9 +253,10 @@ class StepFamily:
                 self._groups,
                 differentiable=options["differentiable"],
                 outputs=options["outputs"],
+                keeps_checkpoints=MarkRequest.of_options(options).honours_checkpoints,
             )
         capture = symbolic.instance(planned.call)
-        capture = run_passes(REWRITES, capture)
+        capture = run_passes(REWRITES, capture, self._pass_options)
         step = self._step_of(capture, planned.call).in_form_of(planned.plan)
         found = planned.plan.snapshot.difference(snapshot_of(step.graph, planned.call))
         if found:

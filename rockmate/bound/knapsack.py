@@ -24,6 +24,8 @@ def knapsack_of(
     available: Collection[Storage] = (),
     kept: Collection[Storage] = (),
     with_states: bool = False,
+    free: Collection[Op] = (),
+    recomputed: Collection[Op] = (),
 ) -> tuple[Knapsack, list[Storage]]:
     """The problem of providing all values that `readers` read, and the values of its variables.
 
@@ -38,13 +40,39 @@ def knapsack_of(
         kept: storages that are saved in any case, and whose bytes it counts.
         with_states: counts the state that a recomputation replays as one more value. The op reads
             it, and it cannot be recomputed.
+        free: ops of the forward whose recomputation is paid for elsewhere, so takes no time here.
+        recomputed: ops that are recomputed in any case, at a time that this problem does not count.
+            What they make is there, and what they read is required.
 
     Returns:
         The problem, and the storage behind each of its values; values beyond those are states.
     """
-    values = [storage for op in ops for storage in op.writes if storage not in available]
+    given = {storage for op in recomputed for storage in op.writes}.union(available)
+    values = [storage for op in ops for storage in op.writes if storage not in given]
     number = {storage: index for index, storage in enumerate(values)}
     value_bytes = [storage.num_bytes for storage in values]
+    numbered = _numbered_ops(ops, costs, number, value_bytes, free, with_states=with_states)
+    required = {value for op in (*readers, *recomputed) for value in _numbers(op.reads, number)}
+    forced = frozenset(_numbers(kept, number))
+    problem = Knapsack(
+        ops=tuple(numbered),
+        value_bytes=tuple(value_bytes),
+        required=frozenset(required),
+        forced=forced,
+    )
+    return problem, values
+
+
+def _numbered_ops(
+    ops: Sequence[Op],
+    costs: Costs,
+    number: Mapping[Storage, int],
+    value_bytes: list[int],
+    free: Collection[Op],
+    *,
+    with_states: bool,
+) -> list[KnapsackOp]:
+    """The ops that make a value of the problem; the bytes of states are added to `value_bytes`."""
     numbered: list[KnapsackOp] = []
     for op in ops:
         inputs, outputs = _numbers(op.reads, number), _numbers(op.writes, number)
@@ -59,20 +87,13 @@ def knapsack_of(
             value_bytes.append(op.recompute_state_bytes)
         numbered.append(
             KnapsackOp(
-                time_ms=0.0 if is_late else costs.recompute[op.index].time_ms,
+                time_ms=0.0 if is_late or op in free else costs.recompute[op.index].time_ms,
                 inputs=inputs,
                 outputs=outputs,
                 recomputable=is_recomputable,
             )
         )
-    required = {number[storage] for op in readers for storage in op.reads if storage in number}
-    problem = Knapsack(
-        ops=tuple(numbered),
-        value_bytes=tuple(value_bytes),
-        required=frozenset(required),
-        forced=frozenset(_numbers(kept, number)),
-    )
-    return problem, values
+    return numbered
 
 
 def _numbers(storages: Iterable[Storage], number: Mapping[Storage, int]) -> tuple[int, ...]:

@@ -33,19 +33,21 @@ The proofs are in docs/internals/algorithms.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, permutations
 from math import inf, isinf
 from typing import NamedTuple
 
 from checkmate import Curve
+from rockmate.bound.in_flight import in_flight_knapsack
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.multi_op_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
@@ -114,7 +116,11 @@ class LowerBound:
         """
         self._graph = graph
         self._costs = costs
-        self._baseline_ms = baseline_ms
+        # What every schedule takes: all first runs, and the recomputations that marks ask for.
+        self._backward = [graph.ops[index] for index in baseline_schedule(graph).backward]
+        self._forced = forced_recomputations(graph.forward_ops, self._backward)
+        self._forced_ms = sum(costs.recompute[op.index].time_ms for op in self._forced)
+        self._baseline_ms = baseline_ms + self._forced_ms
         self._solver_time = solver_time
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
@@ -186,11 +192,31 @@ class LowerBound:
         curves = []
         for point in self.points:
             problem, values = knapsack_of(
-                ops, point.after, self._costs, available=point.live, with_states=True
+                ops,
+                point.after,
+                self._costs,
+                available=point.live,
+                with_states=True,
+                free=self._forced,
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
-        return curves
+        return [*curves, *self._in_flight_curves()]
+
+    def _in_flight_curves(self) -> Iterator[_PointCurve]:
+        """Further problems of the points, and one of the border, with several forwards in flight.
+
+        Each bounds the time of every schedule as well.
+        """
+        border = self.program_points.border()
+        if self._graph.num_in_flight == 1 or border is None:
+            return
+        for point in (border, *self.points):
+            problem, values = in_flight_knapsack(
+                self._graph, self._costs, point, self._backward, self._forced
+            )
+            with self._solver_time.for_one_solve() as time_limit_s:
+                yield _PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values)
 
     def _binding_point(self, budget_bytes: int) -> _Binding | None:
         """The point that gives the bound of a budget; None if the graph has no points."""
@@ -252,9 +278,9 @@ class LowerBound:
         """The binding point near the smallest peak, and the largest point after it.
 
         The same pair for every budget, so that the bound falls as the budget grows. None if nothing
-        is read after the first point, or if there are too many ops.
+        is read after the first point, if there are too many ops, or several forwards in flight.
         """
-        if len(self._graph.forward_ops) > _MAX_EXACT_OPS:
+        if len(self._graph.forward_ops) > _MAX_EXACT_OPS or self._graph.num_in_flight > 1:
             return None
         binding = self._binding_point(self._tight_budget_bytes)
         if binding is None:
@@ -339,6 +365,7 @@ class LowerBound:
                 points,
                 budget_bytes=budget_bytes,
                 readers=self._graph.readers,
+                free=self._forced,
                 is_relaxed=is_relaxed,
                 time_limit_s=min(time_limit_s, _PROGRAM_TIME_LIMIT_S),
             )

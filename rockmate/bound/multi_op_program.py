@@ -34,7 +34,7 @@ schedule takes less is in docs/internals/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
 from math import inf
@@ -64,6 +64,7 @@ def min_recompute_ms(
     *,
     budget_bytes: int,
     readers: Mapping[Storage, Sequence[Op]],
+    free: Collection[Op] = (),
     is_relaxed: bool,
     time_limit_s: float,
 ) -> tuple[float, bool]:
@@ -75,6 +76,7 @@ def min_recompute_ms(
         points: the program points; all others run after the first in every schedule.
         budget_bytes: limit on the bytes in memory at each point.
         readers: readers of each storage.
+        free: ops whose recomputation is paid for elsewhere.
         is_relaxed: solves the program without whole numbers.
         time_limit_s: seconds, after which the bound counts that the solver has proved so far, or 0.
 
@@ -82,7 +84,7 @@ def min_recompute_ms(
         The time in milliseconds, infinite if there is no such schedule, and whether the program was
         solved to the end.
     """
-    program = _Program(ops, costs, points, budget_bytes, readers, is_relaxed=is_relaxed)
+    program = _Program(ops, costs, points, budget_bytes, readers, free, is_relaxed=is_relaxed)
     return program.solve(time_limit_s)
 
 
@@ -188,11 +190,13 @@ class _Program:
         points: Sequence[ProgramPoint],
         budget_bytes: int,
         readers: Mapping[Storage, Sequence[Op]],
+        free: Collection[Op] = (),
         *,
         is_relaxed: bool,
     ) -> None:
         self.program = pulp.LpProblem("program_points", pulp.LpMinimize)
         self._is_relaxed = is_relaxed
+        self._free = frozenset(free)
         self._costs = costs
         self._budget_bytes = budget_bytes
         self.ops = ops
@@ -229,7 +233,7 @@ class _Program:
         return {
             op: self._costs.recompute[op.index].time_ms
             for op in self.recomputable
-            if op.phase is Phase.FORWARD
+            if op.phase is Phase.FORWARD and op not in self._free
         }
 
     @cached_property

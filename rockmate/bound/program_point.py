@@ -36,7 +36,8 @@ class ProgramPoint:
         before: backward ops that it depends on, so that they run before it in every schedule.
         after: backward ops that depend on it, so that they run after it in every schedule.
         live: storages that are live while it runs, in every schedule.
-        min_bytes: their bytes and the op's workspace, less the result if it can be in place.
+        min_bytes: their bytes and the op's workspace, less the result if it can be in place; with
+            several forwards in flight also the outputs of the others.
     """
 
     op: Op
@@ -98,8 +99,31 @@ class ProgramPoints:
             before=_in_order(before),
             after=_in_order(after),
             live=frozenset(live),
-            min_bytes=self._own_bytes(op) + others_bytes,
+            min_bytes=self._own_bytes(op) + others_bytes + self._in_flight_bytes,
         )
+
+    def border(self) -> ProgramPoint | None:
+        """The first run of the backward, whichever op it is; None without a backward.
+
+        All that the forward saves is live then, and so are the tangents.
+        """
+        runs = [self.graph.ops[index] for index in baseline_schedule(self.graph).backward]
+        if not runs:
+            return None
+        live = {s for s in self.graph.storages if s.is_output or s.is_tangent}
+        return ProgramPoint(
+            op=runs[0],
+            before=(),
+            after=_in_order(runs),
+            live=frozenset(live),
+            min_bytes=sum(storage.num_bytes for storage in live) + self._in_flight_bytes,
+        )
+
+    @cached_property
+    def _in_flight_bytes(self) -> int:
+        """The bytes of the outputs of the other forwards in flight."""
+        outputs = (storage.num_bytes for storage in self.graph.storages if storage.is_output)
+        return (self.graph.num_in_flight - 1) * sum(outputs)
 
     @cached_property
     def rising(self) -> tuple[ProgramPoint, ...]:
@@ -187,6 +211,7 @@ class ProgramPoints:
         for index, op in enumerate(ops):
             own = {*op.reads, *op.writes}
             held_bytes = sum(storage.num_bytes for storage in held if storage not in own)
+            held_bytes += self._in_flight_bytes
             min_bytes.append(self._own_bytes(op) + held_bytes + int(waiting_bytes[index]))
         num_after = (follows.sum(axis=1) - 1).tolist()
         return _Profile(ops=ops, min_bytes=min_bytes, num_after=num_after)

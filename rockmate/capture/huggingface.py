@@ -43,11 +43,11 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def training_only_features_off(model: nn.Module) -> Iterator[None]:
+def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False) -> Iterator[None]:
     """Switches off the key/value cache and gradient checkpointing, and restores configs.
 
-    A training step has no use for the cache; the plan replaces checkpointing. Some forwards write
-    to their config, as `problem_type`.
+    A training step has no use for the cache; the plan replaces checkpointing, unless its calls are
+    to be recorded (`keeps_checkpoints`). Some forwards write to their config, as `problem_type`.
     """
     configs = [
         module.config
@@ -60,7 +60,9 @@ def training_only_features_off(model: nn.Module) -> Iterator[None]:
         id(holder): holder for module in model.modules() for holder in _cache_switches(module)
     }
     changed += [(holder, "use_cache") for holder in holders.values()]
-    changed += [(module, "gradient_checkpointing") for module in modules_with_checkpointing(model)]
+    if not keeps_checkpoints:
+        checkpointing = modules_with_checkpointing(model)
+        changed += [(module, "gradient_checkpointing") for module in checkpointing]
     if holders:
         logger.info(
             "use_cache is off in the planned forward: a training step does not use past_key_values"

@@ -30,8 +30,9 @@ from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
 from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
-from rockmate.capture.compiled_model import uncompiled
+from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
 from rockmate.capture.collectives import wait_for_collectives
+from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
@@ -52,6 +53,7 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.ops.value_mark import values_marked
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ def capture_joint(
     differentiable: Literal["loss", "all"] = "loss",
     outputs: Literal["all", "loss"] = "all",
     untraced: Sequence[str] = (),
+    keeps_checkpoints: bool = False,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -76,6 +79,8 @@ def capture_joint(
         outputs: "loss" returns `None` for every output tensor but the loss.
         untraced: paths of opaque modules. Recurrent layers are opaque in any case. See
             `rockmate.capture.opaque_module`.
+        keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
+            so that its calls are recorded.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -87,7 +92,7 @@ def capture_joint(
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     make = partial(TracedForward, model, structure, differentiable=differentiable, outputs=outputs)
     try:
-        return _captured_with_values(model, make, tensors, untraced)
+        return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
     except ModuleReplacedError:
         logger.warning(
             "the model runs once before it is captured, since its first call changes it. What its "
@@ -97,7 +102,7 @@ def capture_joint(
         before = AttributeState(model)
         try:
             _run_once(model, tensors, structure)
-            return _captured_with_values(model, make, tensors, untraced)
+            return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
         except BaseException:
             before.restore()
             raise
@@ -108,14 +113,16 @@ def _captured_with_values(
     make: Callable[..., TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
+    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model, which may read values that follow from its call and buffers."""
     try:
-        return _captured(model, make, tensors, untraced)
+        return _captured(model, make, tensors, untraced, keeps_checkpoints)
     except UnknownValueError:
         if any(map(is_fake, (*tensors, *model.buffers()))):
             raise
-        return _captured(model, partial(make, sample=tensors), tensors, untraced)
+        make = partial(make, sample=tensors)
+        return _captured(model, make, tensors, untraced, keeps_checkpoints)
 
 
 def _captured(
@@ -123,10 +130,11 @@ def _captured(
     make: Callable[[], TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
+    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
     with uncompiled(model):
-        return _captured_uncompiled(model, make, tensors, untraced)
+        return _captured_uncompiled(model, make, tensors, untraced, keeps_checkpoints)
 
 
 def _captured_uncompiled(
@@ -134,6 +142,7 @@ def _captured_uncompiled(
     make: Callable[[], TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
+    keeps_checkpoints: bool,
 ) -> Capture:
     # A checkpoint would run what is opaque without gradients, unlike the trace.
     with attributes_kept(model), training_only_features_off(model):
@@ -143,7 +152,7 @@ def _captured_uncompiled(
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
         forward = make()
-        joint, wrapped[:] = _traced(model, forward, tensors, calls)
+        joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 
     joint, forward = trace()
@@ -174,6 +183,7 @@ def _traced(
     forward: TracedForward,
     tensors: list[torch.Tensor],
     calls: Mapping[str, OpaqueCall],
+    keeps_checkpoints: bool,
 ) -> tuple[fx.GraphModule, list[tuple[Any, torch.Tensor]]]:
     """The joint graph of `forward`, which runs `model`, and its gradients that are wrappers.
 
@@ -184,15 +194,17 @@ def _traced(
         stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(compile_flags())
+        stack.enter_context(values_marked())
         stack.enter_context(known_masks(args, kwargs))
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(eager_kernels())
-        stack.enter_context(training_only_features_off(model))
+        stack.enter_context(training_only_features_off(model, keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
+        checkpoints = stack.enter_context(checkpoint_regions())
         try:
             joint, wrapped = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
@@ -201,6 +213,7 @@ def _traced(
             explained = explain_failure(error, model, modules.innermost)
             raise forward.held.explained(explained, modules.innermost) from error
         install(joint.graph, calls)
+    checkpoints.note_decisions()
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)
     wait_for_collectives(joint.graph)
@@ -264,6 +277,7 @@ def _with_roles(
         forward.output_structure,
         forward.non_differentiable_outputs,
         read_values=forward.read_values,
+        num_checkpoints=num_checkpoints(joint.graph),
     )
 
 

@@ -28,6 +28,9 @@ from rockmate._torch.aot import sequence_number
 from rockmate._torch.graphs import on_node_created
 from rockmate.capture import fake_device
 
+# Key in a node's `meta`: it was made while the model's forward ran.
+MADE_BY_FORWARD = "made_by_forward"
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleStack:
@@ -84,6 +87,7 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     def note_module(node: fx.Node) -> None:
         if trail.entered:
             node.meta["module"] = trail.innermost
+            node.meta[MADE_BY_FORWARD] = True
 
     handles = []
     for path, module in model.named_modules():

@@ -75,6 +75,7 @@ class Capture:
         non_differentiable_outputs: indices of the outputs with a gradient in eager and none here.
         attributes: what the forward reads and leaves behind in attributes.
         read_values: values of tensors that it reads.
+        num_checkpoints: number of calls in the forward that the model's code checkpoints.
     """
 
     joint: fx.GraphModule
@@ -85,6 +86,7 @@ class Capture:
     non_differentiable_outputs: tuple[int, ...]
     attributes: ForwardAttributes = NO_ATTRIBUTES
     read_values: ReadValues = NO_VALUES
+    num_checkpoints: int = 0
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:
@@ -106,3 +108,11 @@ def with_graph(capture: Capture, graph: fx.Graph, twins: Mapping[fx.Node, fx.Nod
     return replace(
         capture, joint=joint, inputs=tuple((twins[node], role) for node, role in capture.inputs)
     )
+
+
+def copied_capture(capture: Capture) -> Capture:
+    """A copy of a capture with its own graph. The fake tensors are shared."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = graph.graph_copy(capture.joint.graph, copies)
+    graph.output(returned)
+    return with_graph(capture, graph, copies)

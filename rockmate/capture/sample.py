@@ -89,6 +89,7 @@ def trace_sample(
     differentiable: Literal["loss", "all"],
     outputs: Literal["all", "loss"],
     untraced: tuple[str, ...],
+    keeps_checkpoints: bool = False,
 ) -> Capture:
     """The joint graph of a model for a sample, each node with the user's line that made it.
 
@@ -107,6 +108,7 @@ def trace_sample(
             differentiable=differentiable,
             outputs=outputs,
             untraced=untraced,
+            keeps_checkpoints=keeps_checkpoints,
         )
     if sample.device is not None:
         move_to(capture.joint, sample.device)

@@ -19,6 +19,8 @@ a value is made from two large ones:
 A group is convex: no path leaves it and comes back. The order of random ops counts as a dependency,
 so that draws keep eager's order.
 
+A value that the user has marked stays the result of its own op.
+
 All gradients that a group reads depend on the same tangents. Where the loss leaves an output out,
 the gradients behind it are undefined (`runtime.undefined_tangents`), and a group must be defined as
 a whole or not at all. An op that adds gradients of several outputs stays by itself.
@@ -35,6 +37,7 @@ from dataclasses import dataclass, field
 from rockmate.capture.nodes import tensors_of
 from rockmate.fusion.fusible import is_fusible, is_pointwise, is_reduction
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.node_marks import marks_of
 
 # An operand of so much fewer elements is a side input, such as a statistic or a rotary table.
 _SMALLER = 4
@@ -67,7 +70,7 @@ def find_groups(graph: Graph) -> list[Group]:
     """The groups of a step, each of at least two ops; forward groups first, each in graph order."""
     growth = _Growth(graph)
     for op in graph.ops:
-        if op.phase is not Phase.LATE and is_fusible(op):
+        if op.phase is not Phase.LATE and is_fusible(op) and not _is_marked(op):
             growth.place(op)
     groups = growth.groups()
     for group in groups:
@@ -75,6 +78,11 @@ def find_groups(graph: Graph) -> list[Group]:
         if group.phase is Phase.BACKWARD:
             group.absorbed = _absorbed(graph, growth.sources, group)
     return [group for group in groups if group.num_calls > 1]
+
+
+def _is_marked(op: Op) -> bool:
+    """Whether the user has marked a value of the op, which a group would not make."""
+    return any(marks_of(node) for node in (op.node, *(storage.root for storage in op.writes)))
 
 
 def _numel(storage: Storage) -> int:
@@ -250,6 +258,8 @@ def _absorbed(graph: Graph, sources: dict[Storage, Storage | None], group: Group
         read = pending.pop()
         op = read.producer
         if op is None or op in found or op.phase is Phase.BACKWARD or not is_pointwise(op):
+            continue
+        if _is_marked(op):
             continue
         is_needed = any(
             other.phase is not Phase.FORWARD and not is_fusible(other)

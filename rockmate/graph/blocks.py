@@ -272,7 +272,10 @@ def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
         op.recompute_target is None,
         len(op.final_gradients),
         tuple(storage.is_static for storage in op.reads),
-        tuple((s.num_bytes, s in carried, s.is_output, s.is_kept_to_end) for s in op.writes),
+        tuple(
+            (s.num_bytes, s in carried, s.is_output, s.is_kept_to_end, s.must_recompute)
+            for s in op.writes
+        ),
     )
 
 

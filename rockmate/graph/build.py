@@ -19,6 +19,7 @@ from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage
+from rockmate.graph.node_marks import is_saved
 from rockmate.ops.kernels import (
     can_recompute_max_pool,
     can_recompute_normalization,
@@ -234,7 +235,7 @@ class _Builder:
         ]
         pending = [op for op in ends if op]
         pending += [op for op in self._ops if op.is_random and op.phase is Phase.LATE]
-        pending += [op for op in self._ops if op.node.meta.get(IN_FORWARD)]
+        pending += [op for op in self._ops if _runs_once_in_forward(op)]
         while pending:
             op = pending.pop()
             if op.phase is Phase.FORWARD:
@@ -245,7 +246,7 @@ class _Builder:
 
     def _set_recomputations(self) -> None:
         for op in self._ops:
-            if op.phase is not Phase.BACKWARD and not op.node.meta.get(IN_FORWARD):
+            if op.phase is not Phase.BACKWARD and not _runs_once_in_forward(op):
                 _set_recomputation(op)
 
     def _refuse_overwritten_reads(self) -> None:
@@ -271,6 +272,11 @@ class _Builder:
                 else:
                     producer.final_gradients.append((node, role))
         return tuple(initial)
+
+
+def _runs_once_in_forward(op: Op) -> bool:
+    """Whether a pass or a user's mark keeps what the op makes in the forward."""
+    return bool(op.node.meta.get(IN_FORWARD)) or is_saved(op.node)
 
 
 def _unsupported(what: str) -> UnsupportedModelError:

@@ -17,6 +17,7 @@ from torch import fx
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
+from rockmate.graph.node_marks import is_saved
 from rockmate.graph.rewrite import copy_out, has_dense_layout
 from rockmate.ops.rng import is_random
 
@@ -59,7 +60,7 @@ def _forward_nodes(capture: Capture) -> set[fx.Node]:
     pending += [
         node
         for node in capture.joint.graph.nodes
-        if is_random(node.target) or node.meta.get(IN_FORWARD)
+        if is_random(node.target) or node.meta.get(IN_FORWARD) or is_saved(node)
     ]
     found: set[fx.Node] = set()
     while pending:

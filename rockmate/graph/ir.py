@@ -72,6 +72,8 @@ class Storage:
         is_kept_to_end: a gradient that the backward returns.
         is_updated: static, and overwritten when the forward ends.
         producer: the op that makes it. None for static storages and tangents.
+        mark: "save" or "recompute" where the user has marked it; else "".
+        mark_sources: what asked for that.
     """
 
     index: int
@@ -83,6 +85,13 @@ class Storage:
     is_kept_to_end: bool = False
     is_updated: bool = False
     producer: Op | None = None
+    mark: str = ""
+    mark_sources: tuple[str, ...] = ()
+
+    @property
+    def must_recompute(self) -> bool:
+        """Whether it must not be live across the border between forward and backward."""
+        return self.mark == "recompute"
 
     @property
     def is_result(self) -> bool:
@@ -229,6 +238,8 @@ class Graph:
         view_base: for each view, the node that it views.
         constants: tensors that belong to the graph itself, by name.
         initial_gradients: gradients that are final before any backward op runs, with their roles.
+        num_in_flight: number of forwards that run before the backward of the first; the saved
+            values of all of them are in memory together.
     """
 
     ops: tuple[Op, ...]
@@ -239,6 +250,7 @@ class Graph:
     view_base: Mapping[fx.Node, fx.Node]
     constants: Mapping[str, torch.Tensor]
     initial_gradients: tuple[tuple[fx.Node, Role], ...] = ()
+    num_in_flight: int = 1
 
     @cached_property
     def externally_held(self) -> frozenset[Storage]:

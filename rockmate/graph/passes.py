@@ -35,6 +35,9 @@ from rockmate.graph.hooked_gradients import (
 )
 from rockmate.graph.input_copies import copy_inputs_of_the_forward
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import NO_MARKS, MarkRequest
+from rockmate.graph.marking import apply_marks
+from rockmate.graph.node_marks import note_marks
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 
@@ -49,11 +52,13 @@ class PassOptions:
         hooked: names of the parameters with a tensor hook.
         owner_of: for each parameter's name, the first name of the same tensor.
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
+        marks: what the user marks.
     """
 
     hooked: tuple[str, ...] = ()
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
+    marks: MarkRequest = NO_MARKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,11 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
+    Pass(
+        name="note marks",
+        keeps="every call but those that mark values, which nothing reads",
+        run=lambda capture, options: note_marks(capture, options.marks),
+    ),
     _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
     _rewrite(
@@ -196,5 +206,10 @@ GRAPH_PASSES: tuple[Pass[Graph], ...] = (
         name="assign sink forms",
         keeps="ops and their order; sizes only of storages that nothing reads",
         run=_assign_sink_forms,
+    ),
+    Pass(
+        name="apply marks",
+        keeps="ops, their order, storages; only what a schedule may do with them is limited",
+        run=lambda graph, _: apply_marks(graph),
     ),
 )

@@ -18,7 +18,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-_NOT_COMPARED = {"name", "aliases", "module", "source"}
+_NOT_COMPARED = {"name", "aliases", "module", "source", "mark_sources"}
+# Fields that are compared only where they are set, so that steps without them keep their
+# fingerprint.
+_COMPARED_IF_SET = {"mark"}
 
 
 class StorageKind(StrEnum):
@@ -59,12 +62,16 @@ class SnapshotStorage:
         kind: its use in the step.
         num_bytes: its size.
         aliases: names of the nodes that view it, and of its parameter, buffer or input.
+        mark: "save" or "recompute" if the user marks it, else empty.
+        mark_sources: what asked for that: patterns, names, "policy", "checkpoint".
     """
 
     name: str
     kind: StorageKind
     num_bytes: int
     aliases: tuple[str, ...] = ()
+    mark: str = ""
+    mark_sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +156,7 @@ class StepSnapshot:
             input.
         storages: all storages.
         ops: all ops, in an order that respects every dependency.
+        num_in_flight: number of forwards that run before the backward of the first.
     """
 
     torch_version: str
@@ -158,6 +166,7 @@ class StepSnapshot:
     updates: tuple[int, ...]
     storages: tuple[SnapshotStorage, ...]
     ops: tuple[SnapshotOp, ...]
+    num_in_flight: int = 1
 
     @property
     def names(self) -> list[str]:
@@ -177,6 +186,8 @@ class StepSnapshot:
             *map(_compared, self.storages),
             *map(_compared, self.ops),
         ]
+        if self.num_in_flight > 1:
+            compared.append(self.num_in_flight)
         return digest(compared)
 
     @cached_property
@@ -216,6 +227,7 @@ class StepSnapshot:
             len(self.ops) != len(other.ops)
             or len(self.storages) != len(other.storages)
             or self.outputs != other.outputs
+            or self.num_in_flight != other.num_in_flight
         ):
             return False
         same_ops = all(
@@ -223,7 +235,7 @@ class StepSnapshot:
             for mine, theirs in zip(self.ops, other.ops, strict=True)
         )
         return same_ops and all(
-            mine.kind == theirs.kind
+            mine.kind == theirs.kind and mine.mark == theirs.mark
             for mine, theirs in zip(self.storages, other.storages, strict=True)
         )
 
@@ -243,10 +255,20 @@ class StepSnapshot:
                     planned, present = f"\n  {mine.call}\n", f"\n  {theirs.call}\n"
                     return f"{where} is{planned}in the plan and{present}in this model"
                 return f"{where}, {theirs.call}, reads, writes or serves other values than planned"
+        if self.num_in_flight != other.num_in_flight:
+            return (
+                f"the plan is for {self.num_in_flight} forwards in flight, and "
+                f"{other.num_in_flight} are asked for"
+            )
         if len(self.ops) != len(other.ops):
             return f"the plan's step has {len(self.ops)} ops and this model's {len(other.ops)}"
         for mine, theirs in zip(self.storages, other.storages, strict=False):
             if _compared(mine) != _compared(theirs):
+                if mine.mark != theirs.mark:
+                    return (
+                        f"{theirs.name} is marked {theirs.mark or 'by nothing'!r} and in the plan "
+                        f"{mine.mark or 'by nothing'!r}"
+                    )
                 present = f"{theirs.kind.value} of {theirs.num_bytes:,} bytes"
                 planned = f"{mine.kind.value} of {mine.num_bytes:,} bytes"
                 return f"{theirs.name} is {present} and in the plan {planned}"
@@ -260,7 +282,11 @@ def digest(value: Any) -> str:
 
 
 def _compared(value: SnapshotStorage | SnapshotOp) -> dict[str, Any]:
-    return {name: item for name, item in asdict(value).items() if name not in _NOT_COMPARED}
+    return {
+        name: item
+        for name, item in asdict(value).items()
+        if name not in _NOT_COMPARED and (item or name not in _COMPARED_IF_SET)
+    }
 
 
 def _wiring(op: SnapshotOp) -> tuple[Any, ...]:

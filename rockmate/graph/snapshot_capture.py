@@ -54,6 +54,8 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
             kind=_kind(storage, roles.get(storage)),
             num_bytes=storage.num_bytes,
             aliases=tuple(name for name in aliases[storage] if name != storage.name),
+            mark=storage.mark,
+            mark_sources=storage.mark_sources,
         )
         for storage in graph.storages
     )
@@ -72,6 +74,7 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
         updates=tuple(storage.index for storage in graph.updates),
         storages=tuple(storages),
         ops=tuple(_snapshot_op(op, source_of) for op in graph.ops),
+        num_in_flight=graph.num_in_flight,
     )
 
 

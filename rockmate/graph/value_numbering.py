@@ -35,6 +35,7 @@ from torch import fx
 from rockmate._torch.ops import is_op, schema_of
 from rockmate.capture.nodes import layout_of, storage_ids, tensors_of
 from rockmate.graph.fake_values import refresh
+from rockmate.graph.node_marks import are_at_odds, joined_marks
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -110,8 +111,11 @@ class _ValueNumbering:
         for node in list(self._graph.nodes):
             if node in self._stale:
                 self._refresh(node)
-            twin = self._view_twin(node) if self._is_view(node) else self._call_twin(node)
+            is_view = self._is_view(node)
+            twin = self._view_twin(node) if is_view else self._call_twin(node)
             if twin is not None:
+                if not is_view:
+                    joined_marks(twin, node)
                 self._replace(node, twin)
 
     def _is_view(self, node: fx.Node) -> bool:
@@ -154,13 +158,16 @@ class _ValueNumbering:
         if source is None or not self._is_free(source):
             return None
         is_given = not self._given.isdisjoint(storage_ids(source))
-        return None if is_given or not _are_alike(source, node) else source
+        is_kept = is_given or not _are_alike(source, node) or are_at_odds(source, node)
+        return None if is_kept else source
 
     def _equal_call(self, node: fx.Node) -> fx.Node | None:
         if _is_large_fill(node):
             return None
         first = self._calls.setdefault(self._number[node], node)
         if first is node or not _are_alike(first, node) or {first, node} <= self._late:
+            return None
+        if are_at_odds(first, node):
             return None
         self._late.discard(first)
         return first

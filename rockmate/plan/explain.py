@@ -39,6 +39,7 @@ class StorageExplanation:
         num_recomputations: number of recomputations of its op.
         recompute_ms: time of all these recomputations.
         rule: why it is saved or recomputed, or neither.
+        mark: the user's mark and what asked for it; empty without one.
         option: what the plan saves of the block that makes it; empty outside the forward.
         backward_readers: names of the ops that read it in the backward, in running order.
         residency: its live intervals in words, each with what releases it.
@@ -55,6 +56,7 @@ class StorageExplanation:
     num_recomputations: int
     recompute_ms: float
     rule: str
+    mark: str
     option: str
     backward_readers: tuple[str, ...]
     residency: tuple[str, ...]
@@ -84,6 +86,7 @@ class StorageExplanation:
             ("at line", self.source),
             ("fate", self.fate),
             ("because", self.rule),
+            ("mark", self.mark),
             ("option", self.option),
             ("read in backward by", ", ".join(self.backward_readers) or no_readers),
             *(("in memory", interval) for interval in self.residency),
@@ -229,6 +232,7 @@ def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         num_recomputations=num_recomputations,
         recompute_ms=recompute_ms,
         rule=_rule(plan, index, op, num_recomputations),
+        mark=mark_text(storage.mark, storage.mark_sources),
         option=option,
         backward_readers=tuple(dict.fromkeys(readers)),
         residency=tuple(_interval_text(plan, interval) for interval in intervals),
@@ -254,6 +258,8 @@ def _rule(plan: PlanRecord, index: int, op: SnapshotOp | None, num_recomputation
         return _rule_of_saved(plan, index, op)
     if not num_recomputations:
         return "the backward does not need it"
+    if plan.snapshot.storages[index].mark == "recompute":
+        return "it is marked to be recomputed"
     passing = _pass_through_text(plan, index)
     if passing:
         return (
@@ -263,7 +269,14 @@ def _rule(plan: PlanRecord, index: int, op: SnapshotOp | None, num_recomputation
     return "this plan does not save it, and the backward needs it or a value made from it"
 
 
+def mark_text(mark: str, sources: Iterable[str]) -> str:
+    """A mark and what asked for it; empty without a mark."""
+    return f"{mark}, by {', '.join(map(repr, sources))}" if mark else ""
+
+
 def _rule_of_saved(plan: PlanRecord, index: int, op: SnapshotOp) -> str:
+    if plan.snapshot.storages[index].mark == "save":
+        return "it is marked to be saved"
     if not op.is_recomputable:
         return "its op must not run twice (it depends on values that the forward overwrites)"
     passing = _pass_through_text(plan, index)

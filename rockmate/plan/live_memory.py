@@ -34,7 +34,8 @@ def _item_text(plan: PlanRecord, item: LiveItem) -> str:
     if item.storage is not None:
         storage = plan.snapshot.storages[item.storage]
         return f"{storage.name} ({_origin_text(plan, item.storage)})"
-    assert item.op is not None
+    if item.op is None:
+        return "saved values of the other forwards in flight"
     name = plan.snapshot.ops[item.op].name
     return f"released early by {name}" if item.num_bytes < 0 else f"{item.what} of {name}"
 

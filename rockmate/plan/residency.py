@@ -54,7 +54,8 @@ class LiveItem:
         num_bytes: its size; a workspace is negative where the op releases an input early.
         storage: index of the storage; None for a state and a workspace.
         op: index of the op whose state or workspace it is; None for a storage.
-        what: "storage", "workspace", or the name of the state as in `SnapshotOp.state_name`.
+        what: "storage", "workspace", the name of the state as in `SnapshotOp.state_name`, or
+            "in flight" for the saved values of other forwards.
     """
 
     num_bytes: int
@@ -194,6 +195,10 @@ class Residency:
         overhead_bytes = table[index].overhead_bytes
         if overhead_bytes:
             items.append(LiveItem(overhead_bytes, op=index, what="workspace"))
+        num_others = self.snapshot.num_in_flight - 1
+        if num_others:
+            saved_bytes = self.simulation(costs).saved_bytes
+            items.append(LiveItem(num_others * saved_bytes, what="in flight"))
         return items
 
     def simulation(self, costs: Costs) -> Simulation:
@@ -220,8 +225,15 @@ def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
             is_static=storage.kind.is_static,
             is_tangent=storage.kind is StorageKind.TANGENT,
             is_result=storage.kind.is_result,
+            must_recompute=storage.mark == "recompute",
         )
         for storage in snapshot.storages
     ]
     returned = [storage for _, storage in snapshot.outputs]
-    return OpDefUse.of(ops, storages, updates=snapshot.updates, returned=returned)
+    return OpDefUse.of(
+        ops,
+        storages,
+        updates=snapshot.updates,
+        returned=returned,
+        num_in_flight=snapshot.num_in_flight,
+    )

@@ -34,6 +34,7 @@ from rockmate.graph.snapshot import (
     digest,
 )
 from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
+from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import Residency
 from rockmate.schedule.schedule import Schedule
@@ -186,6 +187,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
             _built(SnapshotStorage, row, kind=StorageKind) for row in content["storages"]
         ),
         ops=tuple(_built(SnapshotOp, row) for row in content["ops"]),
+        num_in_flight=int(content["options"].get("in_flight", "1")),
     )
     schedule = _schedule(content["schedule"])
     rows = [
@@ -271,6 +273,9 @@ def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
     for index, op in enumerate(snapshot.ops):
         if index not in seen and _is_needed(snapshot, op):
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"
+    broken = broken_mark(snapshot, schedule)
+    if broken:
+        return broken
     drawn = [index for index in dict.fromkeys(schedule.steps) if snapshot.ops[index].is_random]
     is_draw_missing = any(
         op.is_random and index not in seen for index, op in enumerate(snapshot.ops)

@@ -14,7 +14,7 @@ _NUM_NAMED_CALLS = 4
 
 def summary_text(plan: PlanRecord) -> str:
     """The lines of `Plan.summary`."""
-    rows = [*_promise_rows(plan), *_content_rows(plan), *_remark_rows(plan)]
+    rows = [*_promise_rows(plan), *_content_rows(plan), *_mark_rows(plan), *_remark_rows(plan)]
     return "\n".join(f"{title:<19} {text}" for title, text in rows)
 
 
@@ -50,9 +50,27 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     )
 
 
+def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    """A row for each source of marks: how many values it marks, of how many bytes."""
+    marked: dict[tuple[str, str], list[int]] = {}
+    for storage in plan.snapshot.storages:
+        for source in storage.mark_sources:
+            marked.setdefault((storage.mark, source), []).append(storage.num_bytes)
+    for (mark, source), sizes in marked.items():
+        values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
+        yield f"marked {mark}", f"{values}, {size_text(sum(sizes))}, by {source!r}"
+
+
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.options.get("kernels") == "fused":
         yield "fused kernels", _fusion_text(plan)
+    if plan.snapshot.num_in_flight > 1:
+        number, saved_bytes = plan.snapshot.num_in_flight, plan.simulation.saved_bytes
+        yield (
+            "in flight",
+            f"{number} forwards; the saved values of {number - 1} others, "
+            f"{size_text((number - 1) * saved_bytes)}, count in every peak",
+        )
     if "loss_chunks" in plan.options:
         note = plan.loss_block
         yield "loss block", f"{note.text} ({note.module or 'no single submodule'})"

@@ -17,6 +17,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import Block, BlockChain, kind_of, storages_of, wiring_of
 from rockmate.graph.ir import Graph, Phase, Storage
+from rockmate.graph.marking import forced_recomputations
 from rockmate.planning.lowering import backward_steps
 from rockmate.schedule.simulate import PartSimulation, simulate_part
 
@@ -128,11 +129,24 @@ class OptionSolver:
 
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()
+        forced = forced_recomputations(block.forward, block.backward)
         problem, values = knapsack_of(
-            block.forward, block.backward, self.costs, available=self._uncounted, kept=kept
+            block.forward,
+            block.backward,
+            self.costs,
+            available=self._uncounted,
+            kept=kept,
+            recomputed=forced.difference(*({s.producer} for s in kept)),
         )
         solutions = self.solve(problem, self.max_options)
-        return [{values[value] for value in solution.saved} for solution in solutions]
+        return [
+            {
+                values[value]
+                for value in solution.saved
+                if values[value] in kept or not values[value].must_recompute
+            }
+            for solution in solutions
+        ]
 
     def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
         """At most so many points of the problem's Pareto set; unproved ones are logged."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
+from rockmate.planning.mark_repair import with_marks_kept
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
@@ -41,7 +42,8 @@ class Candidate:
 
 
 def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
-    """Simulates a schedule."""
+    """Simulates a schedule, once it keeps the user's marks."""
+    schedule = with_marks_kept(graph, schedule)
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 

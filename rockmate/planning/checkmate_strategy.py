@@ -15,7 +15,7 @@ from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_sta
 from rockmate.costs.cost import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
+from rockmate.planning.candidate import Candidate, evaluate, frontier_at, linspace_int
 from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
@@ -35,11 +35,20 @@ class CheckmateSearch:
         costs: of its ops.
         time_limit_s: limit on the solve of one budget.
 
+    Raises:
+        ValueError: the graph has several forwards in flight, which the program does not count.
+
     Attributes:
         num_unproved: always 0. A candidate without proof says so itself.
     """
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
+        if graph.num_in_flight > 1:
+            msg = (
+                f"in_flight is {graph.num_in_flight}, and the strategy 'checkmate' plans one "
+                "forward before its backward; take another strategy"
+            )
+            raise ValueError(msg)
         self.num_unproved = 0
         self._graph = graph
         self._costs = costs
@@ -49,8 +58,7 @@ class CheckmateSearch:
         self._tangent_bytes = sum(
             storage.num_bytes for storage in graph.storages if storage.is_tangent
         )
-        baseline = baseline_schedule(graph)
-        self._baseline = Candidate(schedule=baseline, simulation=simulate(graph, baseline, costs))
+        self._baseline = evaluate(graph, baseline_schedule(graph), costs)
         self._solved: dict[int, Candidate | None] = {}
         self._minimum: Candidate | None = None
 
@@ -169,4 +177,6 @@ class CheckmateSearch:
             ),
             value_bytes=tuple(storage.num_bytes for storage in values),
             held=frozenset(number[storage] for storage in values if storage in ends),
+            border=len(self._graph.forward_ops),
+            barred=frozenset(number[storage] for storage in values if storage.must_recompute),
         )

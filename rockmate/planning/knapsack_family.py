@@ -16,6 +16,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph, Storage
+from rockmate.graph.marking import forced_recomputations
 from rockmate.planning.lowering import lower_saved
 from rockmate.schedule.schedule import Schedule
 
@@ -37,8 +38,9 @@ class KnapsackFamily:
         self._graph, self._chain, self._time_limit_s = graph, chain, solver_time.limit_s
         outputs = {storage for storage in graph.storages if storage.is_output}
         self._output_bytes = sum(storage.num_bytes for storage in outputs)
+        forced = forced_recomputations(graph.forward_ops, graph.backward_ops)
         problem, self._values = knapsack_of(
-            graph.forward_ops, graph.backward_ops, costs, available=outputs
+            graph.forward_ops, graph.backward_ops, costs, available=outputs, recomputed=forced
         )
         with solver_time.for_one_solve() as time_limit_s:
             self._curve = Curve(problem, time_limit_s=time_limit_s)
@@ -57,5 +59,6 @@ class KnapsackFamily:
         return self.schedule_saving({self._values[value] for value in plan.saved})
 
     def schedule_saving(self, saved: Collection[Storage]) -> Schedule:
-        """The schedule that saves these values."""
-        return lower_saved(self._graph, self._chain, saved)
+        """The schedule that saves these values, without those that marks recompute."""
+        kept = [storage for storage in saved if not storage.must_recompute]
+        return lower_saved(self._graph, self._chain, kept)

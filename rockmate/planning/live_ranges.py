@@ -16,13 +16,14 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from rockmate._arrays import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
+from rockmate.planning.recomputation import Recomputation
 from rockmate.schedule.liveness import (
     DEFINED,
     KIND_BITS,
@@ -61,44 +62,6 @@ class SpillCandidates:
     order: Ints
 
 
-@dataclass(eq=False)
-class Recomputation:
-    """The ops that have to run to compute an evicted value.
-
-    Attributes:
-        storage: index of the value.
-        runs: the ops, in order.
-        costs: of all ops.
-    """
-
-    storage: int
-    runs: tuple[Op, ...]
-    costs: Costs
-
-    @cached_property
-    def time_ms(self) -> float:
-        """The time of all runs together."""
-        return sum(self.costs.recompute[op.index].time_ms for op in self.runs)
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The peak of the runs one after the other; values that only they read are released."""
-        runs = set(self.runs)
-        last_reader = {read: op for op in self.runs for read in op.reads}
-        live = peak = 0
-        for op in self.runs:
-            live += op.written_bytes
-            peak = max(peak, live + self.costs.recompute[op.index].overhead_bytes)
-            for storage in {*op.reads, *op.writes}:
-                if (
-                    storage.index != self.storage
-                    and storage.producer in runs
-                    and last_reader.get(storage, op) is op
-                ):
-                    live -= storage.num_bytes
-        return peak
-
-
 class LiveRanges:
     """The live intervals of a schedule and the live bytes at each of its positions.
 
@@ -124,6 +87,10 @@ class LiveRanges:
         self.live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
         self._schedule = schedule
         self._steps = schedule.steps
+        self._num_forward = len(schedule.forward)
+        # How often the bytes of a value count in every position if it is live at the border.
+        self.border_weight = op_def_use(graph).num_in_flight - 1
+        self._has_marks = bool(op_def_use(graph).must_recompute.any())
         self._in_place = schedule.in_place
         self._dropped: set[int] = set()
         # Indices of the ops inserted before each position.
@@ -212,15 +179,34 @@ class LiveRanges:
             return None
         return self._position(self._events[index - 1]), following
 
+    def gap_at_border(self, storage: int) -> tuple[int, int] | None:
+        """The gap in which a value is live between forward and backward; None if it is not.
+
+        It is none if nothing would be gained, with one forward in flight.
+        """
+        index = self._index(self._event(storage, self._num_forward, _DEFINED_BEFORE))
+        if not self.border_weight or not self._is_read(index, storage):
+            return None
+        return self._position(self._events[index - 1]), self._position(self._events[index])
+
+    def crosses_border(self, last: Any, following: Any) -> Any:
+        """Whether a gap from one position to another has the border in it; also for arrays."""
+        return (last < self._num_forward) & (following >= self._num_forward)
+
     def gaps_around(self, position: int) -> SpillCandidates:
-        """The gaps around `position` of all values that can be evicted."""
+        """The gaps around `position` of all values that can be evicted.
+
+        With several forwards in flight, also those around the border: an eviction there lowers the
+        bytes of every position.
+        """
         ops = op_def_use(self.graph)
         events = np.frombuffer(self._events, dtype=np.int64)[:-1]
         storage, at = split_keys(events, self._num_bits)
         is_read = events & READ == READ
-        before = np.flatnonzero(
-            (at[:-1] < position) & (at[1:] > position) & is_read[1:] & ops.is_evictable[storage[1:]]
-        )
+        is_around = (at[:-1] < position) & (at[1:] > position)
+        if self.border_weight:
+            is_around |= (at[:-1] < self._num_forward) & (at[1:] >= self._num_forward)
+        before = np.flatnonzero(is_around & is_read[1:] & ops.is_evictable[storage[1:]])
         definitions = np.flatnonzero(~is_read)
         definition = definitions[np.searchsorted(definitions, before, side="right") - 1]
         order = at[definition] * len(ops.num_bytes) + storage[definition]
@@ -273,7 +259,10 @@ class LiveRanges:
             self._order_of
         )
         insort(self._events, definition)
-        self.live_bytes[last + 1 : following] -= self.graph.storages[storage].num_bytes
+        num_bytes = self.graph.storages[storage].num_bytes
+        self.live_bytes[last + 1 : following] -= num_bytes
+        if self.crosses_border(last, following):
+            self.live_bytes -= self.border_weight * num_bytes
         self._invalidate_recomputations(storage, gap)
         for op in recomputation.runs:
             self._inserted.setdefault(following, set()).add(op.index)
@@ -301,6 +290,8 @@ class LiveRanges:
             runs = self._state_positions[op]
             live_until = runs[-1] + 1 if len(runs) > 1 else runs[0]
             self.live_bytes[live_until : position + 1] += op.recompute_state_bytes
+            if self.crosses_border(runs[-1], position):
+                self.live_bytes += self.border_weight * op.recompute_state_bytes
             insort(runs, position)
 
     # --- removals ---
@@ -346,8 +337,40 @@ class LiveRanges:
                 extensions.append((end, end, self.op_at(end).writes[0].num_bytes))
         return extensions
 
+    def must_stay(self, position: int) -> bool:
+        """Whether the run at `position` makes a value that must not come from the forward."""
+        if not self._has_marks or position < self._num_forward:
+            return False
+        must_recompute = op_def_use(self.graph).must_recompute
+        for storage in self.op_at(position).writes:
+            if must_recompute[storage.index]:
+                index = self._index(self._event(storage.index, position, DEFINED))
+                is_earlier = self._is_of(index - 1, storage.index)
+                begin = self._position(self._events[index - 1]) if is_earlier else position
+                if begin < self._num_forward and self._is_read(index + 1, storage.index):
+                    return True
+        return False
+
+    def in_flight_bytes_for_drop(self, position: int) -> int:
+        """The bytes that the removal of the run at `position` adds at every position.
+
+        They are those that its results then take in the other forwards in flight.
+        """
+        if not self.border_weight or position < self._num_forward:
+            return 0
+        added = 0
+        for storage in self.op_at(position).writes:
+            index = self._index(self._event(storage.index, position, DEFINED))
+            has_earlier = self._is_of(index - 1, storage.index)
+            if has_earlier and self._is_read(index + 1, storage.index):
+                end = self._position(self._events[index - 1])
+                added += storage.num_bytes if self.crosses_border(end, position) else 0
+        return self.border_weight * added
+
     def drop(self, position: int, extensions: Sequence[Extension]) -> None:
         """Removes the run at `position`, given its `extensions`, and runs that are then dead."""
+        if self.border_weight:
+            self.live_bytes += self.in_flight_bytes_for_drop(position)
         for first, last, num_bytes in extensions:
             self.live_bytes[first : last + 1] += num_bytes
         self._remove(position)
@@ -364,6 +387,8 @@ class LiveRanges:
                 continue
             end = self._position(self._events[index - 1])
             self.live_bytes[end + 1 : position + 1] -= storage.num_bytes
+            if self.crosses_border(end, position):
+                self.live_bytes -= self.border_weight * storage.num_bytes
             is_unread = not self._is_read(index - 1, storage.index)
             if is_unread and self._is_of(index - 2, storage.index) and self._is_dead(end):
                 self.live_bytes[end] -= storage.num_bytes

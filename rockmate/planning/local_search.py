@@ -135,6 +135,7 @@ class LocalSearch:
         self.min_peak = MinPeakPool(self.problem)
         self.oscillation = StrategicOscillation(self.problem)
         self._refiner = self.problem.refiner
+        self._num_in_flight = graph.num_in_flight
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, InitialCandidates] = {}
 
@@ -272,8 +273,9 @@ class LocalSearch:
         tried: list[Candidate] = []
         tolerance_bytes = _LIMIT_SEARCH_TOLERANCE * budget_bytes
         while len(tried) < _MAX_KNAPSACK_LIMITS and high - low > tolerance_bytes:
-            # As a rule, the peak falls by a byte with each byte that is not saved.
-            limit_bytes -= found.peak_bytes - budget_bytes
+            # As a rule, the peak falls by a byte with each byte that is not saved, for each forward
+            # in flight.
+            limit_bytes -= -((budget_bytes - found.peak_bytes) // self._num_in_flight)
             if not low < limit_bytes < high:
                 limit_bytes = (low + high) // 2
             schedule = starts.from_knapsack(limit_bytes)

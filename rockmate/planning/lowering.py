@@ -59,9 +59,13 @@ def _recompute(storage: Storage, at_hand: set[Storage], steps: list[int]) -> Non
 
 
 def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> Schedule:
-    """The schedule that saves `saved` and the outputs and recomputes all else once, late."""
+    """The schedule that saves `saved` and the outputs and recomputes all else once, late.
+
+    Values whose op must not run twice are saved in any case.
+    """
     whole = chain.span(0, len(chain.blocks) - 1)
-    available = {*saved, *_outputs(graph.ops)}
+    once = {s for op in whole.forward if op.recompute_target is None for s in op.writes}
+    available = {*saved, *once, *_outputs(graph.ops)}
     return finish(graph, [op.index for op in whole.forward], backward_steps(whole, available))
 
 

@@ -38,12 +38,15 @@ def remove_recomputations(
     """The schedule without those recomputations whose values can stay live within the budget."""
     ranges = LiveRanges(graph, costs, schedule, simulation)
     for position, min_extensions in _drops_by_price(ranges, budget_bytes):
-        if ranges.is_dropped(position) or (
-            len(min_extensions) == 1 and not _fits(ranges, min_extensions, budget_bytes)
-        ):
+        if ranges.is_dropped(position) or ranges.must_stay(position):
+            continue
+        if len(min_extensions) == 1 and not _fits(ranges, min_extensions, budget_bytes):
             continue
         extensions = ranges.extensions_for_drop(position)
-        if _fits(ranges, extensions, budget_bytes):
+        added_bytes = ranges.in_flight_bytes_for_drop(position)
+        if added_bytes and int(ranges.live_bytes.max()) + added_bytes > budget_bytes:
+            continue
+        if _fits(ranges, extensions, budget_bytes - added_bytes):
             ranges.drop(position, extensions)
     return ranges.schedule()
 
@@ -60,7 +63,12 @@ def _drops_by_price(ranges: LiveRanges, budget_bytes: int) -> list[tuple[int, li
         return []
     exceeds = _range_max(ranges.live_bytes, first, last) + num_bytes > budget_bytes
     runs, run = np.unique(position, return_inverse=True)
-    areas = np.bincount(run, weights=num_bytes * np.maximum(last - first + 1, 0))
+    byte_positions = num_bytes * np.maximum(last - first + 1, 0)
+    if ranges.border_weight:
+        # With several forwards in flight, a value live at the border counts everywhere.
+        everywhere = ranges.border_weight * num_bytes * ranges.crosses_border(first - 1, last + 1)
+        byte_positions += everywhere * len(ranges.live_bytes)
+    areas = np.bincount(run, weights=byte_positions)
     fits = np.bincount(run, weights=exceeds) == 0
     times_ms = np.maximum(ranges.recompute_ms(runs), 1e-9)
     in_order = np.argsort(areas / times_ms, kind="stable")
@@ -131,9 +139,9 @@ def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
     )
     for storage in _by_price(ranges, worst, budget_bytes):
         # An eviction in this loop may have added a read of the value or taken an input away.
-        gap = ranges.gap_around(storage, worst)
+        gap = _gap(ranges, storage, worst)
         recomputation = ranges.recomputation(storage, gap[1]) if gap else None
-        if gap and recomputation and _fits_before(ranges, recomputation, gap[1], budget_bytes):
+        if gap and recomputation and _fits_before(ranges, recomputation, gap, budget_bytes):
             ranges.evict(recomputation, gap)
             evicted = True
             if ranges.live_bytes[worst] <= enough:
@@ -155,6 +163,9 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
     useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (
         num_exceeding[gaps.following] - num_exceeding[gaps.last + 1]
     )
+    if ranges.border_weight:
+        lowered = ranges.border_weight * np.minimum(ops.num_bytes[gaps.storage], excess)
+        useful += lowered * num_exceeding[-1] * ranges.crosses_border(gaps.last, gaps.following)
     prices = ranges.costs.recompute_arrays.time_ms[ops.producer[gaps.storage]] / useful
     columns = (prices, gaps.order, gaps.storage, useful)
     # The last column tells whether the price includes the whole recomputation.
@@ -165,18 +176,25 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
         if is_whole:
             yield storage
             continue
-        gap = ranges.gap_around(storage, worst)
+        gap = _gap(ranges, storage, worst)
         recomputation = ranges.recomputation(storage, gap[1]) if gap else None
         if recomputation is not None:
             price = recomputation.time_ms / useful_bytes
             heappush(heap, (price, order, storage, useful_bytes, True))
 
 
+def _gap(ranges: LiveRanges, storage: int, worst: int) -> tuple[int, int] | None:
+    """The gap of a value in which its eviction helps at position `worst`."""
+    return ranges.gap_around(storage, worst) or ranges.gap_at_border(storage)
+
+
 def _fits_before(
-    ranges: LiveRanges, recomputation: Recomputation, position: int, budget_bytes: int
+    ranges: LiveRanges, recomputation: Recomputation, gap: tuple[int, int], budget_bytes: int
 ) -> bool:
-    """Whether the recomputed ops fit into the budget right before `position`."""
-    # The value itself is counted before `position` already: it is live there before its eviction.
+    """Whether the recomputed ops fit into the budget right before the end of a gap."""
+    # The value itself is counted there already: it is live before its eviction.
     counted_bytes = ranges.graph.storages[recomputation.storage].num_bytes
-    free_bytes = budget_bytes - ranges.bytes_before(position) + counted_bytes
+    if ranges.crosses_border(*gap):
+        counted_bytes *= 1 + ranges.border_weight
+    free_bytes = budget_bytes - ranges.bytes_before(gap[1]) + counted_bytes
     return recomputation.peak_bytes <= free_bytes

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -36,10 +37,18 @@ from rockmate.costs.measure import measure_costs
 from rockmate.errors import InfeasibleBudgetError, MissingCompilerError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
+from rockmate.graph.mark_request import ExistingCheckpoints, Policy
+from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.kernel_variants import KernelVariants
+from rockmate.planning.mark_prices import (
+    MAX_EXPLAINED,
+    MarkPrice,
+    price_within,
+    variants_without_each,
+)
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -89,6 +98,10 @@ class PlanningSession:
         untraced: Sequence[str] = (),
         allow_chunking: bool | None = None,
         kernels: Kernels = "eager",
+        marks: Mapping[Any, str] | None = None,
+        policy: Policy | None = None,
+        existing_checkpoints: ExistingCheckpoints = "lift",
+        in_flight: int = 1,
     ) -> None:
         if kernels not in ("eager", "fused", "auto"):
             msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
@@ -108,11 +121,13 @@ class PlanningSession:
                 untraced=untraced,
                 kernels="eager" if kernels == "auto" else kernels,
                 progress=progress,
+                marks=marks,
+                policy=policy,
+                existing_checkpoints=existing_checkpoints,
+                in_flight=in_flight,
             )
-        if modules_with_checkpointing(model):
-            logger.warning(
-                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
-            )
+        if existing_checkpoints == "lift":
+            self._log_lifted(model, step)
         self._begin(
             step,
             timings,
@@ -122,6 +137,20 @@ class PlanningSession:
             progress=progress,
             tries_fused=kernels == "auto",
         )
+
+    @staticmethod
+    def _log_lifted(model: nn.Module, step: CapturedStep) -> None:
+        """Says that checkpoints in the model's code are the plan's to replace."""
+        if modules_with_checkpointing(model):
+            logger.warning(
+                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
+            )
+        elif step.capture.num_checkpoints:
+            logger.warning(
+                "%d checkpointed calls in the model's code are lifted: the plan recomputes instead "
+                '(existing_checkpoints="honour" takes them for marks)',
+                step.capture.num_checkpoints,
+            )
 
     @classmethod
     def of(
@@ -161,6 +190,7 @@ class PlanningSession:
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step
+        self._time_limit_s = time_limit_s
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         measured: dict[Hashable, Cost] = {}
@@ -225,12 +255,14 @@ class PlanningSession:
             minimum_bytes = self._variants.min_peak(strategy).peak_bytes
             smallest = self.plan(minimum_bytes, strategy=strategy)
         if on_infeasible == "error":
-            raise InfeasibleBudgetError(
+            error = InfeasibleBudgetError(
                 budget_bytes,
                 minimum_bytes,
                 where=smallest.peak_place(),
                 slowdown=smallest.predicted_ratio,
             )
+            advice = self._advice_on_marks(strategy)
+            raise error.advised(advice) if advice else error
         logger.warning(
             "no schedule fits the budget of %s, so the plan takes the smallest peak found, %s, "
             "which is set by %s; the activation peak without recomputation is %s, and the plan "
@@ -242,6 +274,40 @@ class PlanningSession:
             smallest.predicted_ratio,
         )
         return smallest
+
+    def mark_prices(self, budget: Budget, *, strategy: str = "rockmate") -> tuple[MarkPrice, ...]:
+        """What each mark costs within a budget: the step planned without it. Takes a plan for each.
+
+        Args:
+            budget: as for `plan`.
+            strategy: as for `plan`.
+
+        Returns:
+            Prices in the order of the marks; empty without marks. Chunks are not considered.
+        """
+        budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        with gc_paused():
+            unchunked = self._variants.unchunked
+            found = unchunked.search(strategy).best_within(budget_bytes)
+            ms_with = inf if found is None else found.time_ms
+            return tuple(
+                price_within(source, variant, budget_bytes, strategy, ms_with)
+                for source, variant in variants_without_each(unchunked, self._time_limit_s)
+            )
+
+    def _advice_on_marks(self, strategy: str) -> str:
+        """What the smallest peak would be without each of the marks; empty if there are none."""
+        with gc_paused():
+            peaks = [
+                (variant.search(strategy).minimum().peak_bytes, source)
+                for source, variant in variants_without_each(
+                    self._variants.unchunked, self._time_limit_s, most=MAX_EXPLAINED
+                )
+            ]
+        if not peaks:
+            return ""
+        texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
+        return f"Marks take part in that peak: {'; '.join(texts)}."
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
@@ -348,6 +414,8 @@ class PlanningSession:
     def _as_plan(
         self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate
     ) -> Plan:
+        broken = broken_mark(variant.snapshot, candidate.schedule)
+        assert not broken, f"the search broke a mark: {broken}"
         return Plan(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=candidate.peak_bytes,

@@ -52,7 +52,7 @@ def make_search(
         solved: block options of other graphs of the same step; those solved here are added.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: the strategy is unknown, or plans one forward in flight and more are asked for.
     """
     if strategy not in STRATEGIES:
         msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"

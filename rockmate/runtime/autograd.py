@@ -257,7 +257,7 @@ class PlannedStep(torch.autograd.Function):
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
-        runner.pending.add(ctx)
+        runner.pending.add(ctx, program.num_in_flight)
         fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 

@@ -20,8 +20,8 @@ from torch import fx
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.ir import Graph, Storage
-from rockmate.ops.fused import FusedOp
 from rockmate.ops.collectives import collective, collective_text
+from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
@@ -47,11 +47,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
     ends = last_reads(graph, schedule.forward, schedule.backward)
     saved_storages = _saved_storages(graph, schedule)
-    results = [
-        (node, role)
-        for node, role in graph.outputs
-        if role.kind is RoleKind.OUTPUT or role.kind in _UPDATES
-    ]
+    ends_of_forward = {RoleKind.OUTPUT, *_UPDATES}
+    results = [(node, role) for node, role in graph.outputs if role.kind in ends_of_forward]
     output_storages = {
         graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
     }
@@ -101,6 +98,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         differentiable=frozenset(role.index for _, role in tangents),
         layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
+        num_in_flight=graph.num_in_flight,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )

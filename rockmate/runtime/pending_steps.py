@@ -7,6 +7,7 @@ of the planned steps that one backward runs, only the last may fire them.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import backward_id, will_execute
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +43,30 @@ class PendingSteps:
         self._backward = -1
         self._begun: set[int] = set()
         self._partial = PartialGradients()
+        self._warned_of: set[int] = set()
 
-    def add(self, node: Any) -> None:
-        """Notes the autograd node of a forward."""
+    def add(self, node: Any, num_planned: int) -> None:
+        """Notes the autograd node of a forward; warns once if more are in flight than planned.
+
+        Args:
+            node: the node; its `saved` is None once its backward has taken the saved values.
+            num_planned: number of forwards before a backward that its budget bounds.
+        """
         self._nodes = [each for each in self._nodes if each() is not None]
         self._nodes.append(weakref.ref(node))
+        if len(self._nodes) > num_planned and num_planned not in self._warned_of:
+            nodes = (each() for each in self._nodes)
+            number = sum(getattr(each, "saved", None) is not None for each in nodes)
+            if number > num_planned:
+                self._warned_of.add(num_planned)
+                logger.warning(
+                    "%d forwards of this model are in flight, their backwards not begun, and the "
+                    "plan's budget bounds %d. Pass in_flight=%d, or the most that there are, or "
+                    "run each backward before the next forward.",
+                    number,
+                    num_planned,
+                    number,
+                )
 
     def begin(self, node: Any) -> tuple[PartialGradients, bool]:
         """To be called as the backward of a node begins.

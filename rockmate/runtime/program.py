@@ -90,6 +90,7 @@ class Program:
             may differentiate inside.
         forward_code: the forward's source.
         backward_code: the backward's source.
+        num_in_flight: number of forwards before a backward that the plan's budget bounds.
     """
 
     forward: Callable[[list[Any]], tuple[Any, ...]]
@@ -110,6 +111,7 @@ class Program:
     runs_below_autograd: bool
     forward_code: str
     backward_code: str
+    num_in_flight: int = 1
 
     def order_of(self, arguments: Sequence[Argument]) -> list[int]:
         """Positions of a backward's arguments among all that one may take.

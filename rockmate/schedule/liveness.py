@@ -65,12 +65,14 @@ class StorageFacts:
         is_static: whether it is live before, during and after the step, and never counted.
         is_tangent: whether autograd makes it before the backward and holds it to the end.
         is_result: whether the step returns it, so that it is live to the end.
+        must_recompute: whether it must not be live when the backward begins.
     """
 
     num_bytes: int
     is_static: bool
     is_tangent: bool
     is_result: bool
+    must_recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +98,8 @@ class OpDefUse:
         is_evictable: whether a storage takes memory and its op can be recomputed.
         inputs: for each op the values that its recomputation reads and that can be missing, each as
             a pair of storage and producer; None if the op cannot be recomputed.
+        must_recompute: whether a storage must not be live when the backward begins.
+        num_in_flight: number of forwards that run before the backward of the first.
     """
 
     begin: Ints
@@ -115,6 +119,8 @@ class OpDefUse:
     producer: Ints
     is_evictable: Bools
     inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
+    must_recompute: Bools
+    num_in_flight: int = 1
 
     @staticmethod
     def of(
@@ -123,6 +129,7 @@ class OpDefUse:
         *,
         updates: Iterable[int],
         returned: Iterable[int],
+        num_in_flight: int = 1,
     ) -> OpDefUse:
         """The tables of a step.
 
@@ -131,6 +138,7 @@ class OpDefUse:
             storages: all storages, by index.
             updates: storages that are copied into a buffer or an input when the forward ends.
             returned: storages that the step returns.
+            num_in_flight: number of forwards that run before the backward of the first.
         """
         producer = np.full(len(storages), -1, dtype=np.int64)
         for index, op in enumerate(ops):
@@ -165,6 +173,8 @@ class OpDefUse:
             producer=producer,
             is_evictable=(num_bytes > 0) & is_recomputable[producer],
             inputs=tuple(_inputs(op, producer, is_result) for op in ops),
+            must_recompute=_flags(storage.must_recompute for storage in storages),
+            num_in_flight=num_in_flight,
         )
 
 
@@ -206,6 +216,7 @@ def _op_def_use(graph: Graph) -> OpDefUse:
             is_static=storage.is_static,
             is_tangent=storage.is_tangent,
             is_result=storage.is_result,
+            must_recompute=storage.must_recompute,
         )
         for storage in graph.storages
     ]
@@ -214,6 +225,7 @@ def _op_def_use(graph: Graph) -> OpDefUse:
         storages,
         updates=[storage.index for storage in graph.updates],
         returned=[graph.storage_of[node].index for node, _ in graph.outputs],
+        num_in_flight=graph.num_in_flight,
     )
 
 

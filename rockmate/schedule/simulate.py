@@ -3,7 +3,8 @@
 Plans are compared by these figures, and the peak is what a measurement on the allocator must not
 exceed. A run counts the live values, its result, its workspace, and the states that recomputations
 replay; a run in place counts one memory for its operand and its result. Static storages and
-gradients at rest in `.grad` are not counted. If a recomputed op makes a result of the step as well,
+gradients at rest in `.grad` are not counted. With several forwards in flight, a step's own bytes
+stand beside the saved values of all others. If a recomputed op makes a result of the step as well,
 its second copy counts to the end, which is an upper bound.
 
 The simulator reads the op and storage tables of `schedule.liveness` and the costs. It knows no
@@ -33,8 +34,9 @@ class Simulation:
         peak_bytes: largest entry of `live_bytes`.
         peak_position: position of the first run that reaches it, in `Schedule.steps`.
         time_ms: sum of the costs of all runs.
-        live_bytes: for each run the bytes of live values, states and workspace while it runs.
-        saved_bytes: bytes live when the forward has ended, outputs included.
+        live_bytes: for each run the bytes of live values, states and workspace while it runs, and
+            the saved bytes of the other forwards in flight.
+        saved_bytes: bytes live when the forward has ended, outputs included; those of one forward.
     """
 
     peak_bytes: int
@@ -95,13 +97,16 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     running = after + freed_bytes + overhead_bytes
     in_place = list(schedule.in_place)
     running[in_place] -= ops.reusing_bytes[steps[in_place]]
+    saved_bytes = int(after[num_forward - 1]) if num_forward else 0
+    # While this step runs, the other forwards in flight have ended and their backwards not begun.
+    running += (ops.num_in_flight - 1) * saved_bytes
     peak_position = int(running.argmax())
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
         time_ms=float(np.cumsum(time_ms)[-1]),
         live_bytes=tuple(running.tolist()),
-        saved_bytes=int(after[num_forward - 1]) if num_forward else 0,
+        saved_bytes=saved_bytes,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -30,6 +31,7 @@ from rockmate._torch.aot import (
     without_decompositions,
 )
 from rockmate._torch.autocast import autocast_dtypes, autocast_off
+from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces, used_bytes
 from rockmate._torch.dispatch import (
     dispatched_call,
@@ -129,6 +131,34 @@ def test_every_wrapper_is_used_here() -> None:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
     assert wrappers - own == set()
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_calls_run_in_the_context(self, use_reentrant: bool) -> None:
+        seen: list[bool] = []
+
+        @contextlib.contextmanager
+        def region(is_selective: bool) -> Any:
+            seen.append(is_selective)
+            yield
+
+        x = torch.randn(3, requires_grad=True)
+        before = torch.utils.checkpoint.CheckpointFunction
+        with checkpoints_observed(region):
+            y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+        assert seen == [False]
+        (gradient,) = torch.autograd.grad(y.sum(), x)  # which a reentrant call does not allow
+        assert torch.equal(gradient, x.cos())
+        assert torch.utils.checkpoint.CheckpointFunction is before
+
+    def test_a_reentrant_call_without_gradients_has_none(self) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        with checkpoints_observed(lambda _: contextlib.nullcontext()):
+            y = torch.utils.checkpoint.checkpoint(
+                lambda x: x * weight, torch.ones(3), use_reentrant=True
+            )
+        assert not y.requires_grad
 
 
 class TestAllocator:

@@ -13,7 +13,6 @@ from torch import fx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.fake import mode_of
-from rockmate.capture.roles import Capture, with_graph
 from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
 from rockmate.graph.fake_values import STAND_INS
 from rockmate.ops.kernels import target_weight
@@ -31,14 +30,6 @@ VIEWS = {
     _aten._unsafe_view.default,
     _aten.detach.default,
 }
-
-
-def copied_capture(capture: Capture) -> Capture:
-    """Returns a copy of a capture with its own graph. The fake tensors are shared."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    returned = graph.graph_copy(capture.joint.graph, copies)
-    graph.output(returned)
-    return with_graph(capture, graph, copies)
 
 
 def sum_losses(graph: fx.Graph) -> None:

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rockmate.capture.roles import Capture
-from rockmate.graph.chunking.calls import copied_capture, sum_losses
+from rockmate.capture.roles import Capture, copied_capture
+from rockmate.graph.chunking.calls import sum_losses
 from rockmate.graph.chunking.feed_forward import find_feed_forward
 from rockmate.graph.chunking.forms import InseparableError
 from rockmate.graph.chunking.region import (

@@ -1,0 +1,78 @@
+"""Checkpointed calls in a model's forward: which nodes each of them made.
+
+A planned step replaces checkpoints: their recomputation is captured as equal calls, which are
+merged, and the plan recomputes what it has to. A request may take them for marks instead
+(`existing_checkpoints="honour"`), so each node of a checkpointed call says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from rockmate._torch.checkpoints import checkpoints_observed
+from rockmate._torch.graphs import on_node_created
+
+# Keys in a node's `meta`: the checkpointed calls that made it, outermost first; and what their
+# policy says of it ("save", "recompute", or "" for no mark). Without a policy there is no decision.
+REGIONS, DECISION = "checkpoint_regions", "checkpoint_decision"
+
+# PyTorch writes the decision of a selective checkpoint to this key, and leaves it set behind the
+# call.
+_TORCH_DECISION = "recompute"
+_WORDS = {
+    CheckpointPolicy.MUST_SAVE: "save",
+    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
+}
+
+
+class CheckpointRegions:
+    """The checkpointed calls of one trace.
+
+    Attributes:
+        num_calls: number of calls so far, those within others included.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._running: list[tuple[str, bool]] = []
+        self._selected: list[fx.Node] = []
+
+    @contextlib.contextmanager
+    def region(self, is_selective: bool) -> Iterator[None]:
+        """The context of one call."""
+        self.num_calls += 1
+        self._running.append((f"call {self.num_calls}", is_selective))
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def note(self, node: fx.Node) -> None:
+        """Writes the running calls to a node."""
+        if self._running:
+            node.meta[REGIONS] = tuple(name for name, _ in self._running)
+            if self._running[-1][1]:
+                self._selected.append(node)
+
+    def note_decisions(self) -> None:
+        """Reads the decisions of selective checkpoints, which PyTorch makes after each op."""
+        for node in self._selected:
+            decision = node.meta.get(_TORCH_DECISION)
+            node.meta[DECISION] = "" if decision is None else _WORDS.get(decision, "")
+
+
+@contextlib.contextmanager
+def checkpoint_regions() -> Iterator[CheckpointRegions]:
+    """Records the checkpointed calls of a forward that is traced meanwhile."""
+    regions = CheckpointRegions()
+    with checkpoints_observed(regions.region), on_node_created(regions.note):
+        yield regions
+
+
+def num_checkpoints(graph: fx.Graph) -> int:
+    """The number of checkpointed calls that made a node of a graph."""
+    return len({name for node in graph.nodes for name in node.meta.get(REGIONS, ())})

@@ -1,0 +1,293 @@
+"""Marks on the nodes of a captured graph: which of the user's marks each value and op has.
+
+The first pass over a captured graph. Patterns, the policy's decisions and the calls of
+`rockmate.name`, `save` and `recompute` are matched with nodes, and the calls removed. Later passes
+carry `meta["marks"]` along like the rest of a node's `meta`; `rockmate.graph.marking` reads it when
+the graph of storages is there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from rockmate._torch.ops import is_op
+from rockmate.capture.checkpoint_regions import DECISION, REGIONS
+from rockmate.capture.nodes import call_name, storage_ids
+from rockmate.capture.provenance import MADE_BY_FORWARD
+from rockmate.capture.roles import Capture, copied_capture
+from rockmate.errors import MarkError
+from rockmate.graph.mark_request import Mark, MarkRequest
+from rockmate.ops.value_mark import value_mark
+
+logger = logging.getLogger(__name__)
+
+# Key in a node's `meta`: the marks of what it makes.
+MARKS = "marks"
+_HINTS = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE)
+# Number of similar names that are suggested for an unknown one.
+_NUM_SUGGESTED = 4
+
+
+def marks_of(node: fx.Node) -> tuple[Mark, ...]:
+    """The marks of a node."""
+    return node.meta.get(MARKS, ())
+
+
+def is_saved(node: fx.Node) -> bool:
+    """Whether a mark saves what a node makes: its op runs once, in the forward."""
+    return any(mark.word == "save" for mark in marks_of(node))
+
+
+def without_source(capture: Capture, source: str) -> Capture:
+    """A copy of a capture without the marks of one source."""
+    capture = copied_capture(capture)
+    for node in capture.joint.graph.nodes:
+        node.meta = dict(node.meta)
+        if MARKS in node.meta:
+            node.meta[MARKS] = tuple(mark for mark in marks_of(node) if mark.source != source)
+    return capture
+
+
+def decided_request(capture: Capture, request: MarkRequest) -> MarkRequest:
+    """The request with its policy asked about each op of the forward, in order.
+
+    The arguments that the policy sees are fake tensors: shapes and dtypes without values.
+
+    Raises:
+        MarkError: the policy returned something else than a decision.
+    """
+    policy = request.policy
+    if policy is None:
+        return request
+    context = SelectiveCheckpointContext(is_recompute=False)
+    decisions = []
+    for node in _decided_nodes(capture.joint.graph):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        decisions.append(policy(context, node.target, *args, **kwargs))
+    if any(decision in _HINTS for decision in decisions):
+        logger.info(
+            "the policy's PREFER_SAVE and PREFER_RECOMPUTE are hints, and are read as no mark: the "
+            "planner chooses"
+        )
+    return request.decided(decisions)
+
+
+def note_marks(capture: Capture, request: MarkRequest) -> Capture:
+    """Writes the request's marks to the nodes that they match, and removes `value_mark` calls.
+
+    Raises:
+        MarkError: a pattern matches nothing or several kinds of things, a named value is an input
+            or a parameter, or the policy was asked about other ops.
+    """
+    graph = capture.joint.graph
+    named = _named_values(graph)
+    for pattern, word in request.patterns:
+        _note_pattern(graph, pattern, word, named)
+    for name, word, root, _ in named:
+        if word:
+            _note(root, Mark(word, name, is_named=True))
+    if request.decisions:
+        _note_decisions(graph, request)
+    if request.honours_checkpoints:
+        _note_checkpoints(graph)
+    return capture
+
+
+def joined_marks(one: fx.Node, other: fx.Node) -> None:
+    """Gives `one` the marks of `other` too, which it takes the place of."""
+    for mark in marks_of(other):
+        _note(one, mark)
+
+
+def are_at_odds(one: fx.Node, other: fx.Node) -> bool:
+    """Whether the marks of two nodes contradict each other."""
+    words = {mark.word for node in (one, other) for mark in marks_of(node)}
+    return len(words) > 1
+
+
+def _note(node: fx.Node, mark: Mark) -> None:
+    """Adds a mark to a node and to the items of its result; of a saved item also to its op."""
+    for each in (node, *(user for user in node.users if call_name(user) == "getitem")):
+        if mark not in marks_of(each):
+            each.meta[MARKS] = (*marks_of(each), mark)
+    if mark.word == "save" and call_name(node) == "getitem":
+        maker = node.all_input_nodes[0]
+        maker.meta[MARKS] = (*marks_of(maker), mark)
+
+
+# --- named values -----------------------------------------------------------------------------
+
+
+def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
+    """The name, the word and the node of each value that the forward names; removes the calls.
+
+    The node is the one that makes the value's memory. The last item tells what it is in errors.
+    """
+    roots: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), tuple | list) and node.op == "call_function":
+            # An item of a result has a node of its own. The items of a split are views.
+            own = set(storage_ids(node)).difference(*map(storage_ids, node.all_input_nodes))
+            for user in node.users:
+                for storage in own.intersection(storage_ids(user)):
+                    roots.setdefault(storage, user)
+            continue
+        for storage in storage_ids(node):
+            roots.setdefault(storage, node)
+    found = []
+    for node in list(graph.find_nodes(op="call_function", target=value_mark)):
+        value, name, word = node.args
+        assert isinstance(value, fx.Node)
+        root = roots[storage_ids(value)[0]]
+        if root.op != "call_function":
+            module = node.meta.get("module", "")
+            msg = (
+                f"the value {name!r}{f' in {module}' if module else ''} is an input or a parameter "
+                "of the model, or a view of one: it is in memory anyway, and nothing recomputes "
+                "it. Name a value that the forward computes."
+            )
+            raise MarkError(msg)
+        found.append((str(name), str(word), root, node.meta.get("module", "")))
+        graph.erase_node(node)
+    return found
+
+
+# --- patterns ---------------------------------------------------------------------------------
+
+
+def _note_pattern(
+    graph: fx.Graph, pattern: str, word: str, named: Iterable[tuple[str, str, fx.Node, str]]
+) -> None:
+    """Marks what one pattern matches."""
+    nodes = list(_forward_nodes(graph))
+    kinds: dict[str, list[tuple[fx.Node, Mark]]] = {
+        "a submodule": [
+            (node, Mark(word, pattern, scope))
+            for node in nodes
+            if (scope := _scope(pattern, node.meta.get("module", "")))
+        ],
+        "an op": [(node, Mark(word, pattern)) for node in nodes if _is_of_op(pattern, node)],
+        "a name": [
+            (root, Mark(word, pattern, is_named=True))
+            for name, _, root, _ in named
+            if fnmatchcase(name, pattern)
+        ],
+    }
+    matching = [kind for kind, found in kinds.items() if found]
+    if len(matching) > 1:
+        msg = (
+            f"the mark {pattern!r} matches {' and '.join(matching)}. Give the value another name, "
+            "or write the op with its overload, as aten.mm.default."
+        )
+        raise MarkError(msg)
+    if not matching:
+        raise MarkError(_unknown_text(pattern, nodes, [name for name, *_ in named]))
+    for node, mark in kinds[matching[0]]:
+        _note(node, mark)
+
+
+def _scope(pattern: str, path: str) -> str:
+    """The submodule that a pattern matches, if it is the one at `path` or contains it; else ""."""
+    wanted, parts = pattern.split("."), path.split(".")
+    if len(wanted) > len(parts) or not path:
+        return ""
+    pairs = zip(parts, wanted, strict=False)
+    return ".".join(parts[: len(wanted)]) if all(fnmatchcase(*pair) for pair in pairs) else ""
+
+
+def _is_of_op(pattern: str, node: fx.Node) -> bool:
+    name = call_name(node)
+    return is_op(node.target) and any(
+        fnmatchcase(each, pattern) for each in (name, name.rpartition(".")[0])
+    )
+
+
+def _unknown_text(pattern: str, nodes: Iterable[fx.Node], names: Iterable[str]) -> str:
+    known: dict[str, None] = dict.fromkeys(names)
+    for node in nodes:
+        parts = node.meta.get("module", "").split(".")
+        known.update(dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts))))
+        if is_op(node.target):
+            known[call_name(node).rpartition(".")[0]] = None
+    close = difflib.get_close_matches(pattern, [each for each in known if each], _NUM_SUGGESTED)
+    text = (
+        f"the mark {pattern!r} matches no submodule that runs, no op of the forward and no name "
+        "of a value"
+    )
+    return f"{text}. Similar: {', '.join(close)}." if close else f"{text}."
+
+
+# --- policies and checkpoints -----------------------------------------------------------------
+
+
+def _note_decisions(graph: fx.Graph, request: MarkRequest) -> None:
+    nodes = list(_decided_nodes(graph))
+    if len(nodes) != len(request.decisions):
+        msg = (
+            f"the policy decided about {len(request.decisions)} ops of the forward, and this "
+            f"capture has {len(nodes)}. Plan again with the policy itself."
+        )
+        raise MarkError(msg)
+    for node, letter in zip(nodes, request.decisions, strict=True):
+        word = request.word_of_letter(letter)
+        if word is not None:
+            _note(node, Mark(word, "policy"))
+
+
+def _note_checkpoints(graph: fx.Graph) -> None:
+    """Marks what checkpointed calls in the model's code recompute, and what their policies save."""
+    source = "checkpoint"
+    for node in _forward_nodes(graph):
+        regions = node.meta.get(REGIONS, ())
+        word = node.meta.get(DECISION, "recompute") if regions else ""
+        if word == "save":
+            _note(node, Mark(word, source))
+        elif word:
+            for region in regions:
+                _note(node, Mark(word, source, region))
+
+
+def _forward_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls that the model's forward made."""
+    return (
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node.meta.get(MADE_BY_FORWARD)
+        and call_name(node) != "getitem"
+    )
+
+
+def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls that a policy is asked about: ops of the forward before the first of the backward.
+
+    Detached aliases are passed over, as PyTorch's own selective checkpoints do.
+    """
+    is_behind = False
+    for node in graph.nodes:
+        if node.op == "placeholder" and "tangents" in str(node.target):
+            is_behind = False
+        is_behind = is_behind or (node.op == "call_function" and _reads_tangent(node))
+        if is_behind:
+            return
+        if (
+            node.op == "call_function"
+            and node.meta.get(MADE_BY_FORWARD)
+            and is_op(node.target)
+            and node.target is not value_mark
+            and call_name(node) != "aten.detach.default"
+        ):
+            yield node
+
+
+def _reads_tangent(node: fx.Node) -> bool:
+    return any(
+        operand.op == "placeholder" and "tangents" in str(operand.target)
+        for operand in node.all_input_nodes
+    )

@@ -1,0 +1,119 @@
+"""Names and marks that a model's forward gives to values.
+
+In eager mode each function returns its tensor as it is. While a model is captured, it also leaves
+one call in the graph, of `value_mark`, which has a tensor and a text and no reader. The first pass
+over the captured graph reads these calls and removes them (`rockmate.graph.node_marks`). The tensor
+itself goes on unchanged, so views of it, changes in place and gradients are those of a forward
+without the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+# Number of captures that are going on; a capture holds a lock, so at most one.
+_num_captures = 0
+
+
+@torch.library.custom_op("rockmate::value_mark", mutates_args=())
+def _value_mark(value: Tensor, name: str, word: str) -> Tensor:
+    return torch.empty(0, device=value.device)
+
+
+@_value_mark.register_fake
+def _(value: Tensor, name: str, word: str) -> Tensor:
+    return torch.empty(0, device=value.device)
+
+
+value_mark = torch.ops.rockmate.value_mark.default
+# Without this, the tracer removes a call that nothing reads.
+has_side_effect(value_mark)
+
+
+@contextlib.contextmanager
+def values_marked() -> Iterator[None]:
+    """Has names and marks of values written into the graph that is captured meanwhile."""
+    global _num_captures
+    _num_captures += 1
+    try:
+        yield
+    finally:
+        _num_captures -= 1
+
+
+def name(value: Tensor, name: str) -> Tensor:
+    """Names a value in a model's forward, so that `marks` can refer to it; returns the value.
+
+    >>> x = rockmate.name(self.attention(x), "attn_out")     # doctest: +SKIP
+
+    Outside of a capture it does nothing. Calls in a loop, or in several layers, may share a name.
+
+    Args:
+        value: a tensor of the forward.
+        name: the name; `*` and `?` stand for other characters in `marks`, so it has neither.
+
+    Raises:
+        TypeError: the value is no tensor, or the name no text.
+        ValueError: the name is empty or has a character that patterns use.
+    """
+    return _marked(value, name, "")
+
+
+def save(value: Tensor, name: str | None = None) -> Tensor:
+    """Marks a value in a model's forward as saved for the backward; returns the value.
+
+    Its op is never recomputed, and the value is in memory from the forward to its last read in the
+    backward. Outside of a capture it does nothing.
+
+    Args:
+        value: a tensor of the forward.
+        name: its name in errors and reports; None for the line that marks it.
+
+    Raises:
+        TypeError, ValueError: as for `name`.
+    """
+    return _marked(value, name, "save")
+
+
+def recompute(value: Tensor, name: str | None = None) -> Tensor:
+    """Marks a value in a model's forward as recomputed in the backward; returns the value.
+
+    It is not in memory when the forward has ended. Outside of a capture it does nothing.
+
+    Args:
+        value: a tensor of the forward.
+        name: its name in errors and reports; None for the line that marks it.
+
+    Raises:
+        TypeError, ValueError: as for `name`.
+    """
+    return _marked(value, name, "recompute")
+
+
+def _marked(value: Tensor, name: str | None, word: str) -> Tensor:
+    if not _num_captures:
+        return value
+    function = word or "name"
+    if not isinstance(value, Tensor):
+        msg = f"rockmate.{function} marks tensors, and was given a {type(value).__name__}."
+        if isinstance(value, str | torch.nn.Module):
+            msg += ' A submodule is marked by its path: marks={"encoder.*.mlp": "recompute"}.'
+        raise TypeError(msg)
+    if name is None and word:
+        frame = sys._getframe(2)
+        name = f"line {frame.f_lineno} of {frame.f_code.co_name}"
+    if not isinstance(name, str):
+        msg = f"the name that rockmate.{function} was given is {name!r}; a text is needed."
+        raise TypeError(msg)
+    if not name or any(character in name for character in "*?[]"):
+        msg = f"the name that rockmate.{function} was given is {name!r}; it needs letters, no *?[]."
+        raise ValueError(msg)
+    with torch.no_grad():
+        torch.ops.rockmate.value_mark(value, name, word)
+    return value

@@ -1,0 +1,74 @@
+"""What each of the user's marks costs: the same step planned without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from rockmate.bound.solver_time import SolverTime
+from rockmate.graph.ir import Graph
+from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.chunk_variants import Variant
+
+# Number of marks for which an infeasible budget is explained, the first ones.
+MAX_EXPLAINED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkPrice:
+    """What one mark costs within a budget.
+
+    Attributes:
+        mark: the pattern, the name of a value, "policy", or "checkpoint".
+        minimum_peak_bytes: the smallest peak found without it.
+        ms_without: time of the fastest schedule found without it, in milliseconds; infinite if none
+            fits the budget.
+        added_ms: time that the mark adds within the budget, in milliseconds; infinite if a schedule
+            fits only without it. Schedules are found by search, so a small difference may have
+            either sign.
+    """
+
+    mark: str
+    minimum_peak_bytes: int
+    ms_without: float
+    added_ms: float
+
+
+def mark_sources(graph: Graph) -> list[str]:
+    """What asked for the marks of a graph's values, each once."""
+    sources = (source for storage in graph.storages for source in storage.mark_sources)
+    return list(dict.fromkeys(sources))
+
+
+def variants_without_each(
+    variant: Variant, time_limit_s: float, *, most: int | None = None
+) -> Iterator[tuple[str, Variant]]:
+    """Each source of marks, and the step planned without its marks; measured costs are reused."""
+    for source in mark_sources(variant.graph)[:most]:
+        step = variant.step.without_marks(source)
+        assert [op.name for op in step.graph.ops] == [op.name for op in variant.graph.ops]
+        yield source, Variant(step, variant.costs, SolverTime(time_limit_s), SolvedBlocks())
+
+
+def price_within(
+    source: str, without: Variant, budget_bytes: int, strategy: str, ms_with: float
+) -> MarkPrice:
+    """The price of one mark.
+
+    Args:
+        source: the mark.
+        without: the step without it.
+        budget_bytes: the budget.
+        strategy: the planning strategy.
+        ms_with: time of the plan with the mark; infinite if none fits.
+    """
+    search = without.search(strategy)
+    found = search.best_within(budget_bytes)
+    ms_without = inf if found is None else found.time_ms
+    return MarkPrice(
+        mark=source,
+        minimum_peak_bytes=search.minimum().peak_bytes,
+        ms_without=ms_without,
+        added_ms=inf if ms_with == inf else ms_with - ms_without,
+    )

@@ -37,6 +37,10 @@ from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
+    from rockmate.fit.errors import FitError, NothingFitsError
+    from rockmate.fit.result import Fit
+    from rockmate.fit.row import FitRow
+    from rockmate.fit.run import fit
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
 __all__ = [
     "STRATEGIES",
     "BackwardError",
+    "Fit",
+    "FitError",
+    "FitRow",
     "FrontierPoint",
     "InfeasibleBudgetError",
     "InfeasibleMemoryLimitError",
@@ -55,6 +62,7 @@ __all__ = [
     "InvalidSampleError",
     "Machine",
     "MachineError",
+    "NothingFitsError",
     "PadToBuckets",
     "Plan",
     "PlanFileError",
@@ -68,6 +76,7 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "fit",
     "sweep",
     "timeline",
     "wrap_trainer",
@@ -79,6 +88,11 @@ _LAZY_NAMES = {
     "FrontierPoint": "rockmate.planning.session",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
+    "Fit": "rockmate.fit.result",
+    "FitError": "rockmate.fit.errors",
+    "FitRow": "rockmate.fit.row",
+    "NothingFitsError": "rockmate.fit.errors",
+    "fit": "rockmate.fit.run",
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",

@@ -37,8 +37,9 @@ ORDER = (
     "frames",
     "module",
     "planner",
-    "hf",
     "sweeps",
+    "fit",
+    "hf",
     "cli",
 )
 SOLVERS = ("pulp", "highspy", "rotor", "checkmate")

@@ -37,10 +37,10 @@ from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
-    from rockmate.fit.errors import FitError, NothingFitsError
-    from rockmate.fit.result import Fit
-    from rockmate.fit.row import FitRow
-    from rockmate.fit.run import fit
+    from rockmate.fits.errors import FitError, NothingFitsError
+    from rockmate.fits.result import Fit
+    from rockmate.fits.row import FitRow
+    from rockmate.fits.run import fit
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
@@ -88,11 +88,11 @@ _LAZY_NAMES = {
     "FrontierPoint": "rockmate.planning.session",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
-    "Fit": "rockmate.fit.result",
-    "FitError": "rockmate.fit.errors",
-    "FitRow": "rockmate.fit.row",
-    "NothingFitsError": "rockmate.fit.errors",
-    "fit": "rockmate.fit.run",
+    "Fit": "rockmate.fits.result",
+    "FitError": "rockmate.fits.errors",
+    "FitRow": "rockmate.fits.row",
+    "NothingFitsError": "rockmate.fits.errors",
+    "fit": "rockmate.fits.run",
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",

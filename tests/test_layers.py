@@ -38,7 +38,7 @@ ORDER = (
     "module",
     "planner",
     "sweeps",
-    "fit",
+    "fits",
     "hf",
     "cli",
 )

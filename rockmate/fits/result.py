@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rockmate.budget import size_text
-from rockmate.fit.row import PARTS, FitRow
+from rockmate.fits.row import PARTS, FitRow
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class Fit:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        from rockmate.fit.picture import draw
+        from rockmate.fits.picture import draw
 
         draw(self, Path(path))
 

@@ -13,8 +13,8 @@ from torch import nn
 from rockmate.budget import parse_budget
 from rockmate.costs.machine import Machine, known_machines, load_machine
 from rockmate.errors import InvalidBudgetError
-from rockmate.fit.errors import FitError
-from rockmate.fit.size_axis import Dims, Kind
+from rockmate.fits.errors import FitError
+from rockmate.fits.size_axis import Dims, Kind
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
 
 TOKEN_STEP = 8

@@ -77,8 +77,8 @@ def largest_within(
     limit_bytes: int,
     *,
     most: int,
-    known: Iterable[int] = (),
-    start: int = 1,
+    known: Iterable[int],
+    low: int = 0,
 ) -> int:
     """The largest whole number up to `most` whose need is within a limit; 0 if that of 1 is not.
 
@@ -86,20 +86,22 @@ def largest_within(
         need: bytes, growing with the number.
         limit_bytes: the limit.
         most: the largest number to consider.
-        known: numbers to begin with, whose need costs little.
-        start: the first number to ask for if none is known.
+        known: numbers to begin with.
+        low: a number that is known to fit, or 0.
     """
     needs: dict[int, int] = {}
-    proposals = [number for number in sorted(set(known)) if 1 <= number <= most] or [start]
-    low, high = 0, most + 1
+    proposals = sorted(number for number in set(known) if low < number <= most)
+    high = most + 1
     while high - low > 1:
         if proposals:
             number = proposals.pop(0)
+        elif not needs:
+            number = low + 1
         elif len(needs) < _MAX_INTERPOLATIONS or high > most:
-            number = _interpolated(needs, limit_bytes)
+            number = min(_interpolated(needs, limit_bytes), max(needs) * _MAX_GROWTH)
         else:
             number = (low + high) // 2
-        number = min(max(number, low + 1), high - 1, max(needs, default=start) * _MAX_GROWTH)
+        number = min(max(number, low + 1), high - 1)
         needs[number] = need(number)
         if needs[number] <= limit_bytes:
             low = number

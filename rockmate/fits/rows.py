@@ -13,12 +13,12 @@ from torch import nn
 from tqdm import tqdm
 
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.fit.device_memory import FixedMemory
-from rockmate.fit.least_memory import SizedPlanners
-from rockmate.fit.options import FitOptions
-from rockmate.fit.result import speed_of
-from rockmate.fit.row import FitRow, workspace_at_peak
-from rockmate.fit.size_axis import SizeAxis, input_bytes
+from rockmate.fits.device_memory import FixedMemory
+from rockmate.fits.least_memory import SizedPlanners
+from rockmate.fits.options import FitOptions
+from rockmate.fits.result import speed_of
+from rockmate.fits.row import FitRow, workspace_at_peak
+from rockmate.fits.size_axis import SizeAxis, input_bytes
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.memory_limit import device_of
 from rockmate.plan.plan import Plan
@@ -174,7 +174,7 @@ def _size(axis: SizeAxis, row: FitRow) -> int:
 
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:
     """The size along the other axis; None if the sample has none."""
-    from rockmate.fit.errors import FitError
+    from rockmate.fits.errors import FitError
 
     try:
         dims = options.token_axis if kind == "tokens" else None

@@ -7,8 +7,8 @@ from typing import Any
 
 from rockmate.budget import size_text
 from rockmate.extras import require
-from rockmate.fit.result import Fit, size_of, speed_of
-from rockmate.fit.row import PARTS
+from rockmate.fits.result import Fit, size_of, speed_of
+from rockmate.fits.row import PARTS
 
 _GIB = 1 << 30
 _COLOURS = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")

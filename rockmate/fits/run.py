@@ -11,18 +11,21 @@ from typing import Any, Literal
 from torch import nn
 
 from rockmate.capture.sample import read_sample
+from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
-from rockmate.fit.advice import nothing_fits
-from rockmate.fit.device_memory import FixedMemory, fixed_memory
-from rockmate.fit.least_memory import SizedPlanners, largest_within
-from rockmate.fit.options import FitOptions
-from rockmate.fit.result import Fit
-from rockmate.fit.rows import RowMaker, marked
-from rockmate.fit.size_axis import Dims, SizeAxis, input_bytes
-from rockmate.fit.sized_steps import SizedSteps
+from rockmate.fits.advice import nothing_fits
+from rockmate.fits.device_memory import FixedMemory, fixed_memory
+from rockmate.fits.least_memory import SizedPlanners, largest_within
+from rockmate.fits.options import FitOptions
+from rockmate.fits.result import Fit
+from rockmate.fits.rows import RowMaker, marked
+from rockmate.fits.size_axis import Dims, SizeAxis, input_bytes
+from rockmate.fits.sized_steps import SizedSteps
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.memory_limit import Optimizer
 from rockmate.planner import Planner
+from rockmate.schedule.schedule import baseline_schedule
+from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep
 
 _MOST_POWERS = 5  # of two, among the sizes of the rows
@@ -56,7 +59,7 @@ def fit(
     estimated, from one symbolic capture where that can be made; see `rockmate.costs.estimate`.
 
     The memory holds parameters, gradients, the optimizer's state, the batch, activations,
-    workspaces, and what the device itself takes; see `rockmate.fit.device_memory`. A size fits if
+    workspaces, and what the device itself takes; see `rockmate.fits.device_memory`. A size fits if
     its smallest peak does. Speeds are of forward and backward alone: an optimizer steps once for
     any number of accumulated batches.
 
@@ -163,6 +166,7 @@ class _Search:
         fixed: FixedMemory,
     ) -> None:
         self._options = options
+        self._machine = machine
         self._fixed = fixed
         self._limit_bytes = options.limit.limit_bytes
         sample = read_sample(model, sample_input, machine.torch_device)
@@ -221,11 +225,13 @@ class _Search:
         if chunks is None:
             return self._whole
 
-        def need_in_chunks(units: int) -> int:
-            return 0 if units <= whole else self.need(units * step, chunks)
-
-        known = {above, min(most, 2 * above)}
-        return step * largest_within(need_in_chunks, self._limit_bytes, most=most, known=known)
+        return step * largest_within(
+            lambda units: self.need(units * step, chunks),
+            self._limit_bytes,
+            most=most,
+            known={above, 2 * above},
+            low=whole,
+        )
 
     def _known(self) -> set[int]:
         """Sizes to begin the search with, in steps."""
@@ -257,7 +263,9 @@ class _Search:
 
         def need(units: int) -> int:
             size = units * step
-            return self._held_at(size) + self.planners.whole(size).baseline_peak_bytes
+            graph = self.planners.step(size).graph
+            costs = estimate_costs(graph, self._machine)
+            return self._held_at(size) + simulate(graph, baseline_schedule(graph), costs).peak_bytes
 
         if self._whole == 0:
             return 0

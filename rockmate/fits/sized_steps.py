@@ -12,14 +12,17 @@ from torch import nn
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
+from rockmate.capture.roles import Capture
 from rockmate.capture.sample import Sample
+from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
-from rockmate.capture.symbolic import SymbolicCapture
+from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.fit.size_axis import SizeAxis
-from rockmate.graph.passes import REWRITES, run_passes
+from rockmate.fits.size_axis import SizeAxis
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.step import CapturedStep, capture_step, step_of
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class SizedSteps:
         self._machine = machine
         self._options = dict(options)
         self._symbolic: SymbolicCapture | None = None
+        self._generic: GenericCapture | None = None
         self._has_symbolic = not list(opaque_modules(model, self._options.get("untraced", ())))
         self.num_captures = 0
 
@@ -79,10 +83,8 @@ class SizedSteps:
             return self._captured(size)
 
     def _instance(self, size: int) -> CapturedStep:
-        if self._symbolic is None:
-            self._symbolic = self._symbolic_capture()
         call = self._axis.call_at(size)
-        capture = run_passes(REWRITES, self._symbolic.instance(call))
+        capture = self._capture_at(call)
         # Hooks and modes as of now: what the capture changed in the model is put back.
         state = ModelSignature.of(self._model)
         options = {**_DEFAULTS, **self._options}
@@ -98,6 +100,26 @@ class SizedSteps:
             allocation_bytes=self._machine.allocation_bytes,
         )
         return replace(step, planned_device=self._sample.device)
+
+    def _capture_at(self, call: CallSignature) -> Capture:
+        """The rewritten capture at the sizes of a call.
+
+        Rewritten once, at generic sizes, where those can be found; else at each size.
+        """
+        if self._symbolic is None:
+            self._symbolic = self._symbolic_capture()
+            try:
+                self._generic = self._symbolic.generic(self._rewritten)
+            except SizesNotCoveredError as reason:
+                logger.info("the graph is rewritten at each size, since %s", reason)
+        if self._generic is not None:
+            return self._generic.instance(call)
+        return run_passes(REWRITES, self._symbolic.instance(call))
+
+    def _rewritten(self, capture: Capture) -> Capture:
+        hooked = ModelSignature.of(self._model).hooked
+        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
+        return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
 
     def _symbolic_capture(self) -> SymbolicCapture:
         self.num_captures += 1

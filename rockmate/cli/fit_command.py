@@ -27,6 +27,15 @@ def add_to(commands: Any) -> None:
         ),
     )
     add_model_arguments(fit)
+    _add_training(fit)
+    _add_search(fit)
+    fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
+    fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
+    fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
+
+
+def _add_training(fit: argparse.ArgumentParser) -> None:
+    """What is trained, how, and in which memory."""
     fit.add_argument(
         "--memory", required=True, help="of the device, as 24GiB, 80GB or a number of bytes"
     )
@@ -51,6 +60,10 @@ def add_to(commands: Any) -> None:
         metavar="PATH,PATH",
         help="submodules or parameters that are not trained; * stands for any text",
     )
+
+
+def _add_search(fit: argparse.ArgumentParser) -> None:
+    """What is looked for, and whether it is measured."""
     fit.add_argument(
         "--longest",
         action="store_true",
@@ -76,9 +89,6 @@ def add_to(commands: Any) -> None:
     fit.add_argument(
         "--steps", type=positive, default=5, help="steps that --measure times (default: 5)"
     )
-    fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
-    fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
-    fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rockmate.budget import size_text
-from rockmate.fits.row import PARTS, FitRow
+from rockmate.fits.row import PARTS, FitRow, size_of, speed_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +76,13 @@ class Fit:
         """
         from rockmate.fits.picture import draw
 
-        draw(self, Path(path))
+        draw(
+            Path(path),
+            self.rows,
+            title=self.title,
+            memory_bytes=self.memory_bytes,
+            axis=self.axis,
+        )
 
     def _heading(self) -> str:
         how = f"estimated for {self.machine}" if self.machine else "measured here"
@@ -87,14 +93,14 @@ class Fit:
         what = "batch" if self.axis == "batch" else "sequence"
         least = "at least " if self.is_capped else ""
         lines = [
-            f"largest {what}: {least}{size_of(self, largest)}, {size_text(largest.total_bytes)}, "
-            f"{largest.overhead:+.1%} time, {_speed_text(self, largest)}"
+            f"largest {what}: {least}{size_of(self.axis, largest)}, "
+            f"{size_text(largest.total_bytes)}, {largest.overhead:+.1%} time, {_speed_text(self, largest)}"
         ]
         if fastest is largest:
             return [*lines, f"the largest {what} is also the fastest"]
         return [
             *lines,
-            f"fastest {what}: {size_of(self, fastest)}, {size_text(fastest.total_bytes)}, "
+            f"fastest {what}: {size_of(self.axis, fastest)}, {size_text(fastest.total_bytes)}, "
             f"{fastest.overhead:+.1%} time, {_speed_text(self, fastest)}",
         ]
 
@@ -103,19 +109,6 @@ _FIELDS = (
     "title", "memory_bytes", "optimizer", "axis", "machine", "is_capped", "timings",
 )  # fmt: skip
 _DERIVED = ("peak_bytes", "total_bytes", "overhead", "samples_per_s", "tokens_per_s")
-
-
-def size_of(fit: Fit, row: FitRow) -> int:
-    """The size that varies."""
-    if fit.axis == "batch":
-        return row.batch_size
-    assert row.num_tokens is not None
-    return row.num_tokens
-
-
-def speed_of(axis: str, row: FitRow) -> float:
-    """Samples a second; tokens a second where the length varies."""
-    return row.samples_per_s if axis == "batch" else row.tokens_per_s or 0.0
 
 
 def _row_content(row: FitRow) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def _speed_text(fit: Fit, row: FitRow) -> str:
 
 def _table(fit: Fit) -> str:
     columns: list[tuple[str, Callable[[FitRow], str]]] = [
-        ("batch" if fit.axis == "batch" else "tokens", lambda row: f"{size_of(fit, row):,}"),
+        ("batch" if fit.axis == "batch" else "tokens", lambda row: f"{size_of(fit.axis, row):,}"),
         ("total", lambda row: size_text(row.total_bytes)),
         *(
             (title, lambda row, name=name: _short(getattr(row, name)))

@@ -97,6 +97,19 @@ PARTS = {
 """The parts of a row's memory, with their names."""
 
 
+def size_of(axis: str, row: FitRow) -> int:
+    """The size of a row along "batch" or "tokens"."""
+    if axis == "batch":
+        return row.batch_size
+    assert row.num_tokens is not None
+    return row.num_tokens
+
+
+def speed_of(axis: str, row: FitRow) -> float:
+    """Samples a second; tokens a second along "tokens"."""
+    return row.samples_per_s if axis == "batch" else row.tokens_per_s or 0.0
+
+
 def workspace_at_peak(plan: Plan) -> int:
     """Bytes that the op at the peak allocates beside its results."""
     steps, position = plan.schedule.steps, plan.simulation.peak_position

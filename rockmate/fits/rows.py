@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.fits.device_memory import FixedMemory
+from rockmate.fits.errors import FitError
 from rockmate.fits.least_memory import SizedPlanners
 from rockmate.fits.options import FitOptions
-from rockmate.fits.result import speed_of
-from rockmate.fits.row import FitRow, workspace_at_peak
+from rockmate.fits.row import FitRow, size_of, speed_of, workspace_at_peak
 from rockmate.fits.size_axis import SizeAxis, input_bytes
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.memory_limit import device_of
@@ -109,7 +109,7 @@ class RowMaker:
 
         Where the largest size does not, the ones below it are tried.
         """
-        sizes = [_size(self._axis, row) for row in rows]
+        sizes = [size_of(self._axis.kind, row) for row in rows]
         found = [self._measured_row(size) for size in self._shown(sizes, "measuring")]
         below = sizes[-1]
         while found[-1] is None and below > self._options.step:
@@ -165,17 +165,8 @@ def _timed_ms(module: nn.Module, sample: Any, seed: int, device: torch.device) -
     return 1e3 * (time.perf_counter() - begin)
 
 
-def _size(axis: SizeAxis, row: FitRow) -> int:
-    if axis.kind == "batch":
-        return row.batch_size
-    assert row.num_tokens is not None
-    return row.num_tokens
-
-
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:
     """The size along the other axis; None if the sample has none."""
-    from rockmate.fits.errors import FitError
-
     try:
         dims = options.token_axis if kind == "tokens" else None
         return SizeAxis.of(axis.call, kind, dims).size

@@ -1,4 +1,4 @@
-"""The largest batch that `rockmate fit` predicts beside the largest that trains in a capped process.
+"""The largest batch that `rockmate fit` predicts, and the largest that trains in a capped process.
 
     python -m bench.fit > bench/results/fit_cpu_<yyyymm>.md
     python -m bench.fit --model gpt2
@@ -16,6 +16,7 @@ The process counts nothing that the prediction counts. It shares the planner's s
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import resource
 import subprocess
@@ -96,7 +97,7 @@ class _Mlp(nn.Module):
         self.layers = nn.Sequential(
             *(
                 layer
-                for inner, outer in zip(widths, widths[1:], strict=False)
+                for inner, outer in itertools.pairwise(widths)
                 for layer in (nn.Linear(inner, outer), nn.GELU())
             )
         )

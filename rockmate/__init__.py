@@ -38,6 +38,7 @@ from rockmate.plan.plan import Plan  # noqa: E402
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
     from rockmate.fits.errors import FitError, NothingFitsError
+    from rockmate.fits.options import FitOptions
     from rockmate.fits.result import Fit
     from rockmate.fits.row import FitRow
     from rockmate.fits.run import fit
@@ -54,6 +55,7 @@ __all__ = [
     "BackwardError",
     "Fit",
     "FitError",
+    "FitOptions",
     "FitRow",
     "FrontierPoint",
     "InfeasibleBudgetError",
@@ -90,6 +92,7 @@ _LAZY_NAMES = {
     "SweepRow": "rockmate.sweeps.row",
     "Fit": "rockmate.fits.result",
     "FitError": "rockmate.fits.errors",
+    "FitOptions": "rockmate.fits.options",
     "FitRow": "rockmate.fits.row",
     "NothingFitsError": "rockmate.fits.errors",
     "fit": "rockmate.fits.run",

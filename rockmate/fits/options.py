@@ -26,7 +26,34 @@ _MOST_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """What a fit is asked for; see `fit`."""
+    """What a fit is asked for.
+
+    Attributes:
+        memory: of the device, in bytes or as a size ("24GiB").
+        optimizer: an optimizer, or the name or class of one.
+        steps_in_backward: whether each parameter is stepped, and its gradient freed, within the
+            backward.
+        vary: "batch" looks for the largest batch, "tokens" for the longest sequence, in multiples
+            of 8.
+        sizes: to have rows for, beside the largest; None chooses them.
+        most: the largest size to consider. None takes 65,536 rows, or as many tokens as the model
+            has positions.
+        batch_axis: the dimension of the batch in each tensor of the sample: a number, or a mapping
+            from keywords or positions. None takes the first.
+        token_axis: the same for the tokens. None takes every later dimension of the size that the
+            first tensor of integers has.
+        reserve: what the device itself takes, in bytes or as a size; None measures or assumes it.
+        machine: that costs are estimated for, as for `Planner`; None takes a description of the
+            device that the model is on.
+        measure: then also measures costs, and trains `num_steps` steps at each size of the table,
+            on the device that the model is on. The model is put back to what it was.
+        num_steps: how many steps are timed.
+        allow_chunking: None lets the loss block run in chunks at sizes that nothing else fits, True
+            wherever they are faster, False never.
+        progress: shows progress bars.
+        capture: options of the capture, as for `Planner`: "differentiable", "outputs", "gradients",
+            "untraced".
+    """
 
     memory: int | str
     optimizer: Optimizer = "adamw"
@@ -34,7 +61,7 @@ class FitOptions:
     vary: Kind = "batch"
     sizes: Sequence[int] | None = None
     most: int | None = None
-    axis: Dims | None = None
+    batch_axis: Dims | None = None
     token_axis: Dims | None = None
     reserve: int | str | None = None
     machine: str | Path | Machine | None = None
@@ -78,6 +105,11 @@ class FitOptions:
     def reserve_bytes(self) -> int | None:
         """What the device itself takes, if that was said."""
         return None if self.reserve is None else _num_bytes(self.reserve, "reserve")
+
+    @property
+    def axis(self) -> Dims | None:
+        """The dimension of the size that varies, if that was said."""
+        return self.batch_axis if self.vary == "batch" else self.token_axis
 
     @property
     def step(self) -> int:

@@ -94,7 +94,8 @@ class Fit:
         least = "at least " if self.is_capped else ""
         lines = [
             f"largest {what}: {least}{size_of(self.axis, largest)}, "
-            f"{size_text(largest.total_bytes)}, {largest.overhead:+.1%} time, {_speed_text(self, largest)}"
+            f"{size_text(largest.total_bytes)}, {largest.overhead:+.1%} time, "
+            f"{_speed_text(self, largest)}"
         ]
         if fastest is largest:
             return [*lines, f"the largest {what} is also the fastest"]

@@ -168,7 +168,7 @@ def _timed_ms(module: nn.Module, sample: Any, seed: int, device: torch.device) -
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:
     """The size along the other axis; None if the sample has none."""
     try:
-        dims = options.token_axis if kind == "tokens" else None
+        dims = options.token_axis if kind == "tokens" else options.batch_axis
         return SizeAxis.of(axis.call, kind, dims).size
     except FitError:
         return None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from rockmate.fits.least_memory import SizedPlanners, largest_within
 from rockmate.fits.options import FitOptions
 from rockmate.fits.result import Fit
 from rockmate.fits.rows import RowMaker, marked
-from rockmate.fits.size_axis import Dims, SizeAxis, input_bytes
+from rockmate.fits.size_axis import SizeAxis, input_bytes
 from rockmate.fits.sized_steps import SizedSteps
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.memory_limit import Optimizer
@@ -33,26 +32,7 @@ _LEAST_TOKENS = 128
 _TIME_LIMIT_S = 10.0  # of all solves for one size
 
 
-def fit(
-    model: nn.Module,
-    sample_input: Any,
-    memory: int | str,
-    *,
-    optimizer: Optimizer = "adamw",
-    steps_in_backward: bool = False,
-    vary: Literal["batch", "tokens"] = "batch",
-    sizes: Sequence[int] | None = None,
-    most: int | None = None,
-    batch_axis: Dims | None = None,
-    token_axis: Dims | None = None,
-    reserve: int | str | None = None,
-    machine: str | Path | Machine | None = None,
-    measure: bool = False,
-    num_steps: int = 5,
-    allow_chunking: bool | None = None,
-    progress: bool = False,
-    **capture_options: Any,
-) -> Fit:
+def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) -> Fit:
     """The largest batch, or the longest sequence, that trains within a memory.
 
     The model is trained as it is: parameters that require no gradient are frozen. Costs are
@@ -65,29 +45,9 @@ def fit(
 
     Args:
         model: in training mode, on any device, the meta device included.
-        sample_input: as for `Planner`.
+        sample_input: as for `Planner`, with a batch of at least 2.
         memory: of the device, in bytes or as a size ("24GiB").
-        optimizer: an optimizer, or the name or class of one.
-        steps_in_backward: whether each parameter is stepped, and its gradient freed, within the
-            backward.
-        vary: "batch" looks for the largest batch, "tokens" for the longest sequence, in multiples
-            of 8.
-        sizes: to have rows for, beside the largest; None chooses them.
-        most: the largest size to consider. None takes 65,536 rows, or as many tokens as the model
-            has positions.
-        batch_axis: the dimension of the batch in each tensor of the sample: a number, or a mapping
-            from keywords or positions. None takes the first.
-        token_axis: the same for the tokens. None takes every later dimension of the size that the
-            first tensor of integers has.
-        reserve: what the device itself takes; None measures or assumes it.
-        machine: that costs are estimated for; None takes the one that the model is on.
-        measure: then also measures costs, and trains `num_steps` steps at each size of the table,
-            on the device that the model is on. The model is put back to what it was.
-        num_steps: how many steps are timed.
-        allow_chunking: None lets the loss block run in chunks at sizes that nothing else fits, as
-            `Planner` does, True wherever they are faster, False never.
-        progress: shows progress bars.
-        **capture_options: as for `Planner`: `differentiable`, `outputs`, `gradients`, `untraced`.
+        **options: of `FitOptions`.
 
     Raises:
         NothingFitsError: not even the smallest size fits; the text says what takes the memory and
@@ -96,25 +56,11 @@ def fit(
         InvalidBudgetError: the optimizer has no rule for its state.
         MachineError: the machine is not known.
         InvalidSampleError, UnsupportedModelError: as for `Planner`.
+        TypeError: an option is not known.
     """
-    options = FitOptions(
-        memory=memory,
-        optimizer=optimizer,
-        steps_in_backward=steps_in_backward,
-        vary=vary,
-        sizes=sizes,
-        most=most,
-        axis=batch_axis if vary == "batch" else token_axis,
-        token_axis=token_axis,
-        reserve=reserve,
-        machine=machine,
-        measure=measure,
-        num_steps=num_steps,
-        allow_chunking=allow_chunking,
-        progress=progress,
-        capture=capture_options,
+    return run_fit(
+        model, sample_input, FitOptions(memory=memory, **options), title=type(model).__name__
     )
-    return run_fit(model, sample_input, options, title=type(model).__name__)
 
 
 def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:

@@ -256,14 +256,18 @@ def train_capped(name: str, num_rows: int) -> int:
     try:
         for _ in range(_NUM_STEPS):
             optimizer.zero_grad(set_to_none=False)
-            output = module(**sample) if isinstance(sample, dict) else module(sample)
-            (output if isinstance(output, Tensor) else output.loss).backward()
+            # Outputs that live into the next step would take memory beside it.
+            _loss(module, sample).backward()
             optimizer.step()
     except (RuntimeError, MemoryError) as error:
         if "memory" in str(error) or isinstance(error, MemoryError):
             return _DOES_NOT_FIT
         raise
     return 0
+
+
+def _loss(module: nn.Module, sample: Any) -> Tensor:
+    return module(**sample).loss if isinstance(sample, dict) else module(sample)
 
 
 def _warm_up() -> None:

@@ -155,7 +155,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     )
     if ":" in arguments.model and not arguments.batch:
         shape = SampleShape()
-    device = arguments.device if arguments.measure else "meta"
+    device = arguments.device if arguments.machine is None else "meta"
     source = load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
     model, what = source.model, "all parameters trained"
     if arguments.lora:

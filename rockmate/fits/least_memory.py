@@ -14,7 +14,7 @@ from rockmate.planner import Planner
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.step import CapturedStep
 
-_MAX_INTERPOLATIONS = 12  # then the interval is halved
+_MAX_INTERPOLATIONS = 8  # then the interval is halved
 _MAX_GROWTH = 8  # from the largest known number to the next
 
 PlannerOf = Callable[[CapturedStep], Planner]

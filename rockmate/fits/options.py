@@ -122,7 +122,7 @@ class FitOptions:
             return self.most
         if self.vary == "batch":
             return _MOST_ROWS
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return getattr(text, "max_position_embeddings", None) or _MOST_TOKENS
 

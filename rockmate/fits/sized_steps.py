@@ -117,7 +117,7 @@ class SizedSteps:
         return run_passes(REWRITES, self._symbolic.instance(call))
 
     def _rewritten(self, capture: Capture) -> Capture:
-        hooked = ModelSignature.of(self._model).hooked
+        hooked = tuple(sorted(ModelSignature.of(self._model).hooked))
         options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
         return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
 

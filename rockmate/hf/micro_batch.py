@@ -230,11 +230,14 @@ def _loss_scale(trainer: Trainer, rows: _Rows) -> str:
         is_scaled = trainer.compute_loss_func is not None or (
             trainer.model_accepts_loss_kwargs and num_items is not None
         )
-    with _evaluated(trainer.model), torch.no_grad(), _contexts(trainer):
-        whole, *each = (
-            float(trainer.compute_loss(trainer.model, dict(part), num_items_in_batch=num_items))
-            for part in (batch, *parts)
-        )
+    model: Any = trainer.model
+
+    def loss(part: dict[str, Any]) -> float:
+        found: Any = trainer.compute_loss(model, dict(part), num_items_in_batch=num_items)
+        return float(found)
+
+    with _evaluated(model), torch.no_grad(), _contexts(trainer):
+        whole, *each = map(loss, (batch, *parts))
     total = sum(each) if is_scaled else sum(each) / len(each)
     tolerance = _ULPS * _epsilon(trainer) * max(abs(whole), *map(abs, each))
     if abs(whole - total) > tolerance:

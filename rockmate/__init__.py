@@ -43,6 +43,11 @@ from rockmate.plan.plan import Plan  # noqa: E402
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
     from rockmate.dynamo.backend import planned_graphs
+    from rockmate.fits.errors import FitError, NothingFitsError
+    from rockmate.fits.options import FitOptions
+    from rockmate.fits.result import Fit
+    from rockmate.fits.row import FitRow
+    from rockmate.fits.run import fit
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
@@ -55,6 +60,10 @@ if TYPE_CHECKING:
 __all__ = [
     "STRATEGIES",
     "BackwardError",
+    "Fit",
+    "FitError",
+    "FitOptions",
+    "FitRow",
     "FrontierPoint",
     "InfeasibleBudgetError",
     "InfeasibleMemoryLimitError",
@@ -65,6 +74,7 @@ __all__ = [
     "MarkError",
     "MarkPrice",
     "MissingCompilerError",
+    "NothingFitsError",
     "PadToBuckets",
     "Plan",
     "PlanFileError",
@@ -78,6 +88,7 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "fit",
     "name",
     "planned_graphs",
     "recompute",
@@ -95,6 +106,12 @@ _LAZY_NAMES = {
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",
     "planned_graphs": "rockmate.dynamo.backend",
+    "Fit": "rockmate.fits.result",
+    "FitError": "rockmate.fits.errors",
+    "FitOptions": "rockmate.fits.options",
+    "FitRow": "rockmate.fits.row",
+    "NothingFitsError": "rockmate.fits.errors",
+    "fit": "rockmate.fits.run",
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",

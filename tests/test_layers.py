@@ -39,8 +39,9 @@ ORDER = (
     "module",
     "planner",
     "dynamo",
-    "hf",
     "sweeps",
+    "fits",
+    "hf",
     "cli",
 )
 SOLVERS = ("pulp", "highspy", "rotor", "checkmate")

@@ -48,11 +48,14 @@ def needs_fake_device(model: nn.Module, tensors: list[torch.Tensor], device: tor
 
 @contextlib.contextmanager
 def fake_device_tensors(
-    model: nn.Module, tensors: list[torch.Tensor], device: torch.device
+    model: nn.Module,
+    tensors: list[torch.Tensor],
+    device: torch.device,
+    mode: FakeTensorMode | None = None,
 ) -> Iterator[list[torch.Tensor]]:
     """Puts fake tensors into the model's places and gives those for `tensors`.
 
-    Traced attention is that of `device`.
+    Traced attention is that of `device`. The fake tensors are of `mode`, or of a new one.
 
     Raises:
         UnsupportedModelError: autocast is on, and the device is a GPU: which ops it casts differs
@@ -67,7 +70,7 @@ def fake_device_tensors(
             "(`model.to(torch.bfloat16)`), or plan on the GPU."
         )
         raise UnsupportedModelError(msg)
-    made = _StandIns()
+    made = _StandIns(mode or FakeTensorMode())
     places = [table for module in model.modules() for table in tensor_tables(module)]
     before = [dict(table) for table in places]
     try:
@@ -99,8 +102,8 @@ def move_to(joint: fx.GraphModule, device: torch.device) -> None:
 class _StandIns:
     """Fake tensors on the CPU: one for each tensor, so that tied parameters stay tied."""
 
-    def __init__(self) -> None:
-        self._mode = FakeTensorMode()
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
         self._made: dict[int, torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ where a guard does not hold, so where the model's code, or PyTorch's, might have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import sympy
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.fake import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture, with_graph
 from rockmate.capture.signature import CallSignature
@@ -41,7 +43,13 @@ class SymbolicCapture:
     """The joint graph of a model for one kind of call, whatever the sizes of its tensors."""
 
     def __init__(
-        self, model: nn.Module, call: CallSignature, groups: SizeGroups, **options: Any
+        self,
+        model: nn.Module,
+        call: CallSignature,
+        groups: SizeGroups,
+        *,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> None:
         """Traces the model.
 
@@ -49,7 +57,8 @@ class SymbolicCapture:
             model: the module, in the mode that it will be trained in.
             call: a call whose sizes decide wherever the model's code branches on them; its tensors
                 are contiguous.
-            groups: its dimensions that share a symbol.
+            groups: its dimensions that share a symbol; those in no group are numbers.
+            device: that the step is planned for, if the model is on another kind of device.
             **options: as for `capture_joint`.
 
         Raises:
@@ -59,9 +68,13 @@ class SymbolicCapture:
         self._environment = ShapeEnv()
         self.mode = mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
-        self._capture = capture_joint(
-            model, _symbolic_tensors(mode, call, groups, sizes), call.structure, **options
-        )
+        traced = call if device is None else call.on(torch.device("cpu"))
+        tensors = _symbolic_tensors(mode, traced, groups, sizes)
+        fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
+        with fakes:
+            self._capture = capture_joint(model, tensors, call.structure, **options)
+        if device is not None:
+            move_to(self._capture.joint, device)
         self._template = GraphTemplate(self._capture.joint.graph, mode)
 
     def instance(self, call: CallSignature) -> Capture:
@@ -244,7 +257,7 @@ def _symbolic_tensors(
     tensors = []
     with mode:
         for index, signature in enumerate(call.tensors):
-            shape = [size_at[index, dim] for dim in range(len(signature.shape))]
+            shape = [size_at.get((index, dim), size) for dim, size in enumerate(signature.shape)]
             tensor = torch.empty(shape, dtype=signature.dtype, device=signature.device)
             tensors.append(tensor.requires_grad_(signature.requires_grad))
     return tensors

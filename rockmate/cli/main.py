@@ -1,6 +1,6 @@
 """The command `rockmate`: `demo` trains a model eager and inside a budget.
 
-`sweep` tells what each budget costs; `plan` makes one plan.
+`sweep` tells what each budget costs; `plan` makes one plan; `fit` tells the largest batch.
 
 Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no
 budget of a sweep was feasible; 2 it could not run as asked; 130 it was interrupted, and what a
@@ -16,19 +16,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rockmate.cli import fit_command
+from rockmate.cli.arguments import (
+    add_model_arguments,
+    at_least_two,
+    fraction,
+    names,
+    positive,
+)
+
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
     from rockmate.hf.model_source import SourcedModel
     from rockmate.sweeps.result import Sweep
 
 _PLOT_NAME = "memory.png"
-# As in `rockmate.hf.model_source`, which imports torch.
-_DTYPES = ("float32", "bfloat16", "float16")
-_MODEL_HELP = (
-    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
-    "configuration is ever fetched); or "
-    "package.module:function, which returns (model, sample_input)"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +55,7 @@ def _with_threads(arguments: argparse.Namespace) -> int:
         "demo": _run_demo,
         "sweep": _run_sweep,
         "plan": _run_plan,
+        "fit": fit_command.run,
     }[arguments.command]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
@@ -73,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_sweep(commands)
     _add_plan(commands)
+    fit_command.add_to(commands)
     return parser
 
 
@@ -93,17 +97,17 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
     )
     demo.add_argument(
-        "--budget", type=_fraction, default=0.4, help="fraction of eager's measured activation peak"
+        "--budget", type=fraction, default=0.4, help="fraction of eager's measured activation peak"
     )
-    demo.add_argument("--steps", type=_positive, default=6, help="training steps of each run")
-    demo.add_argument("--batch", type=_positive, default=4, help="sequences in a batch")
-    demo.add_argument("--tokens", type=_at_least_two, default=256, help="tokens in a sequence")
-    demo.add_argument("--layers", type=_positive, help="layers of the built GPT-2 (default: 12)")
+    demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
+    demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
+    demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
+    demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
     demo.add_argument(
-        "--width", type=_positive, help="hidden size of the built GPT-2 (default: 384)"
+        "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
     )
     demo.add_argument(
-        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
     demo.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
@@ -123,7 +127,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "skips what is measured."
         ),
     )
-    _add_model_arguments(sweep)
+    add_model_arguments(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -134,7 +138,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     sweep.add_argument(
         "--strategies",
-        type=_names,
+        type=names,
         default=("rockmate",),
         metavar="S,S",
         help="to compare (default: rockmate)",
@@ -146,7 +150,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     sweep.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         default=5,
         help="steps that --measure takes at each budget (default: 5)",
     )
@@ -161,7 +165,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Plan for one activation budget: print what it saves and recomputes, and "
         "write the plan to a file.",
     )
-    _add_model_arguments(plan)
+    add_model_arguments(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -188,60 +192,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="the blocks as a tree by module path, instead of one by one",
     )
     plan.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def _add_model_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
-    command.add_argument(
-        "--batch",
-        type=_positive,
-        help="sequences or images of a configuration's sample (default: 2)",
-    )
-    command.add_argument(
-        "--tokens",
-        type=_at_least_two,
-        help="in a sequence (default: 256, or as many as the model takes)",
-    )
-    command.add_argument(
-        "--image-size",
-        type=_positive,
-        help="pixels along an image's side (default: as in the configuration)",
-    )
-    command.add_argument(
-        "--dtype", choices=_DTYPES, help="of a configuration's weights (default: float32)"
-    )
-    command.add_argument(
-        "--device",
-        default="cpu",
-        help="where a configuration's model is built and measured (default: cpu)",
-    )
-    command.add_argument(
-        "--allow-chunking",
-        action=argparse.BooleanOptionalAction,
-        help="run the loss block in chunks wherever that is faster, or never (default: for "
-        "budgets that nothing else meets)",
-    )
-    command.add_argument(
-        "--kernels",
-        choices=("eager", "fused", "auto"),
-        default="eager",
-        help="fuse groups of ops into compiled kernels, or where that is faster (default: eager)",
-    )
-    command.add_argument(
-        "--untraced",
-        type=_names,
-        default=(),
-        metavar="PATH,PATH",
-        help="submodules that run as they are, since they cannot be captured",
-    )
-    command.add_argument(
-        "--machine",
-        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
-        "of a .toml",
-    )
-    command.add_argument(
-        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
-    )
 
 
 # --- demo -----------------------------------------------------------------------------------------
@@ -421,35 +371,6 @@ def _source(arguments: argparse.Namespace) -> SourcedModel:
     )
     device = "meta" if arguments.machine is not None else arguments.device
     return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
-
-
-# --- values of arguments --------------------------------------------------------------------------
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def _at_least_two(text: str) -> int:
-    return _at_least(text, 2)  # a language model predicts the second token from the first
-
-
-def _at_least(text: str, smallest: int) -> int:
-    value = int(text)
-    if value < smallest:
-        raise argparse.ArgumentTypeError(f"{text} is below {smallest}")
-    return value
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -62,18 +62,33 @@ def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, A
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return {}
-    step = -(-len(dataset) // _MOST_ROWS)
-    with _random_state_kept():
-        rows = [dataset[index] for index in range(0, len(dataset), step)]
-        if not all(isinstance(row, Mapping) for row in rows):
+    with random_state_kept():
+        rows = longest_rows(dataset, named)
+        if not rows:
             return {}
-        rows.sort(key=lambda row: _length(row, named), reverse=True)
         batch_size = loader.batch_size or trainer.args.train_batch_size
         return loader.collate_fn(rows[:batch_size])
 
 
+def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]:
+    """At most 1,024 rows of a data set, evenly spaced, the longest first.
+
+    Args:
+        dataset: with a length and rows by index.
+        named: columns whose lengths count; None counts all.
+
+    Returns:
+        The rows; none if they are not mappings.
+    """
+    step = -(-len(dataset) // _MOST_ROWS)
+    rows = [dataset[index] for index in range(0, len(dataset), step)]
+    if not all(isinstance(row, Mapping) for row in rows):
+        return []
+    return sorted(rows, key=lambda row: _length(row, named), reverse=True)
+
+
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Leaves random state as it was: a row or a collator may draw from it."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
@@ -84,8 +99,8 @@ def _random_state_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _length(row: Mapping[str, Any], named: Mapping[str, Any]) -> int:
-    values = (value for name, value in row.items() if name in named)
+def _length(row: Mapping[str, Any], named: Container[str] | None) -> int:
+    values = (value for name, value in row.items() if named is None or name in named)
     return max((len(value) for value in values if _has_length(value)), default=0)
 
 

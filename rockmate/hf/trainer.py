@@ -6,14 +6,14 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rockmate._torch.members import forward_hooks
 from rockmate.budget import Budget
 from rockmate.errors import UnsupportedModelError
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
-from rockmate.memory_limit import Optimizer
+from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
 
@@ -31,6 +31,7 @@ def wrap_trainer(
     memory_limit: int | str | None = None,
     optimizer: Optimizer | None = None,
     buckets: int | Sequence[int] | None = None,
+    fit: Literal["batch"] | None = None,
     **options: Any,
 ) -> RockmateModule:
     """Wraps the model of a trainer that has not started.
@@ -55,6 +56,9 @@ def wrap_trainer(
             its arguments name.
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
             are; see `PadToBuckets`, which becomes the trainer's data collator.
+        fit: "batch", with `memory_limit`, takes the place of `auto_find_batch_size`: it sets
+            `per_device_train_batch_size` and `gradient_accumulation_steps` to the fastest that fit,
+            at the same product, rows and loss; see `rockmate.hf.micro_batch`.
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
@@ -62,7 +66,9 @@ def wrap_trainer(
 
     Raises:
         ValueError: the trainer has no model; or `buckets` are given for one that takes no
-            `attention_mask`, or are no lengths.
+            `attention_mask`, or are no lengths; or `fit` is unknown or has no `memory_limit`.
+        NothingFitsError: with `fit`, no micro-batch fits the memory.
+        FitError: with `fit`, the effective batch cannot be kept.
         UnsupportedModelError: as for `RockmateModule`; also if Trainer sees several GPUs without
             a launcher, where it would use `nn.DataParallel`.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
@@ -79,6 +85,8 @@ def wrap_trainer(
         raise ValueError(msg)
     if buckets is not None:
         _pad_to(trainer, model, buckets)
+    if fit is not None:
+        _fit(trainer, fit, memory_limit, options)
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
@@ -88,6 +96,29 @@ def wrap_trainer(
 def _optimizer_of(trainer: Trainer) -> Any:
     """The trainer's optimizer, or the name of the one that its arguments ask for."""
     return trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
+
+
+def _fit(
+    trainer: Trainer, fit: str, memory_limit: int | str | None, options: Mapping[str, Any]
+) -> None:
+    """Sets the micro-batch of a trainer; see `fit_micro_batch`."""
+    from rockmate.hf.micro_batch import fit_micro_batch  # loads the solvers
+
+    if fit != "batch":
+        msg = f"fit is {fit!r}; choose 'batch', or leave it out."
+        raise ValueError(msg)
+    if memory_limit is None:
+        msg = 'fit="batch" finds the micro-batch for a memory_limit, and none is given.'
+        raise ValueError(msg)
+    if options.get("mode") == "frames":
+        msg = 'fit="batch" plans, and mode="frames" does not. Leave one of them out.'
+        raise ValueError(msg)
+    limit = MemoryLimit(
+        limit=memory_limit,
+        optimizer=options["optimizer"],
+        steps_in_backward=options.get("steps_in_backward", False),
+    )
+    fit_micro_batch(trainer, limit, options)
 
 
 def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:

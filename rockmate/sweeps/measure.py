@@ -206,7 +206,7 @@ class SideBySide:
         self._sample = sample_input
         self._num_steps = num_steps
         self._device = next(iter(model.parameters())).device
-        with _kept(model):
+        with state_kept(model):
             try:
                 self.eager_peak_bytes = self._peak(model)
             except torch.OutOfMemoryError:
@@ -214,7 +214,7 @@ class SideBySide:
 
     def measure(self, module: RockmateModule) -> Measurement:
         """Steps of `module`, each right after the same step of eager."""
-        with _kept(self._model), gc_paused():
+        with state_kept(self._model), gc_paused():
             peak_bytes = self._peak(module)
             eager_ms, planned_ms, differences = self._train(module)
         alone = Measurement(
@@ -316,7 +316,7 @@ def _descend(model: nn.Module) -> None:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Iterator[None]:
     """Puts weights, buffers, gradients and the state of the generators back.
 
     The copies are in host memory.

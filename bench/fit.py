@@ -1,0 +1,315 @@
+"""The largest batch that `rockmate fit` predicts, and the largest that trains in a capped process.
+
+    python -m bench.fit > bench/results/fit_cpu_<yyyymm>.md
+    python -m bench.fit --model gpt2
+
+For each model a memory is given, and the largest batch predicted from costs that are estimated for
+a model on the meta device. The search then trains: each batch in a process of its own, which makes
+the model, plans the smallest peak, and limits its data segment (`RLIMIT_DATA`) to what it holds and
+the given memory, less its parameters. It takes two optimizer steps. The system ends an allocation
+beyond the limit, and the batch does not fit. The search goes up from the prediction, or down, until
+a batch and the next one differ.
+
+The process counts nothing that the prediction counts. It shares the planner's schedules with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.machine import machine_record, machine_text
+from bench.pages import table
+
+_MIB = 1 << 20
+# By which libraries grow in the first steps: the prediction sets it aside.
+_RESERVE_BYTES = 8 * _MIB
+_NUM_STEPS = 2
+_DOES_NOT_FIT = 3
+_MOST_RUNS = 12
+_TOKENS = 256
+_HEADING = "# The largest batch, predicted and real"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, its sample and a memory.
+
+    Attributes:
+        build: makes the model.
+        sample: makes a sample of so many rows.
+        memory_mib: the memory, libraries and interpreter aside.
+        optimizer: "adamw" or "sgd".
+        allow_chunking: as for `Planner`.
+    """
+
+    build: Callable[[], nn.Module]
+    sample: Callable[[int], Any]
+    memory_mib: int
+    optimizer: str = "adamw"
+    allow_chunking: bool | None = False
+
+
+def _words(num_rows: int, *, tokens: int = _TOKENS) -> dict[str, Tensor]:
+    words = torch.arange(num_rows * tokens).view(num_rows, tokens) % 1000 + 5
+    return {"input_ids": words, "labels": words.clone()}
+
+
+def _classified(num_rows: int) -> dict[str, Tensor]:
+    return {"input_ids": _words(num_rows)["input_ids"], "labels": torch.zeros(num_rows).long()}
+
+
+def _images(num_rows: int) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.ones(num_rows, 3, 96, 96),
+        "labels": torch.zeros(num_rows).long(),
+    }
+
+
+def _of_transformers(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        made = getattr(transformers, config)(**options)
+        made.use_cache = False
+        model = getattr(transformers, name)(made)
+        if name == "GPT2LMHeadModel":
+            model.loss_type = "ForCausalLM"
+        return model.train()
+
+    return build
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [512, 4096, 2048, 4096, 2048, 4096, 512]
+        self.layers = nn.Sequential(
+            *(
+                layer
+                for inner, outer in itertools.pairwise(widths)
+                for layer in (nn.Linear(inner, outer), nn.GELU())
+            )
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layers(values).square().mean()
+
+
+def _lora() -> nn.Module:
+    from rockmate.hf.adapt import with_lora
+
+    return with_lora(_LLAMA(), rank=8)
+
+
+_SMALL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = _of_transformers(
+    "LlamaForCausalLM", "LlamaConfig", vocab_size=4096, hidden_size=256, intermediate_size=1024,
+    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **_SMALL,
+)  # fmt: skip
+CASES: Mapping[str, Case] = {
+    "gpt2, in chunks": Case(
+        build=_of_transformers(
+            "GPT2LMHeadModel", "GPT2Config", vocab_size=8192, n_layer=4, n_embd=256, n_head=4,
+            bos_token_id=1, eos_token_id=2,
+        ),
+        sample=_words,
+        memory_mib=300,
+        allow_chunking=None,
+    ),
+    "gpt2": Case(
+        build=_of_transformers(
+            "GPT2LMHeadModel", "GPT2Config", vocab_size=8192, n_layer=4, n_embd=256, n_head=4,
+            bos_token_id=1, eos_token_id=2,
+        ),
+        sample=_words,
+        memory_mib=300,
+    ),
+    "llama": Case(build=_LLAMA, sample=_words, memory_mib=260),
+    "llama, LoRA": Case(build=_lora, sample=_words, memory_mib=200),
+    "llama, SGD": Case(build=_LLAMA, sample=_words, memory_mib=200, optimizer="sgd"),
+    "bert": Case(
+        build=_of_transformers(
+            "BertForMaskedLM", "BertConfig", vocab_size=8192, hidden_size=256,
+            num_hidden_layers=3, num_attention_heads=4, intermediate_size=1024,
+        ),
+        sample=_words,
+        memory_mib=300,
+    ),
+    "distilbert, classified": Case(
+        build=_of_transformers(
+            "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=2048, dim=512,
+            n_layers=3, n_heads=8, hidden_dim=2048,
+        ),
+        sample=_classified,
+        memory_mib=400,
+    ),
+    "qwen2": Case(
+        build=_of_transformers(
+            "Qwen2ForCausalLM", "Qwen2Config", vocab_size=8192, hidden_size=256,
+            intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, **_SMALL,
+        ),
+        sample=_words,
+        memory_mib=320,
+    ),
+    "vit": Case(
+        build=_of_transformers(
+            "ViTForImageClassification", "ViTConfig", hidden_size=512, num_hidden_layers=4,
+            num_attention_heads=8, intermediate_size=2048, image_size=96, patch_size=4,
+        ),
+        sample=_images,
+        memory_mib=450,
+    ),
+    "mlp": Case(
+        build=_Mlp, sample=lambda num_rows: torch.ones(num_rows, 256, 512), memory_mib=900
+    ),
+}  # fmt: skip
+
+
+# --- the prediction -------------------------------------------------------------------------------
+
+
+def predicted(case: Case) -> int:
+    """The largest batch by `rockmate.fit`."""
+    import rockmate
+
+    with torch.device("meta"):
+        model, sample = case.build(), case.sample(2)
+    found = rockmate.fit(
+        model,
+        sample,
+        case.memory_mib * _MIB,
+        optimizer=case.optimizer,
+        reserve=_RESERVE_BYTES,
+        machine="cpu-avx2",
+        allow_chunking=case.allow_chunking,
+        sizes=[1],
+    )
+    return found.largest.batch_size
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+def searched(name: str, first: int) -> tuple[int, int]:
+    """The largest batch that trains in a capped process, and how many batches were tried."""
+    fits: dict[int, bool] = {}
+    size = first
+    while len(fits) < _MOST_RUNS:
+        fits[size] = size > 0 and _trains(name, size)
+        if fits[size] and fits.get(size + 1) is False:
+            return size, len(fits)
+        if not fits[size] and (fits.get(size - 1) or size == 1):
+            return size - 1, len(fits)
+        size += 1 if fits[size] else -1
+    raise RuntimeError(f"{name}: no end after {_MOST_RUNS} batches from {first}: {fits}")
+
+
+def _trains(name: str, num_rows: int) -> bool:
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "262144",  # what is free is given back at once
+        "MALLOC_ARENA_MAX": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, "-m", "bench.fit", "--child", name, str(num_rows)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    if finished.returncode not in (0, _DOES_NOT_FIT):
+        raise RuntimeError(f"{name} with {num_rows} rows failed:\n{finished.stderr[-3000:]}")
+    return finished.returncode == 0
+
+
+def train_capped(name: str, num_rows: int) -> int:
+    """Trains in this process, limited; 0 if it fits, another code if not."""
+    from rockmate import Planner
+
+    case = CASES[name]
+    model, sample = case.build(), case.sample(num_rows)
+    planner = Planner(model, sample, machine="cpu-avx2", allow_chunking=case.allow_chunking)
+    module = planner.module(1, on_infeasible="least")
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = (
+        torch.optim.AdamW(trained) if case.optimizer == "adamw" else torch.optim.SGD(trained)
+    )
+    _warm_up()
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    inputs = sum(
+        each.nbytes for each in (sample.values() if isinstance(sample, dict) else [sample])
+    )
+    limit = _data_bytes() - held - inputs + case.memory_mib * _MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    try:
+        for _ in range(_NUM_STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            # Outputs that live into the next step would take memory beside it.
+            _loss(module, sample).backward()
+            optimizer.step()
+    except (RuntimeError, MemoryError) as error:
+        if "memory" in str(error) or isinstance(error, MemoryError):
+            return _DOES_NOT_FIT
+        raise
+    return 0
+
+
+def _loss(module: nn.Module, sample: Any) -> Tensor:
+    return module(**sample).loss if isinstance(sample, dict) else module(sample)
+
+
+def _warm_up() -> None:
+    """Threads and libraries that every step uses."""
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(8, 8)).sum().backward()
+    optimizer.step()
+
+
+def _data_bytes() -> int:
+    """The data segment of this process."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        line = next(line for line in status if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table; the exit code is 1 if a prediction is above, or more than one below."""
+    parser = argparse.ArgumentParser(description="Predicted and real largest batches.")
+    parser.add_argument("--model", action="append", choices=sorted(CASES))
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "ROWS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if arguments.child:
+        return train_capped(arguments.child[0], int(arguments.child[1]))
+    rows, all_held = [], True
+    for name in arguments.model or CASES:
+        case = CASES[name]
+        guess = predicted(case)
+        real, num_runs = searched(name, max(1, guess))
+        all_held = all_held and guess <= real <= guess + 1
+        rows.append([name, f"{case.memory_mib} MiB", str(guess), str(real), str(num_runs)])
+        sys.stderr.write(f"{' | '.join(rows[-1])}\n")
+    titles = ["model", "memory", "predicted", "trains", "batches tried"]
+    lines = [_HEADING, "", machine_text(machine_record("bench.fit")), "", *table(titles, rows)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if all_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

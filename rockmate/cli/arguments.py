@@ -1,0 +1,102 @@
+"""Arguments that several commands take, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+
+# As in `rockmate.hf.model_source`, which imports torch.
+DTYPES = ("float32", "bfloat16", "float16")
+MODEL_HELP = (
+    "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
+    "configuration is ever fetched); or "
+    "package.module:function, which returns (model, sample_input)"
+)
+
+
+def add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds what tells the model, its sample, and how it is captured."""
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument(
+        "--batch",
+        type=positive,
+        help="sequences or images of a configuration's sample (default: 2)",
+    )
+    command.add_argument(
+        "--tokens",
+        type=at_least_two,
+        help="in a sequence (default: 256, or as many as the model takes)",
+    )
+    command.add_argument(
+        "--image-size",
+        type=positive,
+        help="pixels along an image's side (default: as in the configuration)",
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="of a configuration's weights (default: float32)"
+    )
+    command.add_argument(
+        "--device",
+        default="cpu",
+        help="where a configuration's model is built and measured (default: cpu)",
+    )
+    command.add_argument(
+        "--allow-chunking",
+        action=argparse.BooleanOptionalAction,
+        help="run the loss block in chunks wherever that is faster, or never (default: for "
+        "budgets that nothing else meets)",
+    )
+    command.add_argument(
+        "--kernels",
+        choices=("eager", "fused", "auto"),
+        default="eager",
+        help="fuse groups of ops into compiled kernels, or where that is faster (default: eager)",
+    )
+    command.add_argument(
+        "--untraced",
+        type=names,
+        default=(),
+        metavar="PATH,PATH",
+        help="submodules that run as they are, since they cannot be captured",
+    )
+    command.add_argument(
+        "--machine",
+        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
+        "of a .toml",
+    )
+    command.add_argument(
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
+    )
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between them, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def fraction(text: str) -> float:
+    """A number in (0, 1]."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return at_least(text, 1)
+
+
+def at_least_two(text: str) -> int:
+    """A whole number of at least 2."""
+    return at_least(text, 2)  # a language model predicts the second token from the first
+
+
+def at_least(text: str, smallest: int) -> int:
+    """A whole number of at least `smallest`."""
+    value = int(text)
+    if value < smallest:
+        raise argparse.ArgumentTypeError(f"{text} is below {smallest}")
+    return value

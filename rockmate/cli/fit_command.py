@@ -1,0 +1,185 @@
+"""`rockmate fit`: the largest batch, or the longest sequence, that trains within a memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rockmate.cli.arguments import add_model_arguments, names, positive
+
+if TYPE_CHECKING:
+    from rockmate.fits.result import Fit
+
+_SAMPLE_ROWS = 2  # the smallest batch that a symbol can stand for
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command."""
+    fit = commands.add_parser(
+        "fit",
+        help="the largest batch, or the longest sequence, that trains within a memory",
+        description=(
+            "Find the largest batch, or with --longest the longest sequence, whose training fits a "
+            "device, and say for several sizes where the memory goes and how fast they train. "
+            "Costs are estimated, from one capture; --measure trains a few steps on this device."
+        ),
+    )
+    add_model_arguments(fit)
+    _add_training(fit)
+    _add_search(fit)
+    fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
+    fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
+    fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
+
+
+def _add_training(fit: argparse.ArgumentParser) -> None:
+    """What is trained, how, and in which memory."""
+    fit.add_argument(
+        "--memory", required=True, help="of the device, as 24GiB, 80GB or a number of bytes"
+    )
+    fit.add_argument(
+        "--optimizer", default="adamw", help="adamw, adafactor, adamw_8bit, sgd (default: adamw)"
+    )
+    fit.add_argument(
+        "--lora", action="store_true", help="freeze the weights and train LoRA adapters beside them"
+    )
+    fit.add_argument("--lora-rank", type=positive, default=16, help="of the adapters (default: 16)")
+    fit.add_argument(
+        "--lora-targets",
+        type=names,
+        default=(),
+        metavar="NAME,NAME",
+        help="linear layers that get an adapter (default: all but the output layer)",
+    )
+    fit.add_argument(
+        "--frozen",
+        type=names,
+        default=(),
+        metavar="PATH,PATH",
+        help="submodules or parameters that are not trained; * stands for any text",
+    )
+
+
+def _add_search(fit: argparse.ArgumentParser) -> None:
+    """What is looked for, and whether it is measured."""
+    fit.add_argument(
+        "--longest",
+        action="store_true",
+        help="the longest sequence for --batch rows, instead of the largest batch",
+    )
+    fit.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="N,N",
+        help="to have rows for, beside the largest (default: chosen)",
+    )
+    fit.add_argument("--most", type=positive, help="the largest size to consider")
+    fit.add_argument(
+        "--reserve",
+        help="what the device itself takes, as 700MiB (default: measured where the model is, 1 GiB "
+        "for a GPU that is elsewhere)",
+    )
+    fit.add_argument(
+        "--measure",
+        action="store_true",
+        help="train a few steps at each size of the table on this device",
+    )
+    fit.add_argument(
+        "--steps", type=positive, default=5, help="steps that --measure times (default: 5)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and gives its exit code."""
+    from rockmate.extras import require
+    from rockmate.fits.options import FitOptions
+    from rockmate.fits.run import run_fit
+    from rockmate.progress import is_terminal
+
+    options = FitOptions(
+        memory=arguments.memory,
+        optimizer=arguments.optimizer,
+        vary="tokens" if arguments.longest else "batch",
+        sizes=arguments.sizes,
+        most=arguments.most,
+        reserve=arguments.reserve,
+        machine=arguments.machine,
+        measure=arguments.measure,
+        num_steps=arguments.steps,
+        allow_chunking=arguments.allow_chunking,
+        progress=not arguments.quiet and is_terminal(),
+        capture={"untraced": arguments.untraced} if arguments.untraced else {},
+    )
+    _check(arguments, options)
+    if arguments.plot is not None:  # now rather than after the search
+        require("matplotlib.figure", extra="plot", purpose="the picture of a fit")
+    model, sample_input, title = _model(arguments)
+    found = run_fit(model, sample_input, options, title=title)
+    sys.stdout.write(f"{found}\n{_seconds(found)}\n")
+    _write(arguments, found)
+    return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(",") if part.strip())
+
+
+def _check(arguments: argparse.Namespace, options: Any) -> None:
+    """All that can be told before the model is built."""
+    from rockmate.costs.machine import load_machine
+    from rockmate.fits.errors import FitError
+
+    _ = options.limit, options.reserve_bytes
+    if arguments.machine is not None:
+        load_machine(arguments.machine)
+    if arguments.lora and arguments.frozen:
+        raise FitError("--lora freezes the weights itself. Leave out --frozen, or --lora.")
+    if arguments.lora_targets and not arguments.lora:
+        raise FitError("--lora-targets is for --lora. Give that too, or leave it out.")
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise FitError(f"there is no folder {path.parent} for {path}. Make it.")
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
+    from rockmate.hf.adapt import freeze, with_lora
+    from rockmate.hf.model_source import load_model
+    from rockmate.hf.synthetic_sample import SampleShape
+
+    shape = SampleShape(
+        batch_size=arguments.batch or (1 if arguments.longest else _SAMPLE_ROWS),
+        num_tokens=arguments.tokens,
+        image_size=arguments.image_size,
+    )
+    if ":" in arguments.model and not arguments.batch:
+        shape = SampleShape()
+    device = arguments.device if arguments.machine is None else "meta"
+    source = load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+    model, what = source.model, "all parameters trained"
+    if arguments.lora:
+        model = with_lora(model, rank=arguments.lora_rank, targets=arguments.lora_targets)
+        what = f"LoRA of rank {arguments.lora_rank}"
+    elif arguments.frozen:
+        num_frozen = freeze(model, arguments.frozen)
+        what = f"{num_frozen / 1e6:,.1f} M parameters frozen"
+    return model, source.sample_input, f"{source.title}, {what}"
+
+
+def _seconds(found: Fit) -> str:
+    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
+    return f"({stages})"
+
+
+def _write(arguments: argparse.Namespace, found: Fit) -> None:
+    from rockmate.fits.errors import FitError
+
+    for path, write in ((arguments.json, found.save), (arguments.plot, found.plot)):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            raise FitError(f"cannot write {path}: {error}. Give another file.") from error
+        sys.stdout.write(f"{path}\n")

@@ -1,0 +1,1 @@
+"""What fits a device: the largest batch or the longest sequence, and what each size costs."""

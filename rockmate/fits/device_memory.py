@@ -1,0 +1,144 @@
+"""What training takes of a device beside the activations, whatever the batch.
+
+| part | bytes |
+|---|---|
+| device | context, libraries, other processes; see below |
+| parameters | parameters and buffers, each once, as the allocator rounds |
+| gradients | one element for each of a trainable parameter |
+| state | of the optimizer, by the rules of `rockmate.memory_limit` |
+| optimizer's step | temporary tensors, while no activation is live |
+
+*Device* is measured where the model is: on CUDA what is in use less the model, on the CPU the
+process's resident memory less the model, and a reserve for its growth. For a GPU that is elsewhere
+1 GiB is assumed; it is not measured. `reserve` takes the place of all that.
+
+The temporary tensors of the optimizer's step follow PyTorch's implementations. On CUDA, Adam's
+default runs over all parameters at once and holds the square roots of one state for each. A fused
+step has none. On the CPU parameters are stepped one by one, with two tensors of the size of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rockmate.budget import size_text
+from rockmate.memory_limit import MemoryLimit, Optimizer, missing_state_bytes, present_bytes
+
+_DEVICE_BYTES = 1 << 30  # of a GPU that is elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedMemory:
+    """Bytes that every batch takes; see the module docstring.
+
+    Attributes:
+        device_bytes: what the device itself takes.
+        parameter_bytes: parameters and buffers.
+        gradient_bytes: gradients at rest.
+        state_bytes: of the optimizer.
+        step_bytes: temporary tensors of the optimizer's step.
+    """
+
+    device_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    step_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held while activations are live."""
+        return self.device_bytes + self.parameter_bytes + self.gradient_bytes + self.state_bytes
+
+    def describe(self) -> str:
+        """The parts, for an error."""
+        return (
+            f"parameters {size_text(self.parameter_bytes)}, "
+            f"gradients {size_text(self.gradient_bytes)}, "
+            f"optimizer state {size_text(self.state_bytes)}, "
+            f"the device itself {size_text(self.device_bytes)}"
+        )
+
+
+def fixed_memory(
+    model: nn.Module,
+    limit: MemoryLimit,
+    device: torch.device,
+    *,
+    rounded: Callable[[int], int],
+    reserve_bytes: int | None = None,
+) -> FixedMemory:
+    """What training a model takes of a device whatever the batch.
+
+    Args:
+        model: the model, on any device.
+        limit: the memory and the optimizer.
+        device: that it is trained on.
+        rounded: the bytes of an allocation of so many bytes.
+        reserve_bytes: what the device itself takes; None measures or assumes it.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameter_bytes = _bytes(model, rounded)
+    if reserve_bytes is None:
+        reserve_bytes = max(0, _device_bytes(model, device) - _held_state(limit.optimizer))
+    sizes = [rounded(parameter.nbytes) for parameter in trained]
+    return FixedMemory(
+        device_bytes=reserve_bytes,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else sum(sizes),
+        state_bytes=missing_state_bytes(limit.optimizer, trained) + _held_state(limit.optimizer),
+        step_bytes=0 if limit.steps_in_backward else _step_bytes(limit.optimizer, sizes, device),
+    )
+
+
+def _bytes(model: nn.Module, rounded: Callable[[int], int]) -> int:
+    tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
+    distinct = {id(tensor): rounded(tensor.nbytes) for tensor in tensors}
+    return sum(distinct.values())
+
+
+def _device_bytes(model: nn.Module, device: torch.device) -> int:
+    """What is in use without the model; assumed for a GPU where the model is not."""
+    here = [each for each in (*model.parameters(), *model.buffers()) if each.device == device]
+    if device.type == "cuda" and not here:
+        return _DEVICE_BYTES
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    tensors = {id(each): each.nbytes for each in (*here, *grads) if each.device == device}
+    return max(0, present_bytes(device) - sum(tensors.values()))
+
+
+def _held_state(optimizer: Optimizer) -> int:
+    """State that an optimizer has allocated already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _step_bytes(optimizer: Optimizer, sizes: list[int], device: torch.device) -> int:
+    """Temporary tensors of a step over parameters of these sizes."""
+    if not sizes:
+        return 0
+    name = optimizer if isinstance(optimizer, str) else _name_of(optimizer)
+    if "fused" in name or "8bit" in name or _is_fused(optimizer):
+        return 0
+    if device.type == "cuda" and "adafactor" not in name and not name.startswith("sgd"):
+        return sum(sizes)
+    return 2 * max(sizes)
+
+
+def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> str:
+    made = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return made.__name__.lower()
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.defaults.get("fused"))

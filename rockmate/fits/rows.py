@@ -1,0 +1,182 @@
+"""The rows of a fit: predicted, and measured on the device that is here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.fits.device_memory import FixedMemory
+from rockmate.fits.errors import FitError
+from rockmate.fits.least_memory import SizedPlanners
+from rockmate.fits.options import FitOptions
+from rockmate.fits.row import FitRow, size_of, speed_of, workspace_at_peak
+from rockmate.fits.size_axis import SizeAxis, input_bytes
+from rockmate.graph.chunking.chunks import Chunks
+from rockmate.memory_limit import device_of
+from rockmate.plan.plan import Plan
+from rockmate.planner import Planner
+from rockmate.step import CapturedStep, capture_step
+from rockmate.sweeps.measure import activation_peak, run_step, state_kept
+
+
+class RowMaker:
+    """Makes the rows of one fit.
+
+    Args:
+        model: the model.
+        sample_input: of it.
+        options: what the fit was asked for.
+        axis: of the size that varies.
+        fixed: what is held whatever the size.
+        planners: with estimated costs.
+        chunks_at: the chunks that a size needs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        options: FitOptions,
+        axis: SizeAxis,
+        fixed: FixedMemory,
+        planners: SizedPlanners,
+        chunks_at: Callable[[int], Chunks | None],
+    ) -> None:
+        self._model = model
+        self._sample_input = sample_input
+        self._options = options
+        self._axis = axis
+        self._fixed = fixed
+        self._planners = planners
+        self._chunks_at = chunks_at
+        self._limit_bytes = options.limit.limit_bytes
+        # The tokens of the table where the batch varies, and the rows where the tokens do.
+        other = "tokens" if axis.kind == "batch" else "batch"
+        self._other = _other_size(axis, other, options)
+
+    def predicted(self, sizes: Sequence[int]) -> list[FitRow]:
+        """Rows by estimated costs."""
+        return [
+            self._row(size, self._plan(self._planners, size))
+            for size in self._shown(sizes, "planning")
+        ]
+
+    def _shown(self, sizes: Iterable[Any], what: str) -> Iterable[Any]:
+        return tqdm(sizes, desc=what, unit="size", disable=not self._options.progress)
+
+    def _plan(self, planners: SizedPlanners, size: int) -> Plan:
+        """The plan at a size; `InfeasibleBudgetError` if it does not fit."""
+        planner = planners.planner(size, self._chunks_at(size))
+        assert planner is not None
+        return planner.plan(self.budget_bytes(size))
+
+    def budget_bytes(self, size: int) -> int:
+        """What is left for activations."""
+        return self._limit_bytes - self._fixed.held_bytes - input_bytes(self._axis.call_at(size))
+
+    def _row(self, size: int, plan: Plan) -> FitRow:
+        workspace_bytes = workspace_at_peak(plan)
+        is_batch = self._axis.kind == "batch"
+        return FitRow(
+            batch_size=size if is_batch else self._other or 1,
+            num_tokens=self._other if is_batch else size,
+            device_bytes=self._fixed.device_bytes,
+            parameter_bytes=self._fixed.parameter_bytes,
+            gradient_bytes=self._fixed.gradient_bytes,
+            state_bytes=self._fixed.state_bytes,
+            input_bytes=input_bytes(self._axis.call_at(size)),
+            activation_bytes=plan.predicted_peak_bytes - workspace_bytes,
+            workspace_bytes=workspace_bytes,
+            baseline_peak_bytes=self._planners.whole(size).baseline_peak_bytes,
+            predicted_ms=plan.predicted_ms,
+            baseline_ms=self._planners.whole(size).baseline_ms,
+            num_recomputations=plan.schedule.num_recomputations(),
+            loss_chunks=plan.options.get("loss_chunks", ""),
+        )
+
+    # --- measured ---
+
+    def measured(self, rows: Sequence[FitRow]) -> list[FitRow]:
+        """The rows with measured costs and steps; sizes that do not fit by those are left out.
+
+        Where the largest size does not, the ones below it are tried.
+        """
+        sizes = [size_of(self._axis.kind, row) for row in rows]
+        found = [self._measured_row(size) for size in self._shown(sizes, "measuring")]
+        below = sizes[-1]
+        while found[-1] is None and below > self._options.step:
+            below -= self._options.step
+            found[-1] = self._measured_row(below)
+        return [row for row in found if row is not None]
+
+    def _measured_row(self, size: int) -> FitRow | None:
+        planners = SizedPlanners(self._captured, _measured_planner)
+        try:
+            planner = planners.planner(size, self._chunks_at(size))
+            if planner is None:
+                return None
+            plan = planner.plan(self.budget_bytes(size))
+        except (InfeasibleBudgetError, torch.OutOfMemoryError):
+            return None
+        row = replace(
+            self._row(size, plan),
+            baseline_peak_bytes=planners.whole(size).baseline_peak_bytes,
+            baseline_ms=planners.whole(size).baseline_ms,
+        )
+        module = planner.module_of(plan)
+        sample, device = self._axis.sample_at(self._sample_input, size), device_of(self._model)
+        try:
+            with state_kept(self._model):
+                run_step(module, sample, seed=0)
+                peak_bytes = activation_peak(lambda: run_step(module, sample, seed=0), device)
+                times_ms = [
+                    _timed_ms(module, sample, seed, device)
+                    for seed in range(self._options.num_steps)
+                ]
+        except torch.OutOfMemoryError:
+            return None
+        return replace(row, measured_ms=statistics.median(times_ms), measured_peak_bytes=peak_bytes)
+
+    def _captured(self, size: int) -> CapturedStep:
+        sample = self._axis.sample_at(self._sample_input, size)
+        return capture_step(self._model, sample, **self._options.capture)
+
+
+def _measured_planner(step: CapturedStep) -> Planner:
+    return Planner.of(step, allow_chunking=False)
+
+
+def _timed_ms(module: nn.Module, sample: Any, seed: int, device: torch.device) -> float:
+    module.zero_grad(set_to_none=False)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run_step(module, sample, seed=seed)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:
+    """The size along the other axis; None if the sample has none."""
+    try:
+        dims = options.token_axis if kind == "tokens" else options.batch_axis
+        return SizeAxis.of(axis.call, kind, dims).size
+    except FitError:
+        return None
+
+
+def marked(rows: Sequence[FitRow], axis: str) -> tuple[FitRow, ...]:
+    """The rows, the largest and the fastest marked."""
+    fastest = max(rows, key=lambda row: speed_of(axis, row))
+    return tuple(
+        replace(row, is_largest=row is rows[-1], is_fastest=row is fastest) for row in rows
+    )

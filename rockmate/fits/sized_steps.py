@@ -1,0 +1,147 @@
+"""The step of a model at any size, from one symbolic capture where that can be made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rockmate.capture.model_signature import ModelSignature
+from rockmate.capture.opaque_module import opaque_modules
+from rockmate.capture.provenance import source_lines
+from rockmate.capture.roles import Capture
+from rockmate.capture.sample import Sample
+from rockmate.capture.signature import CallSignature
+from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
+from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
+from rockmate.collector import gc_paused
+from rockmate.costs.machine import Machine
+from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.fits.size_axis import SizeAxis
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
+from rockmate.step import CapturedStep, capture_step, step_of
+
+logger = logging.getLogger(__name__)
+
+
+class SizedSteps:
+    """The steps of one model that differ in one size.
+
+    The symbolic capture has one symbol, for that size. Where there is none, and at sizes that it
+    does not cover, as 1, the step is captured by itself.
+
+    Attributes:
+        num_captures: how many times the model was traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Sample,
+        sample_input: Any,
+        axis: SizeAxis,
+        machine: Machine,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Takes what is captured; nothing is captured yet.
+
+        Args:
+            model: in training mode.
+            sample: `sample_input`, taken apart for `machine`.
+            sample_input: as for `Planner`.
+            axis: of the size.
+            machine: that the steps are for.
+            options: of `capture_step`.
+        """
+        self._model = model
+        self._sample = sample
+        self._sample_input = sample_input
+        self._axis = axis
+        self._machine = machine
+        self._options = dict(options)
+        self._symbolic: SymbolicCapture | None = None
+        self._generic: GenericCapture | None = None
+        self._has_symbolic = not list(opaque_modules(model, self._options.get("untraced", ())))
+        self.num_captures = 0
+
+    def step(self, size: int) -> CapturedStep:
+        """The step at a size.
+
+        Raises:
+            InvalidSampleError, UnsupportedModelError: as for `capture_step`.
+        """
+        with gc_paused():
+            if self._has_symbolic and size >= MIN_SYMBOLIC_SIZE <= self._axis.size:
+                try:
+                    return self._instance(size)
+                except SizesNotCoveredError as reason:
+                    logger.info("captured for %d alone, since %s", size, reason)
+            return self._captured(size)
+
+    def _instance(self, size: int) -> CapturedStep:
+        call = self._axis.call_at(size)
+        capture = self._capture_at(call)
+        # Hooks and modes as of now: what the capture changed in the model is put back.
+        state = ModelSignature.of(self._model)
+        options = {**_DEFAULTS, **self._options}
+        options.pop("untraced", None)
+        if state.hooked and options["gradients"] == "accumulated":
+            options["hooked"] = ",".join(sorted(state.hooked))
+        step = step_of(
+            capture,
+            self._model,
+            call,
+            state,
+            options,
+            allocation_bytes=self._machine.allocation_bytes,
+        )
+        return replace(step, planned_device=self._sample.device)
+
+    def _capture_at(self, call: CallSignature) -> Capture:
+        """The rewritten capture at the sizes of a call.
+
+        Rewritten once, at generic sizes, where those can be found; else at each size.
+        """
+        if self._symbolic is None:
+            self._symbolic = self._symbolic_capture()
+            try:
+                self._generic = self._symbolic.generic(self._rewritten)
+            except SizesNotCoveredError as reason:
+                logger.info("the graph is rewritten at each size, since %s", reason)
+        if self._generic is not None:
+            return self._generic.instance(call)
+        return run_passes(REWRITES, self._symbolic.instance(call))
+
+    def _rewritten(self, capture: Capture) -> Capture:
+        hooked = tuple(sorted(ModelSignature.of(self._model).hooked))
+        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
+        return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
+
+    def _symbolic_capture(self) -> SymbolicCapture:
+        self.num_captures += 1
+        options = {**_DEFAULTS, **self._options}
+        try:
+            with source_lines():
+                return SymbolicCapture(
+                    self._model,
+                    self._axis.call,
+                    self._axis.groups,
+                    device=self._sample.device,
+                    differentiable=options["differentiable"],
+                    outputs=options["outputs"],
+                )
+        except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
+            self._has_symbolic = False
+            raise SizesNotCoveredError(f"there is no symbolic capture ({error})") from error
+
+    def _captured(self, size: int) -> CapturedStep:
+        self.num_captures += 1
+        sample = self._axis.sample_at(self._sample_input, size)
+        return capture_step(self._model, sample, machine=self._machine, **self._options)
+
+
+_DEFAULTS = {"differentiable": "loss", "outputs": "all", "gradients": "accumulated"}

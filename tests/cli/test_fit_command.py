@@ -1,0 +1,98 @@
+"""The command `rockmate fit`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rockmate.cli.main import main
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    content = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def content_of(config: str, tmp_path: Path, *arguments: str) -> dict:
+    path = tmp_path / "fit.json"
+    common = ["--machine", "h100", "--reserve", "1MiB", "--no-allow-chunking", "--quiet"]
+    assert main(["fit", config, *common, "--tokens", "32", "--json", str(path), *arguments]) == 0
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_full_lora_and_frozen(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = content_of(config, tmp_path, "--memory", "16MiB", "--plot", str(tmp_path / "fit.png"))
+    printed = capsys.readouterr().out
+    assert re.search(r"^largest batch: \d+, ", printed, re.MULTILINE)
+    assert "16.0 MiB, adamw, times estimated for h100" in printed
+    assert "all parameters trained" in printed
+    assert (tmp_path / "fit.png").read_bytes()[:4] == b"\x89PNG"
+    lora = content_of(config, tmp_path, "--memory", "16MiB", "--lora", "--lora-rank", "4")
+    frozen = content_of(config, tmp_path, "--memory", "16MiB", "--frozen", "model.*")
+    assert "LoRA of rank 4" in lora["title"]
+    rows = [each["rows"][-1] for each in (full, frozen, lora)]
+    assert [row["is_largest"] for row in rows] == [True] * 3
+    sizes = [row["batch_size"] for row in rows]
+    assert sizes[0] < sizes[1] < sizes[2] or sizes[0] < sizes[2] < sizes[1]
+    gradients = [row["gradient_bytes"] for row in rows]
+    assert gradients[0] > gradients[1] == 64 * 256 * 4
+    assert 0 < gradients[2] < gradients[0] / 2
+    assert all(row["total_bytes"] <= 16 << 20 for row in rows)
+
+
+def test_the_longest_sequence(config: str, tmp_path: Path) -> None:
+    found = content_of(config, tmp_path, "--memory", "1GiB", "--longest", "--batch", "3")
+    assert found["axis"] == "tokens"
+    assert found["is_capped"]
+    assert found["rows"][-1]["num_tokens"] == 64
+    assert found["rows"][-1]["batch_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--memory", "lots"], "memory 'lots' cannot be read"),
+        (["--memory", "0"], "memory '0' cannot be read"),
+        (["--memory", "1MiB"], "are taken before the first activation"),
+        (["--memory", "1GiB", "--optimizer", "magic"], "'magic' has no rule"),
+        (["--memory", "1GiB", "--machine", "magic"], "'magic' is not known"),
+        (["--memory", "1GiB", "--lora", "--frozen", "model"], "Leave out --frozen, or --lora"),
+        (["--memory", "1GiB", "--lora-targets", "q_proj"], "--lora-targets is for --lora"),
+        (["--memory", "1GiB", "--machine", "h100", "--frozen", "modle"], "fits no parameter"),
+        (["--memory", "1GiB", "--machine", "h100", "--frozen", "*"], "leaves nothing to train"),
+        (
+            ["--memory", "1GiB", "--machine", "h100", "--lora", "--lora-targets", "nothing"],
+            "PEFT cannot adapt LlamaForCausalLM",
+        ),
+        (["--memory", "1GiB", "--json", "nowhere/fit.json"], "there is no folder nowhere"),
+        (["--memory", "1GiB", "--measure", "--machine", "h100"], "not measured from here"),
+    ],
+)
+def test_refusals(
+    config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", config, "--quiet", *arguments]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert said.startswith("rockmate fit: error: ")
+    assert text in said
+
+
+@pytest.mark.parametrize("arguments", [["--sizes", "2,0"], ["--tokens", "1"], ["--steps", "-1"]])
+def test_sizes_below_one(config: str, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", config, "--memory", "1GiB", *arguments])

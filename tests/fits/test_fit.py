@@ -1,0 +1,328 @@
+"""What fits a memory: the largest size, its memory by part, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fine_tuning import gpt2, llama
+from torch import Tensor, nn
+
+import rockmate
+from rockmate import FitError, FitRow, InvalidBudgetError, MachineError, NothingFitsError, Planner
+from rockmate.capture.sample import read_sample
+from rockmate.costs.machine import load_machine
+from rockmate.fits.least_memory import largest_within
+from rockmate.fits.size_axis import SizeAxis
+from rockmate.fits.sized_steps import SizedSteps
+from rockmate.graph.snapshot_capture import snapshot_of
+from rockmate.step import capture_step
+
+MIB = 1 << 20
+
+
+class Mlp(nn.Module):
+    """Three layers; a row of its sample saves 5 x 4096 x 4 bytes or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 64)
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layers(values).square().mean()
+
+
+def words(num_rows: int, num_tokens: int = 16) -> dict[str, Tensor]:
+    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def on_meta(build: Any, **changes: Any) -> nn.Module:
+    with torch.device("meta"):
+        return build(**changes)
+
+
+def fit_mlp(memory: int | str, **options: Any) -> rockmate.Fit:
+    with torch.device("meta"):
+        model = Mlp()
+    given = {"machine": "cpu-avx2", "reserve": MIB, **options}
+    return rockmate.fit(model, torch.zeros(2, 64), memory, **given)
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("limit", [0, 9, 10, 11, 999, 123_456, 10**9])
+@pytest.mark.parametrize("known", [{2, 8}, {1}, set(), {500}])
+def test_the_largest_number_is_found(degree: int, limit: int, known: set[int]) -> None:
+    asked = []
+
+    def need(number: int) -> int:
+        asked.append(number)
+        return 5 + 5 * number**degree + number % 3
+
+    most = 5000
+    expected = max((number for number in range(1, most + 1) if need(number) <= limit), default=0)
+    asked.clear()
+    assert largest_within(need, limit, most=most, known=known) == expected
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= 20
+
+
+# --- one capture, every size ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["cpu-avx2", "h100"])
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("kind", ["batch", "tokens"])
+def test_steps_from_one_capture_are_those_of_their_own(build: Any, kind: Any, machine: str) -> None:
+    """The same ops on storages of the same sizes as a capture at that size has."""
+    changes = {"num_key_value_heads": 2} if build is llama else {}
+    model, target = on_meta(build, **changes), load_machine(machine)
+    sample = read_sample(model, words(4), target.torch_device)
+    axis = SizeAxis.of(sample.call, kind)
+    steps = SizedSteps(model, sample, words(4), axis, target, {})
+    for size in (2, 8, 24):
+        step = steps.step(size)
+        given = words(size) if kind == "batch" else words(4, size)
+        alone = capture_step(model, given, machine=target)
+        assert step.call == alone.call
+        difference = snapshot_of(alone.graph, alone.call).difference(
+            snapshot_of(step.graph, step.call)
+        )
+        assert not difference
+    assert steps.num_captures == 1
+    assert steps.step(1).call.tensors[0].shape == ((1, 16) if kind == "batch" else (4, 1))
+    assert steps.num_captures == 2
+
+
+# --- the largest batch ----------------------------------------------------------------------------
+
+
+def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
+    """By planners of fixed sizes, and by parts that are counted here."""
+    memory = 400 * MIB
+    found = fit_mlp(memory, allow_chunking=False)
+    size = found.largest.batch_size
+    held = MIB + 4 * sum(parameter.nbytes for parameter in Mlp().parameters())
+    for rows, fits in ((size, True), (size + 1, False)):
+        with torch.device("meta"):
+            planner = Planner(Mlp(), torch.zeros(rows, 64), machine="cpu-avx2")
+        assert (held + rows * 256 + planner.minimum_peak_bytes <= memory) is fits
+    for row in found.rows:
+        assert row.device_bytes + row.parameter_bytes + row.gradient_bytes + row.state_bytes == held
+        assert row.input_bytes == row.batch_size * 256
+        assert row.total_bytes <= memory
+        assert row.overhead >= 0
+    sizes = [row.batch_size for row in found.rows]
+    assert sizes == sorted(set(sizes))
+    assert [row.is_largest for row in found.rows] == [False] * (len(sizes) - 1) + [True]
+    assert found.fastest.samples_per_s == max(row.samples_per_s for row in found.rows)
+
+
+def test_a_row_has_the_plan_of_a_planner() -> None:
+    memory = 400 * MIB
+    row = fit_mlp(memory, sizes=[64], allow_chunking=False).rows[0]
+    assert row.batch_size == 64
+    with torch.device("meta"):
+        planner = Planner(Mlp(), torch.zeros(64, 64), machine="cpu-avx2")
+    held = row.total_bytes - row.peak_bytes
+    plan = planner.plan(memory - held)
+    assert row.predicted_ms == pytest.approx(plan.predicted_ms)
+    assert row.peak_bytes == plan.predicted_peak_bytes
+    assert row.baseline_peak_bytes == planner.baseline_peak_bytes
+    assert row.baseline_ms == pytest.approx(planner.baseline_ms)
+
+
+def test_less_state_leaves_room_for_more_rows() -> None:
+    sizes = {
+        name: fit_mlp("400MiB", optimizer=name, allow_chunking=False, sizes=[1]).largest
+        for name in ("adamw", "adamw_8bit", "sgd")
+    }
+    assert sizes["adamw"].batch_size < sizes["adamw_8bit"].batch_size < sizes["sgd"].batch_size
+    assert sizes["sgd"].state_bytes == 0
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    model = on_meta(llama)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    row = rockmate.fit(
+        model, words(2), "8MiB", machine="cpu-avx2", reserve=1, sizes=[1], allow_chunking=False
+    ).largest
+    assert row.gradient_bytes == model.lm_head.weight.nbytes
+    assert row.state_bytes == 2 * row.gradient_bytes
+    assert row.parameter_bytes >= sum(each.nbytes for each in model.parameters())
+
+
+def test_the_longest_sequence_is_within_the_positions_of_the_model() -> None:
+    found = rockmate.fit(
+        on_meta(llama), words(2), "64MiB", machine="cpu-avx2", reserve=1, vary="tokens"
+    )
+    assert found.is_capped
+    assert found.largest.num_tokens == 32
+    assert found.largest.batch_size == 2
+    assert "longest" not in str(found)
+    assert "largest sequence: at least 32" in str(found)
+    short = rockmate.fit(
+        on_meta(llama, max_position_embeddings=1 << 14), words(2), "64MiB", machine="cpu-avx2",
+        reserve=1, vary="tokens", allow_chunking=False,
+    )  # fmt: skip
+    assert not short.is_capped
+    assert short.largest.num_tokens is not None
+    assert short.largest.num_tokens % 8 == 0
+    assert short.largest.total_bytes <= 64 * MIB
+
+
+def test_chunks_of_the_loss_block_fit_more_rows() -> None:
+    model = on_meta(llama, vocab_size=4096)
+    options = {"machine": "cpu-avx2", "reserve": 1, "sizes": [2]}
+    whole = rockmate.fit(model, words(2), "24MiB", allow_chunking=False, **options)
+    chunked = rockmate.fit(model, words(2), "24MiB", **options)
+    assert chunked.largest.batch_size > whole.largest.batch_size
+    assert chunked.largest.loss_chunks
+    assert not chunked.rows[0].loss_chunks
+    planner = Planner(
+        model,
+        words(chunked.largest.batch_size),
+        machine="cpu-avx2",
+    )
+    held = chunked.largest.total_bytes - chunked.largest.peak_bytes
+    assert planner.plan(24 * MIB - held).predicted_peak_bytes <= 24 * MIB - held
+
+
+def test_measured_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Mlp().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = rockmate.fit(
+        model, torch.randn(2, 64), "460MiB", reserve=MIB, sizes=[2], measure=True, num_steps=2,
+        most=16,
+    )  # fmt: skip
+    assert found.machine is None
+    assert [row.batch_size for row in found.rows] == [2, 16]
+    for row in found.rows:
+        assert row.measured_ms is not None
+        assert row.measured_peak_bytes is not None
+        assert 0 < row.measured_peak_bytes <= row.peak_bytes
+        assert row.samples_per_s == pytest.approx(1e3 * row.batch_size / row.measured_ms)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "measured here" in str(found)
+
+
+def test_json_and_picture(tmp_path: Path) -> None:
+    found = fit_mlp("400MiB", sizes=[4, 64], allow_chunking=False)
+    found.save(tmp_path / "fit.json")
+    content = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    assert content["memory_bytes"] == 400 * MIB
+    assert len(content["rows"]) == len(found.rows)
+    names = set(FitRow.__dataclass_fields__)
+    for row, written in zip(found.rows, content["rows"], strict=True):
+        assert FitRow(**{name: written[name] for name in names}) == row
+        assert written["total_bytes"] == row.total_bytes
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "fit.png")
+    picture = (tmp_path / "fit.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) > 20_000
+
+
+# --- the axis -------------------------------------------------------------------------------------
+
+
+def test_an_axis_is_told_or_named() -> None:
+    model = on_meta(llama)
+    call = read_sample(model, words(2), load_machine("h100").torch_device).call
+    assert SizeAxis.of(call, "batch").places == ((0, 0), (1, 0))
+    assert SizeAxis.of(call, "tokens").places == ((0, 1), (1, 1))
+    assert SizeAxis.of(call, "tokens", {"labels": 1}).places == ((1, 1),)
+    with pytest.raises(FitError, match="no such dimension"):
+        SizeAxis.of(call, "batch", {"pixels": 0})
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, table: Tensor, values: Tensor) -> Tensor:
+        return (self.layer(values) @ table.sum(0)).square().mean()
+
+
+def test_inputs_that_disagree_need_the_axis() -> None:
+    sample = {"table": torch.zeros(3, 8), "values": torch.zeros(4, 8)}
+    options = {"machine": "cpu-avx2", "reserve": 1, "most": 64}
+    with pytest.raises(FitError, match=r"sizes \[3, 4\] differ.*batch_axis="):
+        rockmate.fit(Pair().train(), sample, "1MiB", **options)
+    found = rockmate.fit(Pair().train(), sample, "1MiB", batch_axis={"values": 0}, **options)
+    assert found.largest.batch_size == 64
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "error", "text"),
+    [
+        ("much", {}, FitError, "memory 'much' cannot be read"),
+        (-5, {}, FitError, "memory -5 cannot be read"),
+        (0.5, {}, FitError, "memory 0.5 is a float"),
+        ("1GiB", {"reserve": "x"}, FitError, "reserve 'x' cannot be read"),
+        ("1GiB", {"optimizer": "magic"}, InvalidBudgetError, "'magic' has no rule"),
+        ("1GiB", {"machine": "magic"}, MachineError, "'magic' is not known"),
+        ("1GiB", {"machine": None}, FitError, "on the meta device. Say for which machine"),
+        ("1GiB", {"sizes": [0]}, FitError, "size 0 is no whole number"),
+        ("1GiB", {"most": -1}, FitError, "size -1 is no whole number"),
+        ("1GiB", {"vary": "layers"}, FitError, "choose 'batch' or 'tokens'"),
+        ("1GiB", {"measure": True}, FitError, "which is not measured from here"),
+        ("1GiB", {"vary": "tokens"}, FitError, "tokens axis of the sample cannot be told"),
+    ],
+)
+def test_refusals(memory: Any, options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        fit_mlp(memory, **options)
+
+
+def test_a_memory_that_parameters_exceed() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        fit_mlp("200MiB")
+    text = str(caught.value)
+    assert "taken before the first activation: parameters 66.0 MiB, gradients 66.0 MiB" in text
+    assert "optimizer state 132.1 MiB" in text
+    assert "optimizer adamw_8bit, which would fit" in text
+    assert "LoRA or frozen layers" in text
+    assert caught.value.least_bytes > caught.value.memory_bytes == 200 * MIB
+
+
+def test_a_memory_too_small_for_a_batch_of_one() -> None:
+    model = on_meta(llama, max_position_embeddings=1 << 14)
+    fixed = rockmate.fit(model, words(2), "1GiB", machine="cpu-avx2", reserve=1, most=1).largest
+    memory = fixed.total_bytes - fixed.peak_bytes + 20_000
+    with pytest.raises(NothingFitsError, match=r"a batch of 1 needs at least.*fewer tokens") as e:
+        rockmate.fit(model, words(2, 4096), memory, machine="cpu-avx2", reserve=1)
+    least = e.value.least_bytes
+    assert rockmate.fit(
+        model, words(2, 4096), least, machine="cpu-avx2", reserve=1, sizes=[1]
+    ).largest.batch_size == 1  # fmt: skip
+
+
+def test_the_optimizer_step_has_to_fit() -> None:
+    """Adam on a GPU makes a tensor for each parameter, when activations are gone."""
+    model = on_meta(Mlp)
+    held = 4 * sum(each.nbytes for each in model.parameters())
+    options = {"machine": "h100", "reserve": 1, "sizes": [1], "most": 4}
+    with pytest.raises(NothingFitsError, match="the optimizer's step needs"):
+        rockmate.fit(model, torch.zeros(2, 64), held + 40 * MIB, **options)
+    fused = rockmate.fit(
+        model, torch.zeros(2, 64), held + 40 * MIB, optimizer="adamw_torch_fused", **options
+    )
+    assert fused.largest.batch_size == 4
+    assert rockmate.fit(model, torch.zeros(2, 64), held + 70 * MIB, **options).is_capped

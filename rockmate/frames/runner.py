@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, is_out_of_memory
+from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import is_compiled, is_compiled_in_place
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
-from rockmate.frames.call import Arguments
+from rockmate.frames.call import Arguments, Call
 from rockmate.frames.frame import Frame
-from rockmate.frames.memory import Counts, FrameKey, Memory, StepNeeds, StepRecorder
+from rockmate.frames.kept import KeptFrame
+from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.memory_limit import MemoryLimit
 
@@ -144,13 +147,15 @@ class FrameRunner:
         self._num_elements = sum(
             each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         )
-        memory.begin_step()
-        self._num_calls.clear()
         self._begin_recording()
         if memory.needs is not None:
             memory.scale = self._num_elements / max(1, memory.needs.num_elements)
-        memory.is_profiling = self._num_profiles < _NUM_PROFILES
-        self._num_profiles += 1
+        memory.begin_step(self._state())
+        # Menus are of frames as large as those of the recorded step.
+        is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
+        memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
+        self._num_profiles += memory.is_profiling
+        self._num_calls.clear()
         with self._frames_installed():
             return self._model(*args, **kwargs)
 
@@ -298,25 +303,56 @@ class FrameRunner:
         key = FrameKey(path, self._num_calls[path])
         self._num_calls[path] += 1
         self._num_frames += 1
-        frame = Frame(key, self._num_frames, module, arguments, memory)
-        memory.begin_forward(frame)
-        with memory.inside_frame():
-            while True:
-                self._running = frame
-                try:
-                    output = frame.run()
-                    break
-                except Exception as error:
-                    if not is_out_of_memory(error) or not memory.drop_one(frame.order):
-                        raise
-                    frame.roll_back()
-                    self._note_out_of_memory(key)
-                    frame = Frame(key, frame.order, module, arguments, memory)
-                    memory.begin_forward(frame)
-                finally:
-                    self._running = None
-        memory.end_forward(frame)
+        order = self._num_frames
+        call = Call(key, module, arguments, memory)
+        sizes = call.sizes()
+        kept_bytes = memory.bytes_if_kept(key, sizes, order)
+        if kept_bytes is not None:
+            kept = KeptFrame(key, order, kept_bytes, memory)
+            memory.begin_forward(kept)
+            try:
+                with memory.inside_frame():
+                    output = call.run()
+            except Exception as error:
+                if not is_out_of_memory(error) or not memory.drop_one(order):
+                    raise
+                self._roll_back(call)
+            else:
+                kept.end_forward(output)
+                return output
+        frame, output = self._run_with_hooks(call, module, arguments, order)
+        memory.end_forward(frame, sizes)
         return output
+
+    def _run_with_hooks(
+        self, call: Call, module: nn.Module, arguments: Arguments, order: int
+    ) -> tuple[Frame, Any]:
+        memory = self._memory
+        while True:
+            frame = Frame(call, order, memory)
+            memory.begin_forward(frame)
+            self._running = frame
+            try:
+                with memory.inside_frame():
+                    return frame, frame.run()
+            except Exception as error:
+                if not is_out_of_memory(error) or not memory.drop_one(order):
+                    raise
+                self._roll_back(call)
+                call = Call(call.key, module, arguments, memory)
+            finally:
+                self._running = None
+
+    def _roll_back(self, call: Call) -> None:
+        """After a run that is out of memory."""
+        call.roll_back()
+        self._note_out_of_memory(call.key)
+
+    def _state(self) -> Hashable:
+        """What decides, beside inputs, which tensors a frame saves."""
+        modes = tuple(each.training for each in self._model.modules())
+        trained = tuple(each.requires_grad for each in self._model.parameters())
+        return modes, trained, tuple(autocast_dtypes().items())
 
     def _note_out_of_memory(self, key: FrameKey) -> None:
         """Lowers the budget to what is there, since a backward cannot be rolled back."""

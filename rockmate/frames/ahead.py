@@ -5,15 +5,17 @@ still hold, H(k), is in memory while frame k + 1 runs forward and backward, and 
 
     H(k) <= budget - after(k),   H(k - 1) <= budget - max(forward(k), backward(k)),
 
-with the needs of a step that holds nothing. The seconds of all choices are to be the least. Held
-bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up for the decision, which
-therefore fits, and down for a bound, below which no decision that fits can be.
+with the needs of a step that holds nothing. The seconds of all choices are to be the least. A
+frame that gives up something has hooks, whose time counts, too: few frames give up much, rather
+than many a little. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
+for the decision, which therefore fits, and down for a bound, below which no decision that fits
+can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +34,13 @@ class KnownFrame:
         key: which call.
         needs: in a step that holds nothing; `saved_bytes` is what it holds if it gives up nothing.
         choices: what it may give up.
+        hooks_s: seconds that hooks for all that it saves take.
     """
 
     key: FrameKey
     needs: Needs
     choices: Sequence[Offer]
+    hooks_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,15 @@ class Decision:
     Attributes:
         offers: of the frames that give up something.
         kept: frames that give up nothing.
-        seconds: that it takes to make all again.
-        bound_s: no choice of offers takes less.
     """
 
     offers: dict[FrameKey, Offer] = field(default_factory=dict)
     kept: frozenset[FrameKey] = frozenset()
-    seconds: float = 0.0
-    bound_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That it takes to make all again."""
+        return sum(offer.seconds for offer in self.offers.values())
 
 
 def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
@@ -63,11 +68,8 @@ def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
         frames: in the order of their forwards.
         budget_bytes: for what frames hold and what they need beside it.
     """
-    if budget_bytes <= 0:
-        return None
     chosen = _solve(frames, budget_bytes, np.ceil)
-    bound = _solve(frames, budget_bytes, np.floor)
-    if chosen is None or bound is None:
+    if chosen is None:
         return None
     offers = {
         frame.key: frame.choices[which - 1]
@@ -75,7 +77,13 @@ def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
         if which
     }
     kept = frozenset(frame.key for frame in frames) - offers.keys()
-    return Decision(offers, kept, chosen[0], bound[0])
+    return Decision(offers, kept)
+
+
+def bound_s(frames: Sequence[KnownFrame], budget_bytes: int) -> float | None:
+    """Seconds below which no choices within the budget make all again; None if nothing fits."""
+    found = _solve([replace(each, hooks_s=0.0) for each in frames], budget_bytes, np.floor)
+    return None if found is None else found[0]
 
 
 def _limits(frames: Sequence[KnownFrame], budget_bytes: int) -> list[int]:
@@ -92,13 +100,15 @@ def _solve(
     frames: Sequence[KnownFrame], budget_bytes: int, rounded: Callable[[float], float]
 ) -> tuple[float, list[int]] | None:
     """Seconds, and for each frame 0 or the number of its choice from 1."""
+    if budget_bytes <= 0:
+        return None
     unit = budget_bytes / _NUM_LEVELS
     best: NDArray[np.float64] = np.zeros(_NUM_LEVELS + 1)
     chosen: list[NDArray[np.int32]] = []
     for frame, limit in zip(frames, _limits(frames, budget_bytes), strict=True):
         saved = frame.needs.saved_bytes
         held = [saved, *(max(0, saved - offer.num_bytes) for offer in frame.choices)]
-        seconds = [0.0, *(offer.seconds for offer in frame.choices)]
+        seconds = [0.0, *(offer.seconds + frame.hooks_s for offer in frame.choices)]
         new = np.full(_NUM_LEVELS + 1, np.inf)
         which = np.zeros(_NUM_LEVELS + 1, np.int32)
         for number, (num_bytes, each) in enumerate(zip(held, seconds, strict=True)):

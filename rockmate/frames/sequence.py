@@ -10,6 +10,8 @@ from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds
 
 _REMEMBERED_STEPS = 16
+_HOOK_S = 8e-6
+"""Seconds that the hooks of a saved tensor take, when it is saved, read and released."""
 _SIZES_PER_UNIT = 16
 """Steps smaller than the recorded one are decided for as if they were of the next larger of so many
 sizes."""
@@ -73,10 +75,19 @@ class KnownCalls:
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
         question = (budget_bytes, size, menus.version)
         if question not in self._decisions:
-            frames = [KnownFrame(key, needs.of(key), menus.choices_of(key)) for key in self._order]
-            found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size) if frames else None
+            frames = self.known_frames(needs, menus)
+            found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)
             self._decisions[question] = found or Decision()
         return self._decisions[question]
+
+    def known_frames(self, needs: StepNeeds, menus: Menus) -> list[KnownFrame]:
+        """The known calls, with what they need and may give up."""
+        return [
+            KnownFrame(
+                key, needs.of(key), menus.choices_of(key), _HOOK_S * menus.num_saved(key)
+            )
+            for key in self._order
+        ]  # fmt: skip
 
 
 def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:

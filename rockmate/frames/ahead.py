@@ -100,6 +100,8 @@ def _solve(
     frames: Sequence[KnownFrame], budget_bytes: int, rounded: Callable[[float], float]
 ) -> tuple[float, list[int]] | None:
     """Seconds, and for each frame 0 or the number of its choice from 1."""
+    if any(max(f.needs.forward_bytes, f.needs.backward_bytes) > budget_bytes for f in frames):
+        return None
     if budget_bytes <= 0:
         return None
     unit = budget_bytes / _NUM_LEVELS

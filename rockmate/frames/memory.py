@@ -17,7 +17,7 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from rockmate._torch.allocator import free_bytes
-from rockmate._torch.engine import at_end_of_backward
+from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate.frames.ahead import Decision
 from rockmate.frames.menu import FrameProfile, Offer
 from rockmate.frames.menus import Menus
@@ -107,8 +107,14 @@ class Memory:
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, end_recording: Callable[[], None]) -> None:
+        """Holds nothing.
+
+        Args:
+            device: of the model.
+            end_recording: is called after the backward of a recorded step.
+        """
+        self.device, self._on_recorded = device, end_recording
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
@@ -254,11 +260,17 @@ class Memory:
         if self.recorder is not None:
             if present is None:
                 at_end_of_backward(self.recorder.end)
+                after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         elif self.needs is not None:
             needed = self.needs.of(frame.key).backward_bytes
             scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
             self._make_room(int(scaled), position=frame.order, but=frame)
+
+    def _end_recording(self) -> None:
+        """After a backward, if it was that of all frames: another one may be to come."""
+        if self.recorder is not None and self.recorder.is_whole():
+            self._on_recorded()
 
     def end_backward_later(self, frame: Kept) -> None:
         """A frame that is kept is let go when the backward of another one begins.

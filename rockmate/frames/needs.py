@@ -124,6 +124,16 @@ class StepRecorder:
         self._recording.mark()
         self.has_ended = True
 
+    @property
+    def has_frames(self) -> bool:
+        """Whether any frame has run."""
+        return bool(self._labels)
+
+    def is_whole(self) -> bool:
+        """Whether each frame has begun its backward."""
+        begun = {key for key, what, _ in self._labels if what == "backward_bytes"}
+        return begun >= {key for key, *_ in self._labels}
+
     def stop(self, num_elements: int) -> StepNeeds:
         """The needs; what `mark` has not seen is left out."""
         stretches: list[Stretch] = self._recording.stop()[1:]

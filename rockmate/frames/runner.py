@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate._torch.allocator import Recording, is_out_of_memory
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import is_profiling
+from rockmate._torch.engine import has_saved_tensor_hooks, is_profiling
 from rockmate._torch.members import is_compiled, is_compiled_in_place
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
@@ -84,11 +84,16 @@ class FrameRunner:
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         tensors = [*model.parameters(), *model.buffers()]
-        self._memory = Memory(tensors[0].device if tensors else torch.device("cpu"))
+        # The engine and hooks of all optimizers hold this; it does not hold the object.
+        end_recording = weakref.WeakMethod(self.end_recording)
+        self._end_if_alive = lambda: found() if (found := end_recording()) is not None else None
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._memory = Memory(device, self._end_if_alive)
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
         self._num_elements = 0
         self._num_recorded_elements = 0
+        self._num_elements_without = -1  # of the largest step in which no call was a frame
         self._before_split: tuple[list[str], StepNeeds] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
         self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
@@ -163,20 +168,16 @@ class FrameRunner:
 
     def _begin_recording(self) -> None:
         memory = self._memory
-        known = memory.needs.num_elements if memory.needs is not None else -1
-        if self._num_elements <= known:
+        if self._num_elements <= max(memory.num_elements, self._num_elements_without):
             return
         Recording.end_present()
         if not is_profiling():
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             memory.recorder = StepRecorder(memory.device, parameters)
             self._num_recorded_elements = self._num_elements
-            # An optimizer's step is the first that most scripts do after the backward.
-            # The hook is global, so it does not hold this object.
-            end_recording = weakref.WeakMethod(self.end_recording)
-            self._step_hook = register_optimizer_step_pre_hook(
-                lambda *_: found() if (found := end_recording()) is not None else None
-            )
+            # Where some frame has no backward, an optimizer's step is the first that comes after.
+            end = self._end_if_alive
+            self._step_hook = register_optimizer_step_pre_hook(lambda *_: end())
 
     def end_recording(self) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right."""
@@ -188,6 +189,8 @@ class FrameRunner:
             self._step_hook.remove()
         needs = recorder.stop(self._num_recorded_elements)
         if not recorder.has_ended:  # the script has not called backward
+            if not recorder.has_frames:
+                self._note_no_frames()
             return
         is_split, self._before_split = self._before_split, None
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
@@ -207,6 +210,14 @@ class FrameRunner:
             return
         memory.needs = needs
         memory.budget_bytes = self._checked(budget_bytes, needs)
+
+    def _note_no_frames(self) -> None:
+        """A step without frames is not measured again, unless a larger one comes."""
+        self._num_elements_without = self._num_recorded_elements
+        logger.warning(
+            "no call of a submodule could be a frame, so nothing keeps the budget. Frames are "
+            "calls of submodules that have submodules, outside of checkpoints and of keep."
+        )
 
     def _frames_to_split(self, needs: StepNeeds, budget_bytes: int) -> list[str]:
         """Frames that save a large share of all; or those at the peak, if the budget is below."""
@@ -277,7 +288,8 @@ class FrameRunner:
         self, path: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def framed(*args: Any, **kwargs: Any) -> Any:
-            if self._memory.is_inside or not torch.is_grad_enabled():
+            is_plain = self._memory.is_inside or not torch.is_grad_enabled()
+            if is_plain or has_saved_tensor_hooks():  # a checkpoint keeps what is saved
                 return forward(*args, **kwargs)
             return self._run_frame(path, module, Arguments(forward, args, kwargs))
 

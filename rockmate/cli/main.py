@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rockmate.cli.values import at_least_two, fraction, names, positive
+
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
     from rockmate.hf.model_source import SourcedModel
@@ -93,17 +95,24 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
     )
     demo.add_argument(
-        "--budget", type=_fraction, default=0.4, help="fraction of eager's measured activation peak"
-    )
-    demo.add_argument("--steps", type=_positive, default=6, help="training steps of each run")
-    demo.add_argument("--batch", type=_positive, default=4, help="sequences in a batch")
-    demo.add_argument("--tokens", type=_at_least_two, default=256, help="tokens in a sequence")
-    demo.add_argument("--layers", type=_positive, help="layers of the built GPT-2 (default: 12)")
-    demo.add_argument(
-        "--width", type=_positive, help="hidden size of the built GPT-2 (default: 384)"
+        "--budget", type=fraction, default=0.4, help="fraction of eager's measured activation peak"
     )
     demo.add_argument(
-        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+        "--mode",
+        choices=("plan", "frames", "auto"),
+        default="plan",
+        help="capture and plan, or keep the budget without a graph; auto: frames where there is "
+        "no graph",
+    )
+    demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
+    demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
+    demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
+    demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
+    demo.add_argument(
+        "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
+    )
+    demo.add_argument(
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
     demo.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
@@ -134,7 +143,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     sweep.add_argument(
         "--strategies",
-        type=_names,
+        type=names,
         default=("rockmate",),
         metavar="S,S",
         help="to compare (default: rockmate)",
@@ -146,7 +155,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     sweep.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         default=5,
         help="steps that --measure takes at each budget (default: 5)",
     )
@@ -194,17 +203,17 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     command.add_argument(
         "--batch",
-        type=_positive,
+        type=positive,
         help="sequences or images of a configuration's sample (default: 2)",
     )
     command.add_argument(
         "--tokens",
-        type=_at_least_two,
+        type=at_least_two,
         help="in a sequence (default: 256, or as many as the model takes)",
     )
     command.add_argument(
         "--image-size",
-        type=_positive,
+        type=positive,
         help="pixels along an image's side (default: as in the configuration)",
     )
     command.add_argument(
@@ -223,7 +232,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--untraced",
-        type=_names,
+        type=names,
         default=(),
         metavar="PATH,PATH",
         help="submodules that run as they are, since they cannot be captured",
@@ -234,7 +243,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         "of a .toml",
     )
     command.add_argument(
-        "--threads", type=_positive, help="threads of an op (default: PyTorch's choice)"
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
 
 
@@ -274,6 +283,7 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         batch_size=arguments.batch,
         sequence_length=arguments.tokens,
         quiet=arguments.quiet,
+        mode=arguments.mode,
         **size,
     )
 
@@ -413,35 +423,6 @@ def _source(arguments: argparse.Namespace) -> SourcedModel:
     )
     device = "meta" if arguments.machine is not None else arguments.device
     return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
-
-
-# --- values of arguments --------------------------------------------------------------------------
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def _at_least_two(text: str) -> int:
-    return _at_least(text, 2)  # a language model predicts the second token from the first
-
-
-def _at_least(text: str, smallest: int) -> int:
-    value = int(text)
-    if value < smallest:
-        raise argparse.ArgumentTypeError(f"{text} is below {smallest}")
-    return value
 
 
 if __name__ == "__main__":

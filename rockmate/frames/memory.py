@@ -104,6 +104,7 @@ class Memory:
         is_profiling: whether menus are made from the frames of this step.
         menus: what each frame may give up.
         decision: what was decided ahead for this step.
+        given_up: what frames of this step have given up; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
     """
 
@@ -127,6 +128,7 @@ class Memory:
         self.is_profiling = False
         self.menus, self.calls = Menus(), KnownCalls()
         self.decision = Decision()
+        self.given_up: dict[FrameKey, Offer | None] = {}
         self._most_kept_bytes = 0
         self._part_paths: dict[str, set[str]] = {}
         self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
@@ -142,6 +144,7 @@ class Memory:
             state: of the model; where it is another than before, frames may save other tensors.
         """
         self.counts, self.peak_bytes, self._backward_of = Counts(), 0, None
+        self.given_up = {}
         self._num_steps += 1
         self._let_go_begun()
         self.menus.make()
@@ -243,6 +246,7 @@ class Memory:
         """Takes a frame that is kept, when its forward has run."""
         self.counts.num_frames += 1
         self.counts.num_kept += 1
+        self.given_up[frame.key] = None
         self.kept_bytes += frame.num_bytes
         self._make_room_after(frame)
 
@@ -342,6 +346,7 @@ class Memory:
         if offer is not frame.planned:
             self._want_parts(frame)
         frame.drop_next()
+        self.given_up[frame.key] = frame.taken
 
     def _want_parts(self, frame: Frame) -> None:
         """Notes the parts of the best offer of a frame, whether or not they can run."""

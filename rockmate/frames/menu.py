@@ -78,6 +78,13 @@ class Offer:
     parts: frozenset[PartKey]
     prefix: int
 
+    def __str__(self) -> str:
+        parts = [
+            each.path if not each.number else f"{each.path} (call {each.number + 1})"
+            for each in sorted(self.parts)
+        ]
+        return ", ".join([f"its first {self.prefix} tensors"] * bool(self.prefix) + parts)
+
 
 @dataclass(slots=True)
 class FrameProfile:

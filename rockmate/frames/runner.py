@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.memory_limit import MemoryLimit
 
@@ -123,16 +125,48 @@ class FrameRunner:
         return self._memory.budget_bytes
 
     def summary(self) -> str:
-        """One line: the budget, the smallest peak, and what the last call dropped."""
-        needs, counts = self.needs, self.counts
-        if needs is None or self.budget_bytes is None:
-            return f"(frames of {len(self._paths)} submodules, not measured yet)"
-        return (
-            f"(frames: budget {size_text(self.budget_bytes)}, smallest peak "
-            f"{size_text(needs.minimum_bytes)}, {size_text(needs.baseline_bytes)} if nothing is "
-            f"dropped; of {counts.num_frames} frames {counts.num_made_again} ran twice, in "
-            f"{counts.made_again_s:.3f} s)"
+        """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
+        report = self.report()
+        if report is None:
+            return f"frames of {len(self._paths)} submodules, not measured yet"
+        return report.summary()
+
+    def report(self) -> FramesReport | None:
+        """What the last call did; None until the first step is measured."""
+        memory, needs = self._memory, self.needs
+        if needs is None or memory.budget_bytes is None:
+            return None
+        decision = memory.decision
+        rows = [
+            FrameRow(
+                name=str(key) if key.number else key.path,
+                saved_bytes=needs.of(key).saved_bytes,
+                seconds=needs.of(key).seconds,
+                given_up=self._given_up(key),
+            )
+            for key in memory.calls.present
+        ]
+        is_decided = bool(decision.offers or decision.kept)
+        return FramesReport(
+            budget_bytes=memory.budget_bytes,
+            minimum_bytes=needs.minimum_bytes,
+            baseline_bytes=needs.baseline_bytes,
+            peak_bytes=memory.peak_bytes,
+            counts=replace(memory.counts),
+            decided_s=decision.seconds if is_decided else None,
+            bound_s=(
+                memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
+                if is_decided and memory.scale == 1
+                else None
+            ),
+            rows=rows,
         )
+
+    def _given_up(self, key: FrameKey) -> str:
+        if key not in self._memory.given_up:
+            return "nothing"
+        offer = self._memory.given_up[key]
+        return "nothing, without hooks" if offer is None else str(offer)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call.

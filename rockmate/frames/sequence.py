@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
-from rockmate.frames.ahead import Decision, KnownFrame, decide
+from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
 from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds
 
@@ -48,6 +48,15 @@ class KnownCalls:
         if state != self._state:
             self._state = state
             self._saved.clear()
+
+    @property
+    def present(self) -> Sequence[FrameKey]:
+        """Calls of the present step so far."""
+        return self._present
+
+    def bound_s(self, needs: StepNeeds, menus: Menus, budget_bytes: int) -> float | None:
+        """Seconds below which no choices make again what the known calls give up."""
+        return bound_s(self.known_frames(needs, menus), budget_bytes)
 
     def note(self, key: FrameKey) -> None:
         """A call of the present step begins."""

@@ -406,16 +406,6 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
         RockmateModule(Chain(), batch(0), 0.5, **options)
 
 
-def test_the_summary_says_what_was_dropped() -> None:
-    model = Chain()
-    module = framed(model)
-    assert "not measured yet" in repr(module)
-    for step in range(4):
-        loss_of(module, step).backward()
-    assert "frames: budget" in repr(module)
-    assert "ran twice" in repr(module)
-
-
 class Around(nn.Module):
     """A checkpoint around all blocks, or around some."""
 

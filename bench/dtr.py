@@ -66,14 +66,23 @@ class Simulation:
         evicted_at: for each eviction, the number of ops that had run, and the output.
     """
 
-    def __init__(self, program: Sequence[Op], budget: float, heuristic: str) -> None:
+    def __init__(
+        self,
+        program: Sequence[Op],
+        budget: float,
+        heuristic: str,
+        *,
+        most_ops: float = math.inf,
+    ) -> None:
         """Prepares; `run` runs.
 
         Args:
             program: ops in order.
             budget: bound on the sizes that are live at once.
             heuristic: of `HEURISTICS`.
+            most_ops: a run of more ends, with a time of infinity.
         """
+        self._most_ops = most_ops
         self._program, self._budget = program, budget
         self._value = HEURISTICS[heuristic]
         self._readers: list[list[int]] = [[] for _ in program]
@@ -98,6 +107,8 @@ class Simulation:
         """
         for number, op in enumerate(self._program):
             self._execute(number)
+            if len(self.executed) > self._most_ops:
+                return math.inf
             self._released.update(op.releases)
             for each in op.releases:
                 self._live.discard(each)
@@ -116,6 +127,8 @@ class Simulation:
             else:
                 self._run_op(current)
                 pending.pop()
+                if len(self.executed) > self._most_ops:
+                    return
 
     def _run_op(self, number: int) -> None:
         op = self._program[number]
@@ -136,7 +149,7 @@ class Simulation:
                 self._live.discard(each)
 
     def _evict(self) -> None:
-        able = [each for each in self._live if not self._locks.get(each)]
+        able = [each for each in self._live if self.size(each) and not self._locks.get(each)]
         if not able:
             raise OutOfBudgetError
         chosen = min(able, key=lambda each: (self._value(self, each), each))

@@ -7,9 +7,9 @@
 Each model trains in turn eager, in frames at shares of eager's peak, with one checkpoint around
 each of the modules whose calls are frames, and in frames at the peak of those checkpoints. Controls
 have a plan at the same shares beside them. One thread; a round is one step of each; ratios are
-medians over rounds of a step's time over eager's in the same round. Peaks are the largest of three
-steps by the allocator's events. Bits of losses, gradients and buffers are compared over three
-steps. Writes STEM.jsonl, a line for each method, and STEM.md.
+medians over rounds of a step's processor time over eager's in the same round. Peaks are the
+largest of three steps by the allocator's events, batches in place. Bits of losses, gradients and
+buffers are compared over three steps. Writes STEM.jsonl, a line for each method, and STEM.md.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ class Trained:
 
     def step(self, seed: int) -> Tensor:
         """Forward and backward; gradients add up."""
+        return self._step(seed, self._make_batch(seed))
+
+    def _step(self, seed: int, batch: dict[str, Tensor]) -> Tensor:
         torch.manual_seed(seed)
-        loss = self.module(**self._make_batch(seed))
+        loss = self.module(**batch)
         loss.backward()
         runner = self.module.frames if isinstance(self.module, RockmateModule) else None
         if runner is not None:
-            runner.end_recording()  # there is one profiler, and the meter needs it
+            runner.end_recording()  # if some frame had no backward: the meter needs the profiler
         return loss.detach()
 
     def _numbers(self) -> list[Tensor]:
@@ -74,16 +77,17 @@ class Trained:
         return numbers + [each.clone() for each in self._model.buffers()]
 
     def peak_bytes(self) -> int:
-        """The largest peak of the steps, with gradients in place."""
+        """The largest peak of the steps, with gradients and batches in place."""
         self.step(SEEDS[0])
         self._model.zero_grad(set_to_none=False)
-        return max(allocator_peak(partial(self.step, seed)) for seed in SEEDS)
+        batches = {seed: self._make_batch(seed) for seed in SEEDS}
+        return max(allocator_peak(partial(self._step, *each)) for each in batches.items())
 
     def seconds(self, seed: int) -> float:
         """Of one step, with gradients in place."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         self.step(seed)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

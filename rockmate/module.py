@@ -415,7 +415,8 @@ class RockmateModule(nn.Module):
 
     def _plan_text(self) -> str:
         if self._frames is not None:
-            return self._frames.summary()
+            report = self._frames.report()
+            return f"({self._frames.summary() if report is None else report.line()})"
         if not self._plans.runnables:
             return "(not planned yet)"
         plan = self.plan

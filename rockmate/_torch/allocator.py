@@ -40,6 +40,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated before an allocation fails; None if there is no limit.
+
+    On the CPU the limit is that of the process's addresses (`ulimit -v`). What the whole machine,
+    or a container, has is none: a process beyond that is killed, and no allocation fails.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return limit - int(file.read().split()[0]) * resource.getpagesize()
+
+
 def peak_beyond_result(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which the peak during `function` exceeds the elements of its result.
 

@@ -56,6 +56,39 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+class _AfterBackward:
+    """Calls a function when it goes: the engine drops it when its call has returned."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> None:
+        """The engine calls it at the end of the backward, where the thread's state is its own."""
+
+    def __del__(self) -> None:
+        if backward_id() == -1:
+            self._callback()
+        else:  # a backward within another one has ended
+            after_backward(self._callback)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls a function after the running backward, and those around it, whether or not they fail.
+
+    `at_end_of_backward` is earlier: then the engine still puts the state of its thread back, and
+    with it a profiler that was stopped meanwhile. Only a running backward takes it. What the
+    function raises is printed, not raised.
+    """
+    at_end_of_backward(_AfterBackward(callback))
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether somebody's hooks are on for what autograd saves: checkpoints, `save_on_cpu`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
+
+
 def dispatch_keys() -> tuple[Any, Any]:
     """The dispatcher's included and excluded keys in this thread, for `accumulate`."""
     return (

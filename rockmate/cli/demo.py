@@ -26,10 +26,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate.errors import RockmateError
 from rockmate.extras import require
+from rockmate.frames.report import FramesReport
+from rockmate.module import Mode
 from rockmate.progress import is_terminal
 
 Batch = Mapping[str, torch.Tensor]
@@ -40,6 +42,8 @@ _NUM_BYTE_VALUES = 256
 _BYTES_PER_TOKEN = 16  # more than any tokenizer needs on source text
 _LEARNING_RATE = 1e-4
 _NUM_RECORDED_STEPS = 3
+_NUM_STEPS_OF_FRAMES = 4
+"""Frames are chosen, measured and decided on within so many steps."""
 
 
 class DemoError(RockmateError):
@@ -60,6 +64,7 @@ class DemoOptions:
         batch_size: sequences in a batch.
         sequence_length: tokens in a sequence.
         quiet: no progress on standard error.
+        mode: as of `RockmateModule`.
     """
 
     model: str | None = None
@@ -70,6 +75,7 @@ class DemoOptions:
     batch_size: int = 4
     sequence_length: int = 256
     quiet: bool = False
+    mode: Mode = "plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +89,23 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Both runs, the plan, and what it took to make it."""
+    """Both runs, the plan and what it took to make it, or what frames did in their last step."""
 
     title: str
     eager: Run
     planned: Run
-    plan: Plan
+    plan: Plan | None
     planning_s: float
     stage_s: Mapping[str, float]
     equal_weights: bool
+    frames: FramesReport | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of the plan, or of the frames."""
+        promise = self.frames if self.plan is None else self.plan
+        assert promise is not None
+        return promise.budget_bytes
 
     @property
     def equal_losses(self) -> bool:
@@ -101,7 +115,7 @@ class DemoResult:
     @property
     def fits(self) -> bool:
         """Whether the measured peak is inside the budget."""
-        return self.planned.memory.peak_bytes <= self.plan.budget_bytes
+        return self.planned.memory.peak_bytes <= self.budget_bytes
 
     @property
     def succeeded(self) -> bool:
@@ -136,8 +150,8 @@ def run(options: DemoOptions) -> DemoResult:
         f"eager's peak is {mebibytes(eager_memory.peak_bytes)}; planning for "
         f"{mebibytes(budget_bytes)}"
     )
-    module, planner, planning_s = _plan(
-        ours, batches[0], budget_bytes, eager_memory.peak_bytes, progress=not options.quiet
+    module, stage_s, planning_s = _wrap(
+        ours, batches[0], budget_bytes, eager_memory.peak_bytes, options
     )
     planned_memory = _memory_of_step(module, ours, batches[0])
 
@@ -148,9 +162,10 @@ def run(options: DemoOptions) -> DemoResult:
         title=_title(kind, model, options),
         eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
         planned=Run(losses=planned_steps[0], times_ms=planned_steps[1], memory=planned_memory),
-        plan=module.plan,
+        plan=module.plan if module.is_planned else None,
         planning_s=planning_s,
-        stage_s=dict(planner.timings),
+        stage_s=stage_s,
+        frames=None if module.frames is None else module.frames.report(),
         equal_weights=_equal_weights(model, ours),
     )
 
@@ -180,20 +195,40 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
     return outputs.loss.item()
 
 
-def _plan(
-    model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, *, progress: bool
-) -> tuple[Any, Planner, float]:
+def _wrap(
+    model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, options: DemoOptions
+) -> tuple[RockmateModule, Mapping[str, float], float]:
+    """The module, seconds of stages of its planning, and of all."""
     start = time.perf_counter()
-    planner = Planner(
-        model, batch, progress=progress and is_terminal(), allow_chunking=False
-    )  # the demo promises every bit
+    progress = not options.quiet and is_terminal()
+    stage_s: Mapping[str, float] = {}
     try:
-        module = planner.module(budget_bytes)
+        if options.mode == "plan":
+            planner = Planner(
+                model, batch, progress=progress, allow_chunking=False
+            )  # the demo promises every bit
+            module = planner.module(budget_bytes)
+            stage_s = dict(planner.timings)
+        else:
+            module = _framed(model, batch, budget_bytes, options.mode)
     except InfeasibleBudgetError as error:
         smallest = math.ceil(1000 * error.minimum_bytes / eager_bytes) / 1000
         msg = f"{error} As a fraction of eager's measured peak: --budget {smallest:.3f}."
         raise DemoError(msg) from error
-    return module, planner, time.perf_counter() - start
+    return module, stage_s, time.perf_counter() - start
+
+
+def _framed(model: nn.Module, batch: Batch, budget_bytes: int, mode: Mode) -> RockmateModule:
+    """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
+    if mode == "auto":
+        module = RockmateModule(model, batch, budget_bytes, mode=mode, allow_chunking=False)
+    else:
+        module = RockmateModule(model, None, budget_bytes, mode=mode)
+    if module.frames is not None:
+        for _ in range(_NUM_STEPS_OF_FRAMES):
+            _step(module, batch, seed=0)
+            module.frames.end_recording()
+    return module
 
 
 _Steps = tuple[list[float], list[float]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from rockmate import Plan
 from rockmate.cli.demo import DemoResult, mebibytes
 
 
 def report(result: DemoResult) -> str:
     """The one table, and what follows from it."""
-    plan, eager, planned = result.plan, result.eager, result.planned
+    eager, planned = result.eager, result.planned
     eager_bytes = eager.memory.peak_bytes
     eager_ms, planned_ms = statistics.median(eager.times_ms), statistics.median(planned.times_ms)
     rows = [("", "eager", "RockmateModule", "ratio")]
@@ -22,27 +23,17 @@ def report(result: DemoResult) -> str:
         (
             "activation budget",
             "",
-            mebibytes(plan.budget_bytes),
-            f"{plan.budget_bytes / eager_bytes:.3f}",
+            mebibytes(result.budget_bytes),
+            f"{result.budget_bytes / eager_bytes:.3f}",
         ),
-        (
-            "activation peak, predicted",
-            mebibytes(plan.baseline_peak_bytes),
-            mebibytes(plan.predicted_peak_bytes),
-            f"{plan.predicted_peak_bytes / plan.baseline_peak_bytes:.3f}",
-        ),
+        *_predicted_peak(result),
         (
             "activation peak, measured",
             mebibytes(eager_bytes),
             mebibytes(planned.memory.peak_bytes),
             f"{planned.memory.peak_bytes / eager_bytes:.3f}",
         ),
-        (
-            "step time, predicted",
-            _ms(plan.baseline_ms),
-            _ms(plan.predicted_ms),
-            f"{plan.predicted_ms / plan.baseline_ms:.3f}",
-        ),
+        *_predicted_time(result.plan),
         (
             "step time, measured (median)",
             _ms(eager_ms),
@@ -53,6 +44,8 @@ def report(result: DemoResult) -> str:
     ]
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
     lines = [result.title, "", *_table(rows)]
+    if result.frames is not None:
+        lines += ["", "Frames, in the last step:", result.frames.summary()]
     if stages:
         lines += ["", f"Planning: {stages}."]
     lines.append(
@@ -60,6 +53,24 @@ def report(result: DemoResult) -> str:
         "the other's right before it."
     )
     return "\n".join([*lines, *_verdicts(result)]) + "\n"
+
+
+def _predicted_peak(result: DemoResult) -> list[tuple[str, ...]]:
+    if result.plan is not None:
+        before, after = result.plan.baseline_peak_bytes, result.plan.predicted_peak_bytes
+    else:
+        assert result.frames is not None
+        before, after = result.frames.baseline_bytes, result.frames.peak_bytes
+    ratio = f"{after / before:.3f}"
+    return [("activation peak, predicted", mebibytes(before), mebibytes(after), ratio)]
+
+
+def _predicted_time(plan: Plan | None) -> list[tuple[str, ...]]:
+    """Frames predict no time of a step."""
+    if plan is None:
+        return []
+    ratio = f"{plan.predicted_ms / plan.baseline_ms:.3f}"
+    return [("step time, predicted", _ms(plan.baseline_ms), _ms(plan.predicted_ms), ratio)]
 
 
 def _verdicts(result: DemoResult) -> list[str]:
@@ -76,7 +87,7 @@ def _verdicts(result: DemoResult) -> list[str]:
         ]
     else:
         lines = ["FAILED: the losses are not identical."]
-    measured, budget = result.planned.memory.peak_bytes, result.plan.budget_bytes
+    measured, budget = result.planned.memory.peak_bytes, result.budget_bytes
     if result.fits:
         lines.append(
             f"Memory: the measured peak is inside the budget, with {budget - measured:,} bytes to "

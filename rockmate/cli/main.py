@@ -99,6 +99,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--budget", type=fraction, default=0.4, help="fraction of eager's measured activation peak"
     )
+    demo.add_argument(
+        "--mode",
+        choices=("plan", "frames", "auto"),
+        default="plan",
+        help="capture and plan, or keep the budget without a graph; auto: frames where there is "
+        "no graph",
+    )
     demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
     demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
     demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
@@ -230,6 +237,7 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         batch_size=arguments.batch,
         sequence_length=arguments.tokens,
         quiet=arguments.quiet,
+        mode=arguments.mode,
         **size,
     )
 

@@ -15,6 +15,7 @@ from rockmate.budget import size_text
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline
     from rockmate.cli.demo import DemoResult
+    from rockmate.frames.report import FramesReport
     from rockmate.plan.plan import Plan
 
 _EAGER_COLOR = "#8a8f98"
@@ -45,7 +46,7 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     _curve(axes, eager, _EAGER_COLOR, label=f"eager, peak {top:.0f} MiB")
     planned_label = f"RockmateModule, peak {planned.peak_bytes / _MIB:.0f} MiB"
     _curve(axes, planned, _PLANNED_COLOR, label=planned_label)
-    budget_mib = result.plan.budget_bytes / _MIB
+    budget_mib = result.budget_bytes / _MIB
     axes.axhline(
         budget_mib,
         color=_BUDGET_COLOR,
@@ -56,7 +57,8 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     _phase_boundary(axes, eager, backward_mark, _EAGER_COLOR)
     _phase_boundary(axes, planned, backward_mark, _PLANNED_COLOR)
 
-    _name_peak(axes, planned, peak_note(result.plan), longest_ms=longest_ms, top_mib=top)
+    note = frames_note(result.frames) if result.plan is None else peak_note(result.plan)
+    _name_peak(axes, planned, note, longest_ms=longest_ms, top_mib=top)
 
     boundary_ms = 1e3 * planned.marks[backward_mark]
     for text, x_ms in (("forward", boundary_ms / 2), ("backward", (boundary_ms + longest_ms) / 2)):
@@ -89,6 +91,16 @@ def peak_note(plan: Plan) -> str:
     if rest:
         lines.append(f"{size_text(sum(num_bytes for _, num_bytes in rest))}  in {len(rest)} more")
     return "\n".join(lines)
+
+
+def frames_note(frames: FramesReport | None) -> str:
+    """What frames gave up in their last step."""
+    assert frames is not None
+    counts = frames.counts
+    return (
+        f"{counts.num_dropped} of {counts.num_frames} frames gave up something,\n"
+        f"which was made again in {1e3 * counts.made_again_s:.0f} ms"
+    )
 
 
 def _name_peak(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_leaves, tree_map
 from rockmate._torch.storage import version_of
 from rockmate.errors import UnsupportedModelError
-from rockmate.frames.memory import FrameKey, Memory, storages_of
+from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
     Attributes,
     Buffers,
@@ -24,6 +24,8 @@ from rockmate.frames.module_state import (
     attributes_as,
     autocast_as,
 )
+from rockmate.frames.needs import FrameKey
+from rockmate.frames.storages import storages_of
 
 
 class Arguments(NamedTuple):
@@ -65,6 +67,10 @@ class Call:
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
+
+    def sizes(self) -> Hashable:
+        """Shapes and types of the arguments that are tensors."""
+        return tuple((each.shape, each.dtype, each.requires_grad) for each in self._inputs)
 
     def outside_storages(self) -> dict[int, torch.Tensor]:
         """Storages of arguments, parameters and buffers, each with a tensor that has it.

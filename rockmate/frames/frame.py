@@ -16,9 +16,11 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.memory import FrameKey, Memory, storages_of
+from rockmate.frames.memory import Memory
 from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
+from rockmate.frames.needs import FrameKey
 from rockmate.frames.part import Part, Result
+from rockmate.frames.storages import storages_of
 
 
 class _Saved(NamedTuple):
@@ -59,29 +61,21 @@ class Frame:
         num_bytes: bytes that it holds and nobody else does.
         seconds: that its forward took.
         offers: what it may give up, see `menu`; of rising bytes.
-        num_taken: how many of them are taken.
+        planned: what was decided ahead that it gives up.
+        taken: what it has given up.
         is_made_again: whether something was dropped and has been made again. The rest then stays.
     """
 
-    def __init__(
-        self,
-        key: FrameKey,
-        order: int,
-        module: nn.Module,
-        arguments: Arguments,
-        memory: Memory,
-    ) -> None:
-        """Takes the state that a second run of the call needs.
+    def __init__(self, call: Call, order: int, memory: Memory) -> None:
+        """Holds nothing yet.
 
         Args:
-            key: which call.
+            call: that runs.
             order: see above.
-            module: the submodule.
-            arguments: its own forward, and what it is called with.
             memory: counts what frames hold.
         """
-        self.key, self.order, self._memory = key, order, memory
-        self._call = Call(key, module, arguments, memory)
+        self.key, self.order, self._memory = call.key, order, memory
+        self._call = call
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
         self._saved: list[_Saved | None] = []
@@ -97,7 +91,8 @@ class Frame:
         self._begin_s = 0.0
         self.num_bytes, self.seconds = 0, 0.0
         self.offers: tuple[Offer, ...] = ()
-        self.num_taken = 0
+        self.planned: Offer | None = None
+        self.taken: Offer | None = None
         self.is_made_again = False
 
     # --- the forward ------------------------------------------------------------------------------
@@ -161,8 +156,9 @@ class Frame:
         index = len(self._saved)
         self._saved.append(_Saved(tensor.detach(), keys, version))
         self._shapes.append((tensor.shape, tensor.dtype))
-        self._saved_s.append(self._passed_s())
-        self.num_bytes += self._memory.hold(tensor, keys)
+        if self._memory.is_profiling:
+            self._saved_s.append(self._passed_s())
+        self.num_bytes += self._memory.storages.hold(tensor, keys)
         for part in self._running:
             part.note(index, keys)
         result = self._results.get(keys[0])
@@ -174,7 +170,9 @@ class Frame:
         """What is saved, at the end of the forward."""
         storages = [() if each is None else each.storages for each in self._saved]
         counts = Counter(key for keys in storages for key in keys)
-        held = {key: self._memory.bytes_if_held(key, count) for key, count in counts.items()}
+        held = {
+            key: self._memory.storages.bytes_if_held(key, count) for key, count in counts.items()
+        }
         own = {key: num_bytes for key, num_bytes in held.items() if num_bytes}
         return FrameProfile(
             storages=[[key for key in keys if key in own] for keys in storages],
@@ -218,45 +216,52 @@ class Frame:
     def _let_go(self, index: int) -> None:
         saved, self._saved[index] = self._saved[index], None
         if saved is not None:
-            self.num_bytes -= self._memory.let_go(saved.storages)
+            self.num_bytes -= self._memory.storages.let_go(saved.storages)
 
     # --- giving up --------------------------------------------------------------------------------
-
-    @property
-    def present(self) -> Offer | None:
-        """The offer that is taken."""
-        return self.offers[self.num_taken - 1] if self.num_taken else None
 
     @property
     def next_offer(self) -> Offer | None:
         """What would be dropped next; None if nothing more can be dropped."""
         if self.is_made_again or not self.num_bytes or self._cannot_repeat():
             return None
-        for offer in self.offers[self.num_taken :]:
-            if offer.prefix or self._can_give_up(offer):
-                return offer
-        return None
+        following = iter(self.offers)
+        if self.taken is None:
+            if self.planned is not None and self._can_give_up(self.planned):
+                return self.planned
+        else:
+            taken, last = self.taken, self.offers[-1]
+            following = (
+                each for each in self.offers
+                if each.num_bytes > taken.num_bytes or (each is last and each is not taken)
+            )  # fmt: skip
+        return next(filter(self._can_give_up, following), None)
 
     def _cannot_repeat(self) -> bool:
         return self._call.cannot_repeat or self._call.has_changed_inputs()
 
     def _can_give_up(self, offer: Offer) -> bool:
+        if offer.prefix and not offer.parts:
+            return self.taken is None or offer.prefix > self.taken.prefix
+        if self.taken is not None and self.taken.prefix:
+            return False
         parts = [part for key in offer.parts if (part := self._parts.get(key)) is not None]
         if len(parts) < len(offer.parts) or not all(p.is_dropped or p.can_run for p in parts):
             return False
-        slots = {slot for part in parts for slot in part.slots}
+        slots = {slot for part in parts for slot in part.slots} | set(range(offer.prefix))
         return all(part.slots <= slots for part in self._parts.values() if part.is_dropped)
 
     def drop_next(self) -> None:
         """Gives up what the next offer says, until the backward reads it."""
         offer = self.next_offer
         assert offer is not None
-        self.num_taken = self.offers.index(offer) + 1
+        self.taken = offer
+        self._drop_parts(offer.parts)
         if offer.prefix:
-            is_last = self.num_taken == len(self.offers)
-            self._drop_prefix(len(self._saved) if is_last else offer.prefix)
-        else:
-            self._drop_parts(offer.parts)
+            is_last = bool(self.offers) and offer is self.offers[-1]
+            first = min((self._parts[key].begin_slot for key in offer.parts), default=offer.prefix)
+            length = len(self._saved) if is_last else min(offer.prefix, first)
+            self._drop_prefix(length, but=offer.parts)
 
     def everything(self) -> Offer:
         """The offer of all that is saved, where no menu is known."""
@@ -267,10 +272,17 @@ class Frame:
         if not self._cannot_repeat():
             self._drop_prefix(len(self._saved))
 
-    def _drop_prefix(self, length: int) -> None:
-        given_up = (slot for part in self._parts.values() if part.is_dropped for slot in part.slots)
-        length = max(length, 1 + max(given_up, default=-1))
-        self._parts = {}
+    def _drop_prefix(self, length: int, but: Set[PartKey] = frozenset()) -> None:
+        """Gives up the first tensors.
+
+        Args:
+            length: how many, at least.
+            but: parts of what follows, which run by themselves.
+        """
+        others = (part for key, part in self._parts.items() if key not in but and part.is_dropped)
+        length = max(length, 1 + max((slot for each in others for slot in each.slots), default=-1))
+        self._parts = {key: part for key, part in self._parts.items() if key in but}
+        length = min(length, len(self._saved))  # another run may save fewer
         last = max((i for i in range(length) if self._is_needed(i)), default=-1)
         self._num_prefix = last + 1
         for index in range(self._num_prefix):
@@ -346,7 +358,7 @@ class Frame:
 
     def _fill(self, index: int, saved: _Saved) -> None:
         if self._saved[index] is None and self._is_needed(index):
-            self.num_bytes += self._memory.hold(saved.tensor, saved.storages)
+            self.num_bytes += self._memory.storages.hold(saved.tensor, saved.storages)
             self._saved[index] = saved
 
     def _take_results(self, made: dict[int, _Saved], part: Part, output: Any) -> None:

@@ -19,6 +19,12 @@ from typing import NamedTuple
 
 _MOST_PARTS = 8
 """How many sets of parts a menu tries."""
+_MOST_CHOICES = 32
+"""How many offers are kept while sets of parts are put together."""
+_MOST_TRIED_PARTS = 12
+"""Of how many parts sets are put together: those of the most bytes for their seconds."""
+_MOST_PREFIXES = 8
+"""After how many prefixes parts are tried."""
 
 
 class PartKey(NamedTuple):
@@ -72,6 +78,13 @@ class Offer:
     parts: frozenset[PartKey]
     prefix: int
 
+    def __str__(self) -> str:
+        parts = [
+            each.path if not each.number else f"{each.path} (call {each.number + 1})"
+            for each in sorted(self.parts)
+        ]
+        return ", ".join([f"its first {self.prefix} tensors"] * bool(self.prefix) + parts)
+
 
 @dataclass(slots=True)
 class FrameProfile:
@@ -106,16 +119,17 @@ class FrameProfile:
                 freed.difference_update(keys)
         return sum(self.num_bytes[key] for key in freed)
 
-    def offer(self, parts: frozenset[PartKey]) -> Offer:
-        """Gives up what some parts save and their saved results."""
+    def offer(self, parts: frozenset[PartKey], prefix: int = 0) -> Offer:
+        """Gives up what some parts save and their saved results, and a prefix."""
         needed: set[int] = set()
-        seconds = 0.0
+        seconds = self.saved_s[prefix - 1] if prefix else 0.0
         for key in parts:
             part = self.parts[key]
             needed |= part.inputs
             last_s = part.end_s if part.result_slots else self.saved_s[part.slots[-1]]
             seconds += last_s - part.begin_s
-        return Offer(self.bytes_without(self.slots_of(parts), needed), seconds, parts, 0)
+        slots = self.slots_of(parts) | set(range(prefix))
+        return Offer(self.bytes_without(slots, needed), seconds, parts, prefix)
 
     def slots_of(self, parts: Set[PartKey]) -> set[int]:
         """Positions of what some parts save, and of their saved results."""
@@ -172,6 +186,69 @@ def menu(profile: FrameProfile) -> tuple[Offer, ...]:
         if not (chosen[-1].prefix and chosen[-1].num_bytes == everything.num_bytes):
             chosen.append(everything)
     return tuple(chosen[1:])
+
+
+def choices(profile: FrameProfile) -> tuple[Offer, ...]:
+    """What is worth giving up, of rising bytes and seconds: sets of parts, and prefixes with them.
+
+    Unlike the steps of a menu, they need not contain one another. The last is everything.
+    """
+    prefixes = list(_by_prefixes(profile))
+    if not prefixes or not profile.num_bytes:
+        return ()
+    starts = _thinned(_undominated(prefixes), _MOST_PREFIXES)
+    nothing = Offer(0, 0.0, frozenset(), 0)
+    found = [each for start in (nothing, *starts) for each in _sets_of_parts(profile, start)]
+    best = _undominated([*found, *prefixes])
+    return tuple(each for each in _thinned(best, 2 * _MOST_CHOICES) if each.num_bytes)
+
+
+def _sets_of_parts(profile: FrameProfile, start: Offer) -> list[Offer]:
+    """An offer, and those that give up sets of the parts that follow its prefix, too."""
+    able = [
+        key for key in profile.able_parts()
+        if min(profile.parts[key].all_slots) >= start.prefix
+        and profile.parts[key].begin_s >= start.seconds
+    ]  # fmt: skip
+    alone = {key: profile.offer(frozenset((key,))) for key in able}
+    able = [key for key in able if alone[key].num_bytes]
+    able.sort(key=lambda key: (alone[key].seconds / alone[key].num_bytes, key))
+    front = [start]
+    for key in able[:_MOST_TRIED_PARTS]:
+        more = [
+            profile.offer(_with(profile, each.parts, key), start.prefix)
+            for each in front
+            if not _is_within_one(profile, key, each.parts)
+        ]
+        possible = (each for each in more if _keeps_inputs(profile, each))
+        front = _thinned(_undominated([*front, *possible]), _MOST_CHOICES)
+    return front
+
+
+def _keeps_inputs(profile: FrameProfile, offer: Offer) -> bool:
+    """Whether nothing is given up that one of the parts reads: it would stay in memory."""
+    slots = profile.slots_of(offer.parts) | set(range(offer.prefix))
+    given_up = {key for slot in slots for key in profile.storages[slot]}
+    return all(given_up.isdisjoint(profile.parts[key].inputs) for key in offer.parts)
+
+
+def _undominated(offers: Sequence[Offer]) -> list[Offer]:
+    """Of rising bytes and seconds: those that no other frees as much as in less time."""
+    best: list[Offer] = []
+    for offer in sorted(offers, key=lambda each: (-each.num_bytes, each.seconds, each.prefix)):
+        if not best or offer.seconds < best[-1].seconds:
+            best.append(offer)
+    return best[::-1]
+
+
+def _thinned(offers: list[Offer], most: int) -> list[Offer]:
+    """At most so many of them, the first and the last included, at even distances of bytes."""
+    if len(offers) <= most:
+        return offers
+    span = offers[-1].num_bytes - offers[0].num_bytes
+    step = span / (most - 1)
+    kept = {round((each.num_bytes - offers[0].num_bytes) / step): each for each in offers[::-1]}
+    return sorted({*kept.values(), offers[-1]}, key=lambda each: each.num_bytes)
 
 
 def _by_parts(profile: FrameProfile) -> Iterator[Offer]:

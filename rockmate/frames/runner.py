@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, is_out_of_memory
+from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import is_profiling
+from rockmate._torch.engine import has_saved_tensor_hooks, is_profiling
 from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
-from rockmate.frames.call import Arguments
+from rockmate.frames.call import Arguments, Call
 from rockmate.frames.frame import Frame
-from rockmate.frames.memory import Counts, FrameKey, Memory, StepNeeds, StepRecorder
+from rockmate.frames.kept import KeptFrame
+from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.memory_limit import MemoryLimit
 
@@ -75,12 +80,17 @@ class FrameRunner:
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         tensors = [*model.parameters(), *model.buffers()]
-        self._memory = Memory(tensors[0].device if tensors else torch.device("cpu"))
+        # The engine and hooks of all optimizers hold this; it does not hold the object.
+        end_recording = weakref.WeakMethod(self.end_recording)
+        self._end_if_alive = lambda: found() if (found := end_recording()) is not None else None
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._memory = Memory(device, self._end_if_alive)
         self._memory.has_compiled_modules = has_compiled(model)
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
         self._num_elements = 0
         self._num_recorded_elements = 0
+        self._num_elements_without = -1  # of the largest step in which no call was a frame
         self._before_split: tuple[list[str], StepNeeds] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
         self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
@@ -110,16 +120,48 @@ class FrameRunner:
         return self._memory.budget_bytes
 
     def summary(self) -> str:
-        """One line: the budget, the smallest peak, and what the last call dropped."""
-        needs, counts = self.needs, self.counts
-        if needs is None or self.budget_bytes is None:
-            return f"(frames of {len(self._paths)} submodules, not measured yet)"
-        return (
-            f"(frames: budget {size_text(self.budget_bytes)}, smallest peak "
-            f"{size_text(needs.minimum_bytes)}, {size_text(needs.baseline_bytes)} if nothing is "
-            f"dropped; of {counts.num_frames} frames {counts.num_made_again} ran twice, in "
-            f"{counts.made_again_s:.3f} s)"
+        """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
+        report = self.report()
+        if report is None:
+            return f"frames of {len(self._paths)} submodules, not measured yet"
+        return report.summary()
+
+    def report(self) -> FramesReport | None:
+        """What the last call did; None until the first step is measured."""
+        memory, needs = self._memory, self.needs
+        if needs is None or memory.budget_bytes is None:
+            return None
+        decision = memory.decision
+        rows = [
+            FrameRow(
+                name=str(key) if key.number else key.path,
+                saved_bytes=needs.of(key).saved_bytes,
+                seconds=needs.of(key).seconds,
+                given_up=self._given_up(key),
+            )
+            for key in memory.calls.present
+        ]
+        is_decided = bool(decision.offers or decision.kept)
+        return FramesReport(
+            budget_bytes=memory.budget_bytes,
+            minimum_bytes=needs.minimum_bytes,
+            baseline_bytes=needs.baseline_bytes,
+            peak_bytes=memory.peak_bytes,
+            counts=replace(memory.counts),
+            decided_s=decision.seconds if is_decided else None,
+            bound_s=(
+                memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
+                if is_decided and memory.scale == 1
+                else None
+            ),
+            rows=rows,
         )
+
+    def _given_up(self, key: FrameKey) -> str:
+        if key not in self._memory.given_up:
+            return "nothing"
+        offer = self._memory.given_up[key]
+        return "nothing, without hooks" if offer is None else str(offer)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call.
@@ -139,13 +181,15 @@ class FrameRunner:
         self._num_elements = sum(
             each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         )
-        memory.begin_step()
-        self._num_calls.clear()
         self._begin_recording()
         if memory.needs is not None:
             memory.scale = self._num_elements / max(1, memory.needs.num_elements)
-        memory.is_profiling = self._num_profiles < _NUM_PROFILES
-        self._num_profiles += 1
+        memory.begin_step(self._state())
+        # Menus are of frames as large as those of the recorded step.
+        is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
+        memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
+        self._num_profiles += memory.is_profiling
+        self._num_calls.clear()
         with self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 
@@ -153,20 +197,16 @@ class FrameRunner:
 
     def _begin_recording(self) -> None:
         memory = self._memory
-        known = memory.needs.num_elements if memory.needs is not None else -1
-        if self._num_elements <= known:
+        if self._num_elements <= max(memory.num_elements, self._num_elements_without):
             return
         Recording.end_present()
         if not is_profiling():
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             memory.recorder = StepRecorder(memory.device, parameters)
             self._num_recorded_elements = self._num_elements
-            # An optimizer's step is the first that most scripts do after the backward.
-            # The hook is global, so it does not hold this object.
-            end_recording = weakref.WeakMethod(self.end_recording)
-            self._step_hook = register_optimizer_step_pre_hook(
-                lambda *_: found() if (found := end_recording()) is not None else None
-            )
+            # Where some frame has no backward, an optimizer's step is the first that comes after.
+            end = self._end_if_alive
+            self._step_hook = register_optimizer_step_pre_hook(lambda *_: end())
 
     def end_recording(self) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right."""
@@ -178,6 +218,8 @@ class FrameRunner:
             self._step_hook.remove()
         needs = recorder.stop(self._num_recorded_elements)
         if not recorder.has_ended:  # the script has not called backward
+            if not recorder.has_frames:
+                self._note_no_frames()
             return
         is_split, self._before_split = self._before_split, None
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
@@ -197,6 +239,14 @@ class FrameRunner:
             return
         memory.needs = needs
         memory.budget_bytes = self._checked(budget_bytes, needs)
+
+    def _note_no_frames(self) -> None:
+        """A step without frames is not measured again, unless a larger one comes."""
+        self._num_elements_without = self._num_recorded_elements
+        logger.warning(
+            "no call of a submodule could be a frame, so nothing keeps the budget. Frames are "
+            "calls of submodules that have submodules, outside of checkpoints and of keep."
+        )
 
     def _frames_to_split(self, needs: StepNeeds, budget_bytes: int) -> list[str]:
         """Frames that save a large share of all; or those at the peak, if the budget is below."""
@@ -267,7 +317,8 @@ class FrameRunner:
         self, path: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def framed(*args: Any, **kwargs: Any) -> Any:
-            if self._memory.is_inside or not torch.is_grad_enabled():
+            is_plain = self._memory.is_inside or not torch.is_grad_enabled()
+            if is_plain or has_saved_tensor_hooks():  # a checkpoint keeps what is saved
                 return forward(*args, **kwargs)
             return self._run_frame(path, module, Arguments(forward, args, kwargs))
 
@@ -293,25 +344,56 @@ class FrameRunner:
         key = FrameKey(path, self._num_calls[path])
         self._num_calls[path] += 1
         self._num_frames += 1
-        frame = Frame(key, self._num_frames, module, arguments, memory)
-        memory.begin_forward(frame)
-        with memory.inside_frame():
-            while True:
-                self._running = frame
-                try:
-                    output = frame.run()
-                    break
-                except Exception as error:
-                    if not is_out_of_memory(error) or not memory.drop_one(frame.order):
-                        raise
-                    frame.roll_back()
-                    self._note_out_of_memory(key)
-                    frame = Frame(key, frame.order, module, arguments, memory)
-                    memory.begin_forward(frame)
-                finally:
-                    self._running = None
-        memory.end_forward(frame)
+        order = self._num_frames
+        call = Call(key, module, arguments, memory)
+        sizes = call.sizes()
+        kept_bytes = memory.bytes_if_kept(key, sizes, order)
+        if kept_bytes is not None:
+            kept = KeptFrame(key, order, kept_bytes, memory)
+            memory.begin_forward(kept)
+            try:
+                with memory.inside_frame():
+                    output = call.run()
+            except Exception as error:
+                if not is_out_of_memory(error) or not memory.drop_one(order):
+                    raise
+                self._roll_back(call)
+            else:
+                kept.end_forward(output)
+                return output
+        frame, output = self._run_with_hooks(call, module, arguments, order)
+        memory.end_forward(frame, sizes)
         return output
+
+    def _run_with_hooks(
+        self, call: Call, module: nn.Module, arguments: Arguments, order: int
+    ) -> tuple[Frame, Any]:
+        memory = self._memory
+        while True:
+            frame = Frame(call, order, memory)
+            memory.begin_forward(frame)
+            self._running = frame
+            try:
+                with memory.inside_frame():
+                    return frame, frame.run()
+            except Exception as error:
+                if not is_out_of_memory(error) or not memory.drop_one(order):
+                    raise
+                self._roll_back(call)
+                call = Call(call.key, module, arguments, memory)
+            finally:
+                self._running = None
+
+    def _roll_back(self, call: Call) -> None:
+        """After a run that is out of memory."""
+        call.roll_back()
+        self._note_out_of_memory(call.key)
+
+    def _state(self) -> Hashable:
+        """What decides, beside inputs, which tensors a frame saves."""
+        modes = tuple(each.training for each in self._model.modules())
+        trained = tuple(each.requires_grad for each in self._model.parameters())
+        return modes, trained, tuple(autocast_dtypes().items())
 
     def _note_out_of_memory(self, key: FrameKey) -> None:
         """Lowers the budget to what is there, since a backward cannot be rolled back."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import RockmateModule
@@ -394,11 +395,77 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
         RockmateModule(Chain(), batch(0), 0.5, **options)
 
 
-def test_the_summary_says_what_was_dropped() -> None:
-    model = Chain()
+class Around(nn.Module):
+    """A checkpoint around all blocks, or around some."""
+
+    def __init__(self, use_reentrant: bool, num_within: int) -> None:
+        super().__init__()
+        self.use_reentrant, self.num_within = use_reentrant, num_within
+        self.first, self.second = Chain(num_blocks=num_within), nn.Identity()
+        self.first.head = nn.Identity()
+        if num_within < 6:
+            self.second = nn.Sequential(*(Block() for _ in range(6 - num_within)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
+        return self.second(y).cos()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("num_within", [3, 6])
+def test_frames_within_checkpoints_run_as_they_are(
+    use_reentrant: bool, num_within: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        return module(batch(seed).requires_grad_()).square().mean()
+
+    module = check(Around(use_reentrant, num_within), loss)
+    assert module.frames is not None
+    assert caplog.text.count("nothing keeps the budget") == (num_within == 6)
+    assert module.frames.counts.num_frames == 6 - num_within
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_profiler_can_start_right_after_a_measured_backward(use_reentrant: bool | None) -> None:
+    model = Chain() if use_reentrant is None else Around(use_reentrant, 2)
     module = framed(model)
-    assert "not measured yet" in repr(module)
+    module(batch(0).requires_grad_()).square().mean().backward()
+    assert module.frames is not None
+    assert module.frames.needs is not None
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.ones(3).sum()
+    assert profiled.events()
+
+
+def test_a_failed_backward_leaves_no_profiler() -> None:
+    def fail(_: Tensor) -> None:
+        raise KeyError("stop")
+
+    model = Chain()
+    model.blocks[0].norm.weight.register_hook(fail)
+    value = loss_of(framed(model), 0)
+    with pytest.raises(KeyError):
+        value.backward()
+    with profile(activities=[ProfilerActivity.CPU]):
+        torch.ones(3).sum()
+
+
+def test_a_step_of_two_backwards_is_measured_whole() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Chain(), Chain()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x)
+
+    model = Two()
+    module = framed(model, 0.6)
     for step in range(4):
-        loss_of(module, step).backward()
-    assert "frames: budget" in repr(module)
-    assert "ran twice" in repr(module)
+        one, other = module(batch(step))
+        one.square().mean().backward()
+        other.square().mean().backward()
+    assert module.frames is not None
+    needs = module.frames.needs
+    assert needs is not None
+    assert all(each.backward_bytes > 0 for each in needs.by_key.values())

@@ -133,7 +133,7 @@ KINDS = ["plain", "norm", "in place", "chance", "views", "state", "noise"]
 def test_equal_to_eager_at_every_budget(
     kind: str, parts_made_again: Counter[PartKey | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rockmate.frames.memory.menu", any_parts)
+    monkeypatch.setattr("rockmate.frames.menus.menu", any_parts)
     for budget in (0.9, 0.75, 0.6, 0.45, 0.3):
         model = model_of(kind)
         plain = copy.deepcopy(model)

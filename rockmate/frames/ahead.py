@@ -1,0 +1,146 @@
+"""Decides ahead what the frames of a known step give up: a knapsack with one limit for each frame.
+
+In a step of frames 1 to n, each gives up one of its choices, or nothing. What the first k of them
+still hold, H(k), is in memory while frame k + 1 runs forward and backward, and until then. So
+
+    H(k) <= budget - after(k),   H(k - 1) <= budget - max(forward(k), backward(k)),
+
+with the needs of a step that holds nothing. The seconds of all choices are to be the least. A
+frame that gives up something has hooks, whose time counts, too: few frames give up much, rather
+than many a little. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
+for the decision, which therefore fits, and down for a bound, below which no decision that fits
+can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockmate.frames.menu import Offer
+from rockmate.frames.needs import FrameKey, Needs
+
+_NUM_LEVELS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFrame:
+    """A frame of a step that is decided ahead.
+
+    Attributes:
+        key: which call.
+        needs: in a step that holds nothing; `saved_bytes` is what it holds if it gives up nothing.
+        choices: what it may give up.
+        hooks_s: seconds that hooks for all that it saves take.
+    """
+
+    key: FrameKey
+    needs: Needs
+    choices: Sequence[Offer]
+    hooks_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What each frame of a step gives up.
+
+    Attributes:
+        offers: of the frames that give up something.
+        kept: frames that give up nothing.
+    """
+
+    offers: dict[FrameKey, Offer] = field(default_factory=dict)
+    kept: frozenset[FrameKey] = frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """That it takes to make all again."""
+        return sum(offer.seconds for offer in self.offers.values())
+
+
+def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
+    """The choices of the least seconds within the budget; None if nothing fits.
+
+    Args:
+        frames: in the order of their forwards.
+        budget_bytes: for what frames hold and what they need beside it.
+    """
+    chosen = _solve(frames, budget_bytes, np.ceil)
+    if chosen is None:
+        return None
+    offers = {
+        frame.key: frame.choices[which - 1]
+        for frame, which in zip(frames, chosen[1], strict=True)
+        if which
+    }
+    kept = frozenset(frame.key for frame in frames) - offers.keys()
+    return Decision(offers, kept)
+
+
+def bound_s(frames: Sequence[KnownFrame], budget_bytes: int) -> float | None:
+    """Seconds below which no choices within the budget make all again; None if nothing fits."""
+    found = _solve([replace(each, hooks_s=0.0) for each in frames], budget_bytes, np.floor)
+    return None if found is None else found[0]
+
+
+def _limits(frames: Sequence[KnownFrame], budget_bytes: int) -> list[int]:
+    """Most bytes that each frame and those before it may hold."""
+    limits = []
+    following = 0
+    for frame in reversed(frames):
+        limits.append(budget_bytes - max(frame.needs.after_bytes, following))
+        following = max(frame.needs.forward_bytes, frame.needs.backward_bytes)
+    return limits[::-1]
+
+
+def _solve(
+    frames: Sequence[KnownFrame], budget_bytes: int, rounded: Callable[[float], float]
+) -> tuple[float, list[int]] | None:
+    """Seconds, and for each frame 0 or the number of its choice from 1."""
+    if any(max(f.needs.forward_bytes, f.needs.backward_bytes) > budget_bytes for f in frames):
+        return None
+    if budget_bytes <= 0:
+        return None
+    unit = budget_bytes / _NUM_LEVELS
+    best: NDArray[np.float64] = np.zeros(_NUM_LEVELS + 1)
+    chosen: list[NDArray[np.int32]] = []
+    for frame, limit in zip(frames, _limits(frames, budget_bytes), strict=True):
+        saved = frame.needs.saved_bytes
+        held = [saved, *(max(0, saved - offer.num_bytes) for offer in frame.choices)]
+        seconds = [0.0, *(offer.seconds + frame.hooks_s for offer in frame.choices)]
+        new = np.full(_NUM_LEVELS + 1, np.inf)
+        which = np.zeros(_NUM_LEVELS + 1, np.int32)
+        for number, (num_bytes, each) in enumerate(zip(held, seconds, strict=True)):
+            shift = int(rounded(num_bytes / unit))
+            if shift > _NUM_LEVELS:
+                continue
+            shifted = best[: _NUM_LEVELS + 1 - shift] + each
+            is_better = shifted < new[shift:]
+            new[shift:][is_better] = shifted[is_better]
+            which[shift:][is_better] = number
+        new[max(0, int(limit // unit) + 1) :] = np.inf
+        best = new
+        chosen.append(which)
+    level = int(np.argmin(best))
+    if not np.isfinite(best[level]):
+        return None
+    return float(best[level]), _choices(frames, chosen, level, unit, rounded)
+
+
+def _choices(
+    frames: Sequence[KnownFrame],
+    chosen: Sequence[NDArray[np.int32]],
+    level: int,
+    unit: float,
+    rounded: Callable[[float], float],
+) -> list[int]:
+    numbers = []
+    for frame, which in zip(reversed(frames), reversed(chosen), strict=True):
+        number = int(which[level])
+        numbers.append(number)
+        given_up = frame.choices[number - 1].num_bytes if number else 0
+        level -= int(rounded(max(0, frame.needs.saved_bytes - given_up) / unit))
+    return numbers[::-1]

@@ -1,0 +1,58 @@
+"""A frame that gives up nothing: it runs as in eager, without hooks for what it saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rockmate._torch.engine import keeps_graph
+from rockmate._torch.pytree import tree_leaves
+from rockmate.frames.memory import Memory
+from rockmate.frames.needs import FrameKey
+
+
+class KeptFrame:
+    """One call of a submodule, which holds what it saves until its backward has ended.
+
+    It is held by a hook of the graph that the call makes. So it goes when the graph goes, if no
+    backward runs before.
+
+    Attributes:
+        key: which call.
+        order: position among all frames, by the beginning of their calls.
+        num_bytes: that it holds, as known from calls before.
+    """
+
+    def __init__(self, key: FrameKey, order: int, num_bytes: int, memory: Memory) -> None:
+        """Counts nothing yet."""
+        self.key, self.order, self._memory = key, order, memory
+        self._known_bytes, self.num_bytes = num_bytes, 0
+
+    def end_forward(self, output: Any) -> None:
+        """The forward has run: takes its place among what is held.
+
+        Args:
+            output: of the call.
+        """
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        nodes = {each.grad_fn for each in tensors} - {None}
+        for node in nodes:
+            node.register_prehook(self._begin_backward)
+        if nodes:
+            self.num_bytes = self._known_bytes
+        self._memory.end_kept(self)
+
+    def _begin_backward(self, _: Any) -> None:
+        self._memory.begin_backward(self)
+        if not keeps_graph():
+            self._memory.end_backward_later(self)
+
+    def let_go(self) -> None:
+        """What it saved is free."""
+        self._memory.kept_bytes -= self.num_bytes
+        self.num_bytes = 0
+
+    def __del__(self) -> None:
+        """The graph is free."""
+        self.let_go()

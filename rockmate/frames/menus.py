@@ -1,0 +1,59 @@
+"""What each frame may give up, learned from frames that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rockmate.frames.menu import FrameProfile, Offer, choices, menu, smoothed
+from rockmate.frames.needs import FrameKey
+
+
+class Menus:
+    """Offers of frames, by their calls.
+
+    Attributes:
+        version: counts how often they were made.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._profiles: dict[FrameKey, FrameProfile] = {}
+        self._menus: dict[FrameKey, tuple[Offer, ...]] = {}
+        self._menu_of_path: dict[str, tuple[Offer, ...]] = {}
+        self._choices: dict[FrameKey, tuple[Offer, ...]] = {}
+        self._made_from: dict[FrameKey, FrameProfile] = {}
+        self._profile_of_path: dict[str, FrameProfile] = {}
+
+    def note(self, key: FrameKey, profile: FrameProfile) -> None:
+        """Takes the profile of a frame, for `make`."""
+        self._profiles[key] = profile
+
+    def make(self) -> None:
+        """Makes menus from the profiles since the last time, if there are any."""
+        profiles, self._profiles = self._profiles, {}
+        if not profiles:
+            return
+        self.version += 1
+        for key, profile in zip(profiles, smoothed(list(profiles.values())), strict=True):
+            self._menus[key] = self._menu_of_path[key.path] = menu(profile)
+            self._made_from[key] = self._profile_of_path[key.path] = profile
+        self._choices.clear()
+
+    def menu_of(self, key: FrameKey) -> tuple[Offer, ...] | None:
+        """Nested offers, cheapest bytes first; None if no frame of the path is known."""
+        return self._menus.get(key, self._menu_of_path.get(key.path))
+
+    def num_saved(self, key: FrameKey) -> int:
+        """How many tensors the frame saves; of one that is not known, those of its path."""
+        profile = self._profile_of(key)
+        return 0 if profile is None else len(profile.storages)
+
+    def _profile_of(self, key: FrameKey) -> FrameProfile | None:
+        return self._made_from.get(key, self._profile_of_path.get(key.path))
+
+    def choices_of(self, key: FrameKey) -> Sequence[Offer]:
+        """All that is worth giving up, one of them at a time."""
+        if key not in self._choices:
+            profile = self._profile_of(key)
+            self._choices[key] = () if profile is None else choices(profile)
+        return self._choices[key]

@@ -1,0 +1,148 @@
+"""What a step needs beside what frames hold: measured in a step that holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from rockmate._torch.allocator import Recording, Stretch
+
+
+class FrameKey(NamedTuple):
+    """Which call of which submodule a frame is, within one call of the model."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path} (call {self.number + 1})"
+
+
+@dataclass(slots=True)
+class Needs:
+    """Peaks around one frame in a step that holds nothing, in bytes.
+
+    Attributes:
+        forward_bytes: while its forward runs.
+        after_bytes: from there to the next frame, or to the first backward.
+        backward_bytes: while it is made again and its backward runs, up to the next one's.
+        saved_bytes: what it saves.
+        seconds: that its forward takes.
+    """
+
+    forward_bytes: int = 0
+    after_bytes: int = 0
+    backward_bytes: int = 0
+    saved_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of the peaks."""
+        return max(self.forward_bytes, self.after_bytes, self.backward_bytes)
+
+
+@dataclass(slots=True)
+class StepNeeds:
+    """The needs of the frames of a recorded step, in the order of their forwards."""
+
+    by_key: dict[FrameKey, Needs] = field(default_factory=dict)
+    num_elements: int = 0
+    _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The peak of a step that holds nothing."""
+        return max((needs.peak_bytes for needs in self.by_key.values()), default=0)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The peak of a step that drops nothing."""
+        held = peak = 0
+        for needs in self.by_key.values():
+            peak = max(peak, held + needs.forward_bytes, held + needs.backward_bytes)
+            held += needs.saved_bytes
+            peak = max(peak, held + needs.after_bytes)
+        return peak
+
+    def of(self, key: FrameKey) -> Needs:
+        """Those of a frame; of one that was not recorded, the largest of its path, or of all."""
+        known = self.by_key.get(key) or self._of_others.get(key)
+        if known is None:
+            alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
+            known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
+        return known
+
+
+def _largest(several: Sequence[Needs]) -> Needs:
+    return Needs(
+        max((each.forward_bytes for each in several), default=0),
+        max((each.after_bytes for each in several), default=0),
+        max((each.backward_bytes for each in several), default=0),
+        max((each.saved_bytes for each in several), default=0),
+        max((each.seconds for each in several), default=0.0),
+    )
+
+
+class StepRecorder:
+    """Measures the needs of a step that holds nothing.
+
+    Attributes:
+        has_ended: whether the backward of the step has run. What is allocated from then on does not
+            count, until `stop`: a recording cannot be stopped within a backward, which restores
+            the state of its thread.
+        saved: bytes that a frame has saved, and seconds of its forward.
+    """
+
+    def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
+        """Begins to record.
+
+        Args:
+            device: of the model.
+            parameters: whose gradients, if the step makes them, count for no need.
+        """
+        self.has_ended = False
+        self._recording = Recording(device)
+        self._without_gradient = [each for each in parameters if each.grad is None]
+        # For each stretch after the first: its frame, which of its needs, and gradients so far.
+        self._labels: list[tuple[FrameKey, str, int]] = []
+        self.saved: dict[FrameKey, tuple[int, float]] = {}
+
+    def mark(self, key: FrameKey, what: str) -> None:
+        """Begins the stretch of one of a frame's needs."""
+        gradient_bytes = sum(
+            each.grad.nbytes for each in self._without_gradient if each.grad is not None
+        )
+        self._recording.mark()
+        self._labels.append((key, what, gradient_bytes))
+
+    def end(self) -> None:
+        """The backward has run."""
+        self._recording.mark()
+        self.has_ended = True
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether any frame has run."""
+        return bool(self._labels)
+
+    def is_whole(self) -> bool:
+        """Whether each frame has begun its backward."""
+        begun = {key for key, what, _ in self._labels if what == "backward_bytes"}
+        return begun >= {key for key, *_ in self._labels}
+
+    def stop(self, num_elements: int) -> StepNeeds:
+        """The needs; what `mark` has not seen is left out."""
+        stretches: list[Stretch] = self._recording.stop()[1:]
+        step = StepNeeds(num_elements=num_elements)
+        for (key, what, gradient_bytes), stretch in zip(self._labels, stretches, strict=False):
+            needs = step.by_key.setdefault(key, Needs())
+            peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
+            setattr(needs, what, peak)
+        for key, (saved_bytes, seconds) in self.saved.items():
+            needs = step.by_key.setdefault(key, Needs())
+            needs.saved_bytes, needs.seconds = saved_bytes, seconds
+        return step

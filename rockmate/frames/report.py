@@ -1,0 +1,103 @@
+"""What frames promise and did, in lines and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rockmate.budget import size_text
+from rockmate.frames.memory import Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRow:
+    """One frame of the last call.
+
+    Attributes:
+        name: path of the submodule, and the number of its call if it is not the first.
+        saved_bytes: that autograd saves in it, in the measured step or in one of its path.
+        seconds: that its forward took there.
+        given_up: what the last call gave up of it, in words.
+    """
+
+    name: str
+    saved_bytes: int
+    seconds: float
+    given_up: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramesReport:
+    """The last call of a module in frames.
+
+    Attributes:
+        budget_bytes: most live bytes of the step.
+        minimum_bytes: peak of a step that holds nothing, the smallest that works.
+        baseline_bytes: peak of a step that drops nothing.
+        peak_bytes: largest sum of what frames held and what was measured beside it, in this call.
+        counts: what happened to frames.
+        decided_s: seconds to make again what was decided ahead; None if nothing was.
+        bound_s: no decision within the budget takes less, by the measured times; None if unknown.
+        rows: frames, in the order of their forwards.
+    """
+
+    budget_bytes: int
+    minimum_bytes: int
+    baseline_bytes: int
+    peak_bytes: int
+    counts: Counts
+    decided_s: float | None
+    bound_s: float | None
+    rows: Sequence[FrameRow]
+
+    def line(self) -> str:
+        """All in one line."""
+        counts = self.counts
+        return (
+            f"frames: budget {size_text(self.budget_bytes)}, smallest peak "
+            f"{size_text(self.minimum_bytes)}, {size_text(self.baseline_bytes)} if nothing is "
+            f"dropped; of {counts.num_frames} frames {counts.num_dropped} gave up something, which "
+            f"ran twice in {counts.made_again_s:.3f} s"
+        )
+
+    def summary(self) -> str:
+        """A line for each thing worth knowing."""
+        return "\n".join(f"{title:<19} {text}" for title, text in self._lines())
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        counts = self.counts
+        yield "activation budget", size_text(self.budget_bytes)
+        share = f"{self.peak_bytes / max(1, self.baseline_bytes):.1%}"
+        yield (
+            "predicted peak",
+            f"{size_text(self.peak_bytes)}  ({share} of {size_text(self.baseline_bytes)} if "
+            "nothing is dropped)",
+        )
+        yield "smallest peak", size_text(self.minimum_bytes)
+        yield (
+            "frames",
+            f"{counts.num_frames}; {counts.num_dropped} gave up something, {counts.num_kept} ran "
+            "without hooks",
+        )
+        yield (
+            "made again",
+            f"{counts.num_made_again} forwards or parts of them, in {1e3 * counts.made_again_s:.1f}"
+            " ms",
+        )
+        if self.decided_s is not None:
+            yield "decided ahead", f"{1e3 * self.decided_s:.1f} ms by the measured times"
+        if self.bound_s is not None:
+            yield "lower bound", f"{1e3 * self.bound_s:.1f} ms, by the same times and offers"
+
+    def table(self) -> str:
+        """A row for each frame."""
+        rows = [("frame", "saves", "forward", "gives up")]
+        rows += [
+            (each.name, size_text(each.saved_bytes), f"{1e3 * each.seconds:.2f} ms", each.given_up)
+            for each in self.rows
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {saves:>{widths[1]}}  {time:>{widths[2]}}  {what}"
+            for name, saves, time, what in rows
+        )

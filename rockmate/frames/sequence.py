@@ -1,0 +1,111 @@
+"""The calls that steps consist of: their order, what they save, and what is decided for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
+from rockmate.frames.menus import Menus
+from rockmate.frames.needs import FrameKey, StepNeeds
+
+_REMEMBERED_STEPS = 16
+_HOOK_S = 8e-6
+"""Seconds that the hooks of a saved tensor take, when it is saved, read and released."""
+_SIZES_PER_UNIT = 16
+"""Steps smaller than the recorded one are decided for as if they were of the next larger of so many
+sizes."""
+
+
+class KnownCalls:
+    """Calls of the last steps, in their order.
+
+    Where a step has other calls than the one before, all of those of the last steps are taken for
+    one step: no step needs more than these.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[FrameKey] = []
+        self._seen_at: dict[FrameKey, int] = {}
+        self._present: list[FrameKey] = []
+        self._num_steps = 0
+        self._state: object = None
+        # Bytes that calls of a path save, by the sizes of their inputs; None if they vary.
+        self._saved: dict[tuple[FrameKey, Hashable], int | None] = {}
+        self._decisions: dict[tuple[int, int, int], Decision] = {}
+
+    def begin_step(self, state: object) -> None:
+        """Takes the calls of the step before; forgets what they save if the state is another."""
+        order = merged(self._order, self._present)
+        self._seen_at |= dict.fromkeys(self._present, self._num_steps)
+        self._num_steps += 1
+        oldest = self._num_steps - _REMEMBERED_STEPS
+        order = [key for key in order if self._seen_at[key] >= oldest]
+        if order != self._order:
+            self._order = order
+            self._decisions.clear()
+        self._present = []
+        if state != self._state:
+            self._state = state
+            self._saved.clear()
+
+    @property
+    def present(self) -> Sequence[FrameKey]:
+        """Calls of the present step so far."""
+        return self._present
+
+    def bound_s(self, needs: StepNeeds, menus: Menus, budget_bytes: int) -> float | None:
+        """Seconds below which no choices make again what the known calls give up."""
+        return bound_s(self.known_frames(needs, menus), budget_bytes)
+
+    def note(self, key: FrameKey) -> None:
+        """A call of the present step begins."""
+        self._present.append(key)
+
+    def note_saved(self, key: FrameKey, sizes: Hashable, num_bytes: int) -> None:
+        """What a call has saved."""
+        known = self._saved.setdefault((key, sizes), num_bytes)
+        if known != num_bytes:
+            self._saved[key, sizes] = None
+
+    def saved_bytes(self, key: FrameKey, sizes: Hashable) -> int | None:
+        """What a call saves, if it always was the same; None if it varies or is not known."""
+        return self._saved.get((key, sizes))
+
+    def decision(self, needs: StepNeeds, menus: Menus, budget_bytes: int, scale: float) -> Decision:
+        """What is decided for the known calls.
+
+        Args:
+            needs: of a recorded step.
+            menus: what calls may give up.
+            budget_bytes: for this step.
+            scale: its size relative to the recorded one.
+        """
+        size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
+        question = (budget_bytes, size, menus.version)
+        if question not in self._decisions:
+            frames = self.known_frames(needs, menus)
+            found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)
+            self._decisions[question] = found or Decision()
+        return self._decisions[question]
+
+    def known_frames(self, needs: StepNeeds, menus: Menus) -> list[KnownFrame]:
+        """The known calls, with what they need and may give up."""
+        return [
+            KnownFrame(
+                key, needs.of(key), menus.choices_of(key), _HOOK_S * menus.num_saved(key)
+            )
+            for key in self._order
+        ]  # fmt: skip
+
+
+def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
+    """The known calls, and new ones each after the call that went before it."""
+    result, places = list(known), set(known)
+    before: FrameKey | None = None
+    for key in present:
+        if key not in places:
+            result.insert(0 if before is None else result.index(before) + 1, key)
+            places.add(key)
+        before = key
+    return result

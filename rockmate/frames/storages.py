@@ -1,0 +1,70 @@
+"""Which storages are held, by how many, and how many bytes they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rockmate._torch.storage import storage_id
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class HeldStorages:
+    """Storages that frames hold.
+
+    Attributes:
+        num_bytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._holders: dict[int, list[int]] = {}  # storage -> number of holders, bytes
+
+    def hold(self, tensor: torch.Tensor, keys: Sequence[int]) -> int:
+        """Counts one more holder of a tensor's storages; bytes that were not held before."""
+        added = 0
+        for position, key in enumerate(keys):
+            entry = self._holders.get(key)
+            if entry is None:
+                part = tensor if len(keys) == 1 else parts_of(tensor)[position]
+                entry = self._holders[key] = [0, part.untyped_storage().nbytes()]
+                added += entry[1]
+            entry[0] += 1
+        self.num_bytes += added
+        return added
+
+    def let_go(self, keys: Sequence[int]) -> int:
+        """Counts one holder less of each storage; bytes that are not held any more."""
+        freed = 0
+        for key in keys:
+            entry = self._holders[key]
+            entry[0] -= 1
+            if not entry[0]:
+                freed += entry[1]
+                del self._holders[key]
+        self.num_bytes -= freed
+        return freed
+
+    def bytes_if_held(self, key: int, count: int) -> int:
+        """Bytes of a storage that has so many holders, and no more; else 0."""
+        num_holders, num_bytes = self._holders[key]
+        return num_bytes if num_holders == count else 0
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, if it is no wrapper."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    names, _ = flatten()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Keys of the storages of a tensor, or of the tensors that it is made of."""
+    if type(tensor) in _PLAIN:
+        return (storage_id(tensor),)
+    return tuple(storage_id(part) for part in parts_of(tensor))

@@ -1,0 +1,125 @@
+"""What is decided ahead: against a search through all choices, and offers against their count."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from rockmate.frames.ahead import KnownFrame, bound_s, decide
+from rockmate.frames.menu import Offer, choices
+from rockmate.frames.needs import FrameKey, Needs
+from rockmate.frames.sequence import merged
+from tests.frames.test_menu import random_profile
+
+
+def random_frames(draw: random.Random) -> list[KnownFrame]:
+    """Frames of some hundred bytes, with offers in no order."""
+    frames = []
+    for number in range(draw.randint(1, 5)):
+        saved = draw.randint(0, 400)
+        needs = Needs(*(draw.randint(0, 300) for _ in range(3)), saved)
+        offers = [
+            Offer(draw.randint(1, saved), draw.random(), frozenset(), 1)
+            for _ in range(draw.randint(0, 3) if saved else 0)
+        ]
+        if saved:
+            offers.append(Offer(saved, draw.random() + 0.5, frozenset(), 2))
+        frames.append(KnownFrame(FrameKey("block", number), needs, offers))
+    return frames
+
+
+def peak_of(frames: list[KnownFrame], chosen: tuple[Offer | None, ...]) -> int:
+    """Runs through a step, frame by frame."""
+    held = peak = 0
+    for frame, offer in zip(frames, chosen, strict=True):
+        needs = frame.needs
+        peak = max(peak, held + needs.forward_bytes, held + needs.backward_bytes)
+        held += needs.saved_bytes - (offer.num_bytes if offer else 0)
+        peak = max(peak, held + needs.after_bytes)
+    return peak
+
+
+def test_decisions_fit_and_no_other_ones_are_faster() -> None:
+    num_tight = 0
+    for seed in range(150):
+        draw = random.Random(seed)
+        frames = random_frames(draw)
+        budget = draw.randint(100, 2000)
+        everything = itertools.product(*((None, *frame.choices) for frame in frames))
+        fitting = [each for each in everything if peak_of(frames, each) <= budget]
+        decision, bound = decide(frames, budget), bound_s(frames, budget)
+        if not fitting:
+            assert decision is None
+            continue
+        best = min(sum(offer.seconds for offer in each if offer) for each in fitting)
+        assert bound is not None
+        assert bound <= best + 1e-9
+        if decision is None:  # only by the rounding of held bytes
+            assert min(peak_of(frames, each) for each in fitting) > 0.995 * budget
+            continue
+        chosen = tuple(decision.offers.get(frame.key) for frame in frames)
+        assert decision.kept == {
+            f.key for f, offer in zip(frames, chosen, strict=True) if not offer
+        }
+        assert peak_of(frames, chosen) <= budget
+        assert decision.seconds >= best - 1e-9
+        # Units are of the budget's 2,048th: all that fits with so much room is found.
+        roomy = [each for each in fitting if peak_of(frames, each) <= 0.995 * budget]
+        if roomy:
+            least = min(sum(offer.seconds for offer in each if offer) for each in roomy)
+            assert decision.seconds <= least + 1e-9
+            num_tight += least > 0
+    assert num_tight > 30
+
+
+def test_the_time_of_hooks_speaks_for_few_frames() -> None:
+    offers = [Offer(50, 0.010, frozenset(), 1), Offer(100, 0.021, frozenset(), 2)]
+    needs = Needs(saved_bytes=100)
+    frames = [KnownFrame(FrameKey("block", i), needs, offers, 0.002) for i in range(4)]
+    decision = decide(frames, 310)
+    assert decision is not None
+    assert len(decision.offers) == 1
+    assert decision.seconds == pytest.approx(0.021)
+    assert bound_s(frames, 310) == pytest.approx(0.020)
+
+
+def test_choices_free_what_they_say() -> None:
+    num_mixed = 0
+    for seed in range(200):
+        profile = random_profile(seed)
+        found = choices(profile)
+        assert found
+        for offer in found:
+            parts = [profile.parts[key] for key in offer.parts]
+            slots = {slot for part in parts for slot in (*part.slots, *part.result_slots)}
+            slots |= set(range(offer.prefix))
+            inputs = set().union(*(part.inputs for part in parts))
+            freed = [
+                size
+                for key, size in profile.num_bytes.items()
+                if {i for i, keys in enumerate(profile.storages) if key in keys} <= slots
+            ]
+            assert sum(freed) == offer.num_bytes
+            given_up = {key for slot in slots for key in profile.storages[slot]}
+            assert not (given_up & inputs)
+            assert (
+                not parts
+                or min(slot for part in parts for slot in (*part.slots, *part.result_slots))
+                >= offer.prefix
+            )
+            num_mixed += bool(parts) and offer.prefix > 0
+        assert found[-1].num_bytes == sum(profile.num_bytes.values())
+        for one, other in itertools.pairwise(found):
+            assert one.num_bytes < other.num_bytes
+            assert one.seconds < other.seconds
+    assert num_mixed > 20
+
+
+def test_calls_of_several_steps_are_merged_in_order() -> None:
+    a, b, c, d = (FrameKey(name, 0) for name in "abcd")
+    assert merged([a, c], [a, b, c, d]) == [a, b, c, d]
+    assert merged([b], [a, b]) == [a, b]
+    assert merged([a, b, c], [a, c]) == [a, b, c]
+    assert merged([a, b], [b, a, d]) == [a, d, b]

@@ -1,0 +1,172 @@
+"""Frames that give up nothing run without hooks: as eager, within the budget whatever follows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+from rockmate.frames.memory import Memory
+from tests.frames.test_frames import Block, Chain, batch, check, framed, loss_of
+
+pytestmark = pytest.mark.model
+
+ROWS = 512
+
+
+def steps(module: RockmateModule, num_steps: int, rows: int = ROWS) -> list[int]:
+    """Trains; how many frames were kept in each step."""
+    found = []
+    for step in range(num_steps):
+        loss_of(module, step, rows).backward()
+        assert module.frames is not None
+        found.append(module.frames.counts.num_kept)
+    return found
+
+
+def memory_of(module: RockmateModule) -> Memory:
+    assert module.frames is not None
+    return module.frames._memory
+
+
+def test_with_room_for_all_frames_are_kept() -> None:
+    module = framed(Chain(), "1GiB")
+    kept = steps(module, 6)
+    assert kept[:2] == [0, 0]
+    assert min(kept[2:]) >= 5  # one in turn may be checked
+    assert memory_of(module).held_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize("kind", ["plain", "layerdrop", "halting", "shared"])
+def test_equal_to_eager(kind: str, budget: float) -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        for more in range(3):  # frames are kept from the third step on
+            loss_of(module, seed + 10 * more).backward()
+        return loss_of(module, seed)
+
+    module = check(Chain(kind), loss, budget)
+    assert memory_of(module).calls.saved_bytes
+
+
+def test_two_backwards_hold_what_is_kept() -> None:
+    module = framed(Chain(), "1GiB")
+    steps(module, 4)
+    memory = memory_of(module)
+    value = loss_of(module, 0, ROWS)
+    before = memory.kept_bytes
+    assert before > 0
+    value.backward(retain_graph=True)
+    assert memory.kept_bytes == before
+    value.backward()
+    assert 0 < memory.kept_bytes < before  # the last one is let go when another one begins
+    del value
+    assert memory.kept_bytes == 0
+
+
+def test_a_graph_without_a_backward_lets_go() -> None:
+    module = framed(Chain(), "1GiB")
+    steps(module, 4)
+    value = loss_of(module, 0, ROWS)
+    assert memory_of(module).kept_bytes > 0
+    del value
+    assert memory_of(module).kept_bytes == 0
+
+
+class Growing(Chain):
+    """More blocks run in some steps than in the others before."""
+
+    num_blocks = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks)[: self.num_blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+def peak_of(module: RockmateModule, model: nn.Module) -> int:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = batch(0, ROWS)
+    return timeline(lambda: module(x).square().mean().backward()).peak_bytes
+
+
+def test_the_budget_holds_when_more_calls_follow_than_were_known() -> None:
+    model = Growing(num_blocks=10)
+    model.num_blocks = 10
+    module = framed(model, 0.4)
+    steps(module, 3)
+    budget_bytes = memory_of(module).budget_bytes
+    assert budget_bytes is not None
+    model.num_blocks = 3
+    assert max(steps(module, 20)) > 0
+    model.num_blocks = 10
+    assert peak_of(module, model) <= 1.01 * budget_bytes
+    assert memory_of(module).counts.num_kept > 0
+    assert memory_of(module).counts.num_made_again > 0
+
+
+class Branching(Block):
+    """Saves more in some calls."""
+
+    saves_more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output.sin().exp().cos() if self.saves_more else output
+
+
+def test_a_frame_that_saves_more_than_before_is_kept_no_more() -> None:
+    model = Chain()
+    model.blocks[3] = block = Branching()
+    module = framed(model, "1GiB")
+    steps(module, 4)
+    block.saves_more = True
+    steps(module, 17)  # each frame is checked in one of sixteen steps
+    calls = memory_of(module).calls
+    varying = {key.path for (key, _), value in calls._saved.items() if value is None}
+    assert varying == {"blocks.3"}
+
+
+def test_a_change_of_mode_starts_anew() -> None:
+    module = framed(Chain(), "1GiB")
+    assert steps(module, 5)[-1] > 0
+    module.blocks[2].drop.eval()
+    assert steps(module, 1) == [0]
+    assert steps(module, 1)[0] > 0
+
+
+def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(module: Any, model: nn.Module, fails: bool) -> list[Tensor]:
+        for step in range(6):
+            loss_of(module, step, ROWS).backward()
+        failures = iter([fails])
+
+        def forward(self: Block, x: Tensor, plain: Any = Block.forward) -> Tensor:
+            output = plain(self, x)
+            if self is model.get_submodule("blocks.4") and next(failures, False):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return output
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "forward", forward)
+            torch.manual_seed(3)
+            loss_of(module, 9, ROWS).backward()
+        assert next(failures, None) is None
+        return [each.detach().clone() for each in (*model.buffers(), torch.get_rng_state())] + [
+            each.grad for each in model.parameters() if each.grad is not None
+        ]
+
+    model = Chain(num_blocks=8)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    expected = trained(plain, plain, fails=False)
+    torch.manual_seed(1)
+    module = framed(model, 0.7)
+    for ours, theirs in zip(trained(module, model, fails=True), expected, strict=True):
+        assert torch.equal(ours, theirs)

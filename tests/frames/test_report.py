@@ -1,0 +1,92 @@
+"""What frames say of themselves: lines, table, and the demonstration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+from rockmate.cli.main import main
+from tests.frames.test_frames import Chain, batch, framed, loss_of
+
+pytestmark = pytest.mark.model
+
+
+def trained(budget: float, num_steps: int = 6) -> RockmateModule:
+    module = framed(Chain(num_blocks=8), budget)
+    for step in range(num_steps):
+        loss_of(module, step, 512).backward()
+    return module
+
+
+def test_nothing_is_said_before_the_first_step() -> None:
+    module = framed(Chain())
+    assert module.frames is not None
+    assert module.frames.report() is None
+    assert module.frames.summary() == "frames of 6 submodules, not measured yet"
+    assert "(frames of 6 submodules, not measured yet)" in repr(module)
+
+
+def test_the_report_agrees_with_what_happened() -> None:
+    module = trained(0.4)
+    assert module.frames is not None
+    report = module.frames.report()
+    assert report is not None
+    assert report.minimum_bytes < report.budget_bytes < report.baseline_bytes
+    counts = report.counts
+    words = [row.given_up for row in report.rows]
+    assert len(words) == counts.num_frames == 8
+    assert sum(each.startswith("nothing") for each in words) == 8 - counts.num_dropped
+    assert words.count("nothing, without hooks") == counts.num_kept
+    assert report.bound_s is not None
+    assert report.decided_s is not None
+    assert 0 < report.bound_s <= report.decided_s + 1e-9
+    summary, table = report.summary(), report.table()
+    titles = ("activation budget", "predicted peak", "smallest peak", "made again", "lower bound")
+    for title in titles:
+        assert len(re.findall(f"^{title} ", summary, re.MULTILINE)) == 1
+    assert len(table.splitlines()) == 9
+    assert all(f"blocks.{index} " in table for index in range(8))
+
+
+def test_the_predicted_peak_is_the_measured_one() -> None:
+    module = trained(0.5)
+    x = batch(0, 512)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    measured = timeline(lambda: module(x).square().mean().backward()).peak_bytes
+    assert module.frames is not None
+    report = module.frames.report()
+    assert report is not None
+    # Each part that can run again takes 5 KB of random state, which is not counted.
+    assert measured / 1.01 <= report.peak_bytes <= 1.05 * measured
+
+
+TINY = ["--layers", "4", "--width", "64", "--batch", "2", "--tokens", "64", "--steps", "2"]
+
+
+@pytest.mark.parametrize("mode", ["frames", "auto"])
+def test_the_demonstration_in_frames(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path), "--quiet", "--threads", "1"]
+    assert main(["demo", *TINY, "--budget", "0.7", "--mode", mode, *out]) == 0
+    printed = capsys.readouterr().out
+    assert "bit by bit" in printed
+    assert "inside the budget" in printed
+    assert ("Frames, in the last step:" in printed) == (mode == "frames")
+    assert (tmp_path / "memory.png").stat().st_size > 20_000
+
+
+def test_the_demonstration_names_the_smallest_budget_that_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["demo", *TINY, "--mode", "frames", "--quiet", "--out", str(tmp_path)]
+    assert main([*arguments, "--budget", "0.01"]) == 2
+    found = re.search(r"--budget (0\.\d+)", capsys.readouterr().err)
+    assert found is not None
+    assert main([*arguments, "--budget", found[1]]) == 0

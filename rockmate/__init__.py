@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.planner import Planner
+    from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
-    from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sweeps.row import SweepRow
     from rockmate.sweeps.run import sweep
@@ -101,7 +101,7 @@ __all__ = [
 
 _LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
-    "FrontierPoint": "rockmate.planning.session",
+    "FrontierPoint": "rockmate.planning.frontier_point",
     "MarkPrice": "rockmate.planning.mark_prices",
     "Planner": "rockmate.planner",
     "SweepRow": "rockmate.sweeps.row",

@@ -50,6 +50,7 @@ from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
 from rockmate.schedule.simulate import simulate
+from rockmate.step_options import check_choices, num_in_flight_of
 
 logger = logging.getLogger(__name__)
 
@@ -288,13 +289,13 @@ def capture_step(
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
-    _check_choices(**options, kernels=kernels)
+    check_choices(**options, kernels=kernels)
     model = innermost(model)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     if names:
         options["untraced"] = ",".join(names)
     request = MarkRequest.of(marks, policy, existing_checkpoints)
-    num_in_flight = _num_in_flight(in_flight)
+    num_in_flight = num_in_flight_of(in_flight)
     _check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
     capture = trace_sample(
@@ -421,31 +422,3 @@ def step_of(
         allocation_bytes=allocation_bytes,
         fusion=fusion,
     )
-
-
-def _num_in_flight(given: int | str) -> int:
-    """The number of forwards before their backwards, which `options` has as a text.
-
-    Raises:
-        ValueError: it is no whole number of at least 1.
-    """
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        msg = f"in_flight is {given!r}; give the number of forwards before a backward, at least 1"
-        raise ValueError(msg)
-    return number
-
-
-_CHOICES = {
-    "differentiable": ("loss", "all"),
-    "outputs": ("all", "loss"),
-    "gradients": ("accumulated", "returned"),
-    "kernels": ("eager", "fused"),
-}
-
-
-def _check_choices(**options: str) -> None:
-    for name, value in options.items():
-        if value not in _CHOICES[name]:
-            msg = f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}"
-            raise ValueError(msg)

@@ -29,6 +29,7 @@ ORDER = (
     "bound",
     "plan",
     "runtime",
+    "step_options",
     "step",
     "memory_limit",
     "planning",

@@ -71,13 +71,7 @@ def measure_costs(
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
         RockmateError: a profiler is running, or the device has no memory for a single op.
     """
-    Recording.end_present()  # of a step in frames whose script has done nothing since
-    if is_profiling():
-        msg = (
-            "a profiler is running, and planning needs PyTorch's own to measure allocations. "
-            "Plan before you start it."
-        )
-        raise RockmateError(msg)
+    _refuse_profiler()
     calls: dict[Hashable, _Call] = {}
 
     def distinct(call: _Call) -> _Call:
@@ -114,6 +108,16 @@ def measure_costs(
         recompute=total(recompute, state_saves),
         num_distinct=len(calls),
     )
+
+
+def _refuse_profiler() -> None:
+    Recording.end_present()  # of a step in frames whose script has done nothing since
+    if is_profiling():
+        msg = (
+            "a profiler is running, and planning needs PyTorch's own to measure allocations. "
+            "Plan before you start it."
+        )
+        raise RockmateError(msg)
 
 
 # --- the calls of an op -----------------------------------------------------------------------

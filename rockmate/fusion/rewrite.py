@@ -16,7 +16,7 @@ from torch import fx
 from rockmate._torch.distributed import first_offer
 from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids
-from rockmate.capture.roles import Capture
+from rockmate.capture.roles import Capture, copied_capture
 from rockmate.fusion.groups import Group, find_groups
 from rockmate.fusion.kernels import (
     CompiledGroup,
@@ -26,7 +26,6 @@ from rockmate.fusion.kernels import (
 )
 from rockmate.fusion.report import FusionReport, GroupReport
 from rockmate.fusion.subgraph import Subgraph, subgraph_of, takeable
-from rockmate.graph.chunking.calls import copied_capture
 from rockmate.graph.fake_values import refresh_views
 from rockmate.graph.ir import Graph, Op
 from rockmate.graph.value_numbering import remove_dead_calls

@@ -79,10 +79,7 @@ def wrap_trainer(
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
     options = {**_options_for(trainer, options), **options}
-    model = trainer.model
-    if model is None:
-        msg = "the trainer has no model yet: give it one, not a model_init."
-        raise ValueError(msg)
+    model = _model_of(trainer)
     if buckets is not None:
         _pad_to(trainer, model, buckets)
     if fit is not None:
@@ -91,6 +88,13 @@ def wrap_trainer(
     module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
     return module
+
+
+def _model_of(trainer: Trainer) -> Any:
+    if trainer.model is None:
+        msg = "the trainer has no model yet: give it one, not a model_init."
+        raise ValueError(msg)
+    return trainer.model
 
 
 def _optimizer_of(trainer: Trainer) -> Any:

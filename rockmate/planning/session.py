@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -42,6 +41,7 @@ from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.frontier_point import FrontierPoint
 from rockmate.planning.kernel_variants import KernelVariants
 from rockmate.planning.mark_prices import (
     MAX_EXPLAINED,
@@ -55,21 +55,6 @@ from rockmate.step import CapturedStep, capture_step
 logger = logging.getLogger(__name__)
 
 Kernels = Literal["eager", "fused", "auto"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontierPoint:
-    """The peak and time of the plan for one budget.
-
-    Attributes:
-        budget_bytes: the budget.
-        predicted_peak_bytes: the peak of its plan, at most the budget.
-        predicted_ms: the time of one forward and backward, in milliseconds.
-    """
-
-    budget_bytes: int
-    predicted_peak_bytes: int
-    predicted_ms: float
 
 
 class PlanningSession:

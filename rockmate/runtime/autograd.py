@@ -49,7 +49,7 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label, will_execute
+from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
@@ -57,6 +57,7 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.ops.undefined_gradient import is_undefined
+from rockmate.runtime.anchor import Anchor
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
@@ -91,7 +92,7 @@ class Runner:
     def __init__(self, program: Program, model: nn.Module) -> None:
         """Finds the places of the model's tensors; reads none of them."""
         self.program = program
-        self.binding = Binding(model, _tensor_names(program))
+        self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
         self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
         self.returned_names = [
@@ -123,7 +124,7 @@ class Runner:
         # For each set of undefined tangents.
         self._backwards: dict[frozenset[int], _Backward] = {}
         # One for each device of inputs, kept for the next call.
-        self._anchors: dict[torch.device, _Anchor] = {}
+        self._anchors: dict[torch.device, Anchor] = {}
         # The owners of the last call and their accumulation nodes. Autograd makes a node anew for
         # each gradient if nobody holds it, at the cost of a small addition.
         self._owners: dict[str, torch.Tensor] = {}
@@ -143,7 +144,7 @@ class Runner:
             confirm_collectives(self.program.collectives)
             self._is_confirmed = True
         device = inputs[0].device if inputs else torch.device("cpu")
-        anchor = self._anchors.get(device) or self._anchors.setdefault(device, _Anchor(device))
+        anchor = self._anchors.get(device) or self._anchors.setdefault(device, Anchor(device))
         layouts = self.input_layouts
         laid_out = [
             layouts[index].apply(given) if index in layouts else given
@@ -232,7 +233,7 @@ class PlannedStep(torch.autograd.Function):
         ctx: FunctionCtx,
         runner: Runner,
         owners: Mapping[str, torch.Tensor],
-        anchor: _Anchor,
+        anchor: Anchor,
         leaf: torch.Tensor,
         num_inputs: int,
         *tensors: torch.Tensor,
@@ -332,18 +333,6 @@ class _Backward:
         self.order = program.order_of(arguments)
 
 
-class _Anchor:
-    """The leaf that makes a step's outputs require grad, and its accumulation node."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.leaf = torch.empty(0, device=device, requires_grad=True)
-        self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
-
-    def is_visited(self) -> bool:
-        """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
-        return will_execute(self.node)
-
-
 def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether a gradient may be needed before the step is done.
 
@@ -354,17 +343,6 @@ def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
     parameters = list(parameters)
     has_hooks = any(chain.from_iterable(map(all_hooks_of, parameters)))
     return is_distributed() or has_hooks or any(map(is_subclassed, parameters))
-
-
-def _tensor_names(program: Program) -> list[str]:
-    """Names of the module's tensors that the program reads, updates or has gradients of."""
-    sources = [
-        argument.source for argument in (*program.forward_arguments, *program.backward_arguments)
-    ]
-    roles = [source for source in sources if isinstance(source, Role)]
-    roles += [*program.results, *program.gradients]
-    names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
-    return list(dict.fromkeys([*names, *program.accumulated]))
 
 
 def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:

@@ -19,6 +19,7 @@ from torch import fx
 
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
+from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Graph, Storage
 from rockmate.ops.collectives import collective, collective_text
 from rockmate.ops.fused import FusedOp
@@ -84,16 +85,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         ),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
-        wrappings={
-            role.name: role.wrapping
-            for _, role in graph.outputs
-            if role.kind is RoleKind.PARAMETER_GRADIENT and role.wrapping is not None
-        },
-        collectives=tuple(
-            collective_text(graph.ops[index].node)
-            for index in schedule.steps
-            if graph.ops[index].node.target is collective
-        ),
+        wrappings=_wrappings(graph),
+        collectives=_collectives(graph, schedule),
         constants=graph.constants,
         differentiable=frozenset(role.index for _, role in tangents),
         layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},
@@ -102,6 +95,21 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _wrappings(graph: Graph) -> dict[str, Wrapping]:
+    """How to wrap the gradients of parameters that are wrappers, by name."""
+    return {
+        role.name: role.wrapping
+        for _, role in graph.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT and role.wrapping is not None
+    }
+
+
+def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
+    """The collectives of the schedule in running order, as texts with their groups."""
+    nodes = (graph.ops[index].node for index in schedule.steps)
+    return tuple(collective_text(node) for node in nodes if node.target is collective)
 
 
 def _write_forward(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rockmate.capture.roles import Role
+from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.size_template import Size
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Op, Storage
@@ -135,3 +135,11 @@ class Program:
                 case _:
                     order.append(places[argument])
         return order
+
+    def tensor_names(self) -> list[str]:
+        """Names of the module's tensors that it reads, updates or has gradients of."""
+        arguments = (*self.forward_arguments, *self.backward_arguments)
+        roles = [each.source for each in arguments if isinstance(each.source, Role)]
+        roles += [*self.results, *self.gradients]
+        names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
+        return list(dict.fromkeys([*names, *self.accumulated]))

@@ -17,6 +17,7 @@ from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
 from rockmate.capture.model_signature import ModelSignature, acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
+from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
 from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
@@ -50,7 +51,6 @@ from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
 from rockmate.schedule.simulate import simulate
-from rockmate.step_options import check_choices, num_in_flight_of
 
 logger = logging.getLogger(__name__)
 
@@ -278,12 +278,10 @@ def capture_step(
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
-    Arguments and errors are those of `Planner`, with three more. `hooked` names parameters,
-    separated by commas. Each gets its gradient whole, never slice by slice. None takes the
-    parameters with a tensor hook. With `loss_chunks`, in the format of `Chunks`, the loss block
-    runs in chunks. `unfused` has the keys of the groups of ops that are not fused, separated by
-    commas. None: each group is measured. Marks, a policy and `in_flight` may also be the texts that
-    `CapturedStep.options` has.
+    Arguments and errors are those of `Planner`. Marks, a policy and `in_flight` may also be texts, as
+    in `CapturedStep.options`. `hooked` names parameters that get their gradient whole, separated by
+    commas; None takes those with a tensor hook. `loss_chunks` is a text of `Chunks`. `unfused` has
+    the keys of groups of ops that are not fused, separated by commas; None measures each group.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -306,32 +304,34 @@ def capture_step(
         untraced=names,
         keeps_checkpoints=request.honours_checkpoints,
     )
-    state = ModelSignature.of(model)  # after the capture, for which a model may change itself
-    if hooked is not None:
-        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
-    if state.hooked and gradients == "accumulated":
-        options["hooked"] = ",".join(sorted(state.hooked))
+    state = _state_of(model, hooked, options)
     request = decided_request(capture, request)
     options |= request.options
     if num_in_flight > 1:
         options["in_flight"] = str(num_in_flight)
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    allocation_bytes = machine.allocation_bytes if machine else None
     fusion = None
     if kernels == "fused":
         options["kernels"] = kernels
         fusion = Fusion.of(unfused, progress=progress, is_run=sample.device is None)
-    step = step_of(
-        capture,
-        model,
-        sample.call,
-        state,
-        options,
-        allocation_bytes=allocation_bytes,
-        fusion=fusion,
-    )
+    allocated = machine.allocation_bytes if machine else None
+    call = sample.call
+    step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
     step = replace(step, planned_device=sample.device)
     return _chunked(step, loss_chunks) if loss_chunks else step
+
+
+def _state_of(model: nn.Module, hooked: str | None, options: dict[str, str]) -> ModelSignature:
+    """The model's state after its capture, for which it may change itself.
+
+    Names of parameters with a tensor hook, as given or as found, go to `options`.
+    """
+    state = ModelSignature.of(model)
+    if hooked is not None:
+        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
+    if state.hooked and options["gradients"] == "accumulated":
+        options["hooked"] = ",".join(sorted(state.hooked))
+    return state
 
 
 def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:

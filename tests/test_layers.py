@@ -29,7 +29,6 @@ ORDER = (
     "bound",
     "plan",
     "runtime",
-    "step_options",
     "step",
     "memory_limit",
     "planning",

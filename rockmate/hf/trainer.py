@@ -67,23 +67,19 @@ def wrap_trainer(
     Raises:
         ValueError: the trainer has no model; or `buckets` are given for one that takes no
             `attention_mask`, or are no lengths; or `fit` is unknown or has no `memory_limit`.
-        NothingFitsError: with `fit`, no micro-batch fits the memory.
-        FitError: with `fit`, the effective batch cannot be kept.
+        FitError, NothingFitsError: with `fit`, the effective batch cannot be kept or fits nowhere.
         UnsupportedModelError: as for `RockmateModule`; also if Trainer sees several GPUs without
             a launcher, where it would use `nn.DataParallel`.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
             its state.
     """
-    if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
-        raise UnsupportedModelError(REPLICATED)
+    model = _model_of(trainer)
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
     options = {**_options_for(trainer, options), **options}
-    model = _model_of(trainer)
     if buckets is not None:
         _pad_to(trainer, model, buckets)
-    if fit is not None:
-        _fit(trainer, fit, memory_limit, options)
+    _fit(trainer, fit, memory_limit, options)
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
@@ -91,6 +87,8 @@ def wrap_trainer(
 
 
 def _model_of(trainer: Trainer) -> Any:
+    if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
+        raise UnsupportedModelError(REPLICATED)
     if trainer.model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
         raise ValueError(msg)
@@ -103,9 +101,11 @@ def _optimizer_of(trainer: Trainer) -> Any:
 
 
 def _fit(
-    trainer: Trainer, fit: str, memory_limit: int | str | None, options: Mapping[str, Any]
+    trainer: Trainer, fit: str | None, memory_limit: int | str | None, options: Mapping[str, Any]
 ) -> None:
     """Sets the micro-batch of a trainer; see `fit_micro_batch`."""
+    if fit is None:
+        return
     from rockmate.hf.micro_batch import fit_micro_batch  # loads the solvers
 
     if fit != "batch":

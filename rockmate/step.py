@@ -278,10 +278,9 @@ def capture_step(
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
-    Arguments and errors are those of `Planner`. Marks, a policy and `in_flight` may also be texts, as
-    in `CapturedStep.options`. `hooked` names parameters that get their gradient whole, separated by
-    commas; None takes those with a tensor hook. `loss_chunks` is a text of `Chunks`. `unfused` has
-    the keys of groups of ops that are not fused, separated by commas; None measures each group.
+    Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
+    texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
+    with a tensor hook. `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -293,7 +292,8 @@ def capture_step(
     if names:
         options["untraced"] = ",".join(names)
     request = MarkRequest.of(marks, policy, existing_checkpoints)
-    num_in_flight = num_in_flight_of(in_flight)
+    if num_in_flight_of(in_flight) > 1:
+        options["in_flight"] = str(in_flight)
     _check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
     capture = trace_sample(
@@ -307,8 +307,6 @@ def capture_step(
     state = _state_of(model, hooked, options)
     request = decided_request(capture, request)
     options |= request.options
-    if num_in_flight > 1:
-        options["in_flight"] = str(num_in_flight)
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
     fusion = None
     if kernels == "fused":
@@ -317,8 +315,8 @@ def capture_step(
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
-    step = replace(step, planned_device=sample.device)
-    return _chunked(step, loss_chunks) if loss_chunks else step
+    step = _chunked(step, loss_chunks) if loss_chunks else step
+    return replace(step, planned_device=sample.device)
 
 
 def _state_of(model: nn.Module, hooked: str | None, options: dict[str, str]) -> ModelSignature:

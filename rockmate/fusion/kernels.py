@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The least of several times still differs by so much from run to run.
 _NOISE = 1.02
 # Smaller results are not worth a second kernel.
-_LEAST_IN_PLACE_BYTES = 1 << 16
+_LEAST_IN_PLACE_BYTES = 1 << 12
 
 
 @dataclass(slots=True, kw_only=True)

@@ -148,12 +148,12 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
+    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     Pass(
         name="note marks",
         keeps="every call but those that mark values, which nothing reads",
         run=lambda capture, options: note_marks(capture, options.marks),
     ),
-    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
     _rewrite(
         "split dropouts",

@@ -1,9 +1,9 @@
 """Marks on the nodes of a captured graph: which of the user's marks each value and op has.
 
-The first pass over a captured graph. Patterns, the policy's decisions and the calls of
-`rockmate.name`, `save` and `recompute` are matched with nodes, and the calls removed. Later passes
-carry `meta["marks"]` along like the rest of a node's `meta`; `rockmate.graph.marking` reads it when
-the graph of storages is there.
+A pass over the captured graph, before any other changes its calls. Patterns, the policy's decisions
+and the calls of `rockmate.name`, `save` and `recompute` are matched with nodes, and the calls
+removed. Later passes carry `meta["marks"]` along like the rest of a node's `meta`;
+`rockmate.graph.marking` reads it when the graph of storages is there.
 """
 
 from __future__ import annotations

@@ -148,12 +148,12 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
+    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     Pass(
         name="note marks",
         keeps="every call but those that mark values, which nothing reads",
         run=lambda capture, options: note_marks(capture, options.marks),
     ),
-    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
     _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
     _rewrite(
         "split dropouts",
@@ -193,6 +193,11 @@ JOINT_PASSES: tuple[Pass[Capture], ...] = (
 
 GRAPH_PASSES: tuple[Pass[Graph], ...] = (
     Pass(
+        name="apply marks",
+        keeps="ops, their order, storages; only what a schedule may do with them is limited",
+        run=lambda graph, _: apply_marks(graph),
+    ),
+    Pass(
         name="defer hooked gradients",
         keeps="ops and storages; only the order of ops changes",
         run=_defer_hooked_gradients,
@@ -206,10 +211,5 @@ GRAPH_PASSES: tuple[Pass[Graph], ...] = (
         name="assign sink forms",
         keeps="ops and their order; sizes only of storages that nothing reads",
         run=_assign_sink_forms,
-    ),
-    Pass(
-        name="apply marks",
-        keeps="ops, their order, storages; only what a schedule may do with them is limited",
-        run=lambda graph, _: apply_marks(graph),
     ),
 )

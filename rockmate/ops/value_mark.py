@@ -1,7 +1,7 @@
 """Names and marks that a model's forward gives to values.
 
 In eager mode each function returns its tensor as it is. While a model is captured, it also leaves
-one call in the graph, of `value_mark`, which has a tensor and a text and no reader. The first pass
+one call in the graph, of `value_mark`, which has a tensor and a text and no reader. A pass
 over the captured graph reads these calls and removes them (`rockmate.graph.node_marks`). The tensor
 itself goes on unchanged, so views of it, changes in place and gradients are those of a forward
 without the call.

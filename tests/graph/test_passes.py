@@ -298,7 +298,8 @@ def test_each_pass_has_work_in_some_model() -> None:
         run_passes(GRAPH_PASSES, graph, options, after=note)
     # PyTorch 2.11 traces no check of the values of `one_hot`.
     absent = {"drop value checks"} if torch.__version__.startswith("2.11.") else set()
-    assert idle <= absent
+    # Work for those that read marks is in tests/entry/test_marks.py: no model here has any.
+    assert idle <= absent | {"note marks", "apply marks"}
 
 
 def joint_text(capture: Capture) -> str:

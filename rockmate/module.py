@@ -20,7 +20,12 @@ from rockmate._torch.members import share_members
 from rockmate._torch.transforms import active_transform
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
 from rockmate.capture.signature import CallSignature
-from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
+from rockmate.errors import (
+    InvalidSampleError,
+    RockmateError,
+    UnsupportedModelError,
+    advise_frames,
+)
 from rockmate.frames.runner import FrameRunner
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
@@ -197,8 +202,7 @@ class RockmateModule(nn.Module):
         if self._make_frames is None:
             if isinstance(error, InvalidSampleError):
                 raise error
-            advice = 'Or keep the budget without a captured graph: mode="frames".'
-            error.args = (f"{error} {advice}",)
+            advise_frames(error)
             raise error
         logger.warning("the budget is kept by frames instead of a plan, since %s", error)
         self._frames = self._make_frames()

@@ -31,8 +31,8 @@ from rockmate._torch.allocator import Timeline, timeline
 from rockmate.errors import RockmateError
 from rockmate.extras import require
 from rockmate.frames.report import FramesReport
-from rockmate.progress import is_terminal
 from rockmate.module import Mode
+from rockmate.progress import is_terminal
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -32,7 +32,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError, advise_frames
 from rockmate.graph.ir import Graph
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
@@ -86,16 +86,20 @@ class PlanningSession:
     ) -> None:
         target = None if machine is None else load_machine(machine)
         timings: dict[str, float] = {}
-        with _timed(timings, "capture"):
-            step = capture_step(
-                model,
-                sample_input,
-                differentiable=differentiable,
-                outputs=outputs,
-                gradients=gradients,
-                machine=target,
-                untraced=untraced,
-            )
+        try:
+            with _timed(timings, "capture"):
+                step = capture_step(
+                    model,
+                    sample_input,
+                    differentiable=differentiable,
+                    outputs=outputs,
+                    gradients=gradients,
+                    machine=target,
+                    untraced=untraced,
+                )
+        except UnsupportedModelError as error:
+            advise_frames(error)
+            raise
         if modules_with_checkpointing(model):
             logger.warning(
                 "gradient checkpointing is off in the planned forward: the plan recomputes instead"

@@ -33,7 +33,12 @@ def page(lines: Sequence[Record]) -> list[str]:
     text += [*_targets(newest, names), ""]
     for name in names:
         own = {method: line for (model, method), line in newest.items() if model == name}
-        text += [f"## {name}", "", *_table(own), ""]
+        last = list(own.values())[-1]
+        where = (
+            f"Commit {last['commit']}, {last['processor']}, load average "
+            f"{last['load_average']:.1f} at the start."
+        )
+        text += [f"## {name}", "", where, "", *_table(own), ""]
     return text[:-1]
 
 

@@ -86,6 +86,19 @@ class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
 
+FRAMES_ADVICE = (
+    "Or keep the budget without a captured graph: "
+    'RockmateModule(model, None, budget, mode="frames").'
+)
+
+
+def advise_frames(error: RockmateError) -> None:
+    """Ends the text of an error of the capture in the line that works without one."""
+    text = str(error)
+    if not text.endswith(FRAMES_ADVICE):
+        error.args = (f"{text} {FRAMES_ADVICE}",)
+
+
 class MachineError(RockmateError, ValueError):
     """A machine that is not known, or whose description cannot be used."""
 

@@ -21,7 +21,12 @@ from rockmate._torch.transforms import active_transform
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
-from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
+from rockmate.errors import (
+    InvalidSampleError,
+    RockmateError,
+    UnsupportedModelError,
+    advise_frames,
+)
 from rockmate.frames.runner import FrameRunner
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
@@ -201,8 +206,7 @@ class RockmateModule(nn.Module):
         if self._make_frames is None:
             if isinstance(error, InvalidSampleError):
                 raise error
-            advice = 'Or keep the budget without a captured graph: mode="frames".'
-            error.args = (f"{error} {advice}",)
+            advise_frames(error)
             raise error
         request = self._plans.request
         left_out = [

@@ -36,6 +36,15 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def sizes_of(arguments: Arguments) -> Hashable:
+    """Shapes and types of the arguments that are tensors."""
+    return tuple(
+        (each.shape, each.dtype, each.requires_grad)
+        for each in tree_leaves(arguments[1:])
+        if isinstance(each, torch.Tensor)
+    )
+
+
 class Call:
     """A call that can run again.
 
@@ -67,10 +76,6 @@ class Call:
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
-
-    def sizes(self) -> Hashable:
-        """Shapes and types of the arguments that are tensors."""
-        return tuple((each.shape, each.dtype, each.requires_grad) for each in self._inputs)
 
     def outside_storages(self) -> dict[int, torch.Tensor]:
         """Storages of arguments, parameters and buffers, each with a tensor that has it.

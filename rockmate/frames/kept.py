@@ -36,7 +36,7 @@ class KeptFrame:
             output: of the call.
         """
         tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-        nodes = {each.grad_fn for each in tensors} - {None}
+        nodes = {node for each in tensors if (node := each.grad_fn) is not None}
         for node in nodes:
             node.register_prehook(self._begin_backward)
         if nodes:

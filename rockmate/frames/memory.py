@@ -104,6 +104,7 @@ class Memory:
         is_profiling: whether menus are made from the frames of this step.
         menus: what each frame may give up.
         decision: what was decided ahead for this step.
+        is_limited: whether an allocation may fail.
         given_up: what frames of this step have given up; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
     """
@@ -130,7 +131,7 @@ class Memory:
         self.menus, self.calls = Menus(), KnownCalls()
         self.decision = Decision()
         self.given_up: dict[FrameKey, Offer | None] = {}
-        self._most_kept_bytes = 0
+        self._most_kept_bytes, self.is_limited = 0, True
         self._part_paths: dict[str, set[str]] = {}
         self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
         self._num_steps = 0
@@ -168,6 +169,7 @@ class Memory:
         What is kept cannot be dropped when memory runs out, so it has to fit into what is free.
         """
         free = free_bytes(self.device)
+        self.is_limited = free is not None
         if free is not None:
             budget_bytes = min(budget_bytes, self.held_bytes + int(_SURELY_FREE * free))
         return budget_bytes - int(needs.minimum_bytes * self.scale)

@@ -23,7 +23,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
-from rockmate.frames.call import Arguments, Call
+from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
@@ -345,22 +345,25 @@ class FrameRunner:
         self._num_calls[path] += 1
         self._num_frames += 1
         order = self._num_frames
-        call = Call(key, module, arguments, memory)
-        sizes = call.sizes()
+        sizes = sizes_of(arguments)
         kept_bytes = memory.bytes_if_kept(key, sizes, order)
         if kept_bytes is not None:
             kept = KeptFrame(key, order, kept_bytes, memory)
+            # What takes back a failed run is needed only where an allocation can fail.
+            call = Call(key, module, arguments, memory) if memory.is_limited else None
             memory.begin_forward(kept)
+            forward, args, kwargs = arguments
             try:
                 with memory.inside_frame():
-                    output = call.run()
+                    output = forward(*args, **kwargs)
             except Exception as error:
-                if not is_out_of_memory(error) or not memory.drop_one(order):
+                if call is None or not is_out_of_memory(error) or not memory.drop_one(order):
                     raise
                 self._roll_back(call)
             else:
                 kept.end_forward(output)
                 return output
+        call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
         return output

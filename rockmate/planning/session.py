@@ -33,7 +33,12 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError, MissingCompilerError
+from rockmate.errors import (
+    InfeasibleBudgetError,
+    MissingCompilerError,
+    UnsupportedModelError,
+    advise_frames,
+)
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import ExistingCheckpoints, Policy
@@ -95,7 +100,7 @@ class PlanningSession:
         self.model = model
         model = plain_model(model)
         timings: dict[str, float] = {}
-        with _timed(timings, "capture"):
+        with _timed(timings, "capture"), _frames_advised():
             step = capture_step(
                 model,
                 sample_input,
@@ -434,6 +439,16 @@ def _fused(
     except MissingCompilerError as error:
         logger.warning("kernels are not fused: %s", error)
         return ()
+
+
+@contextmanager
+def _frames_advised() -> Iterator[None]:
+    """Adds to the error of a model without a graph what keeps its budget."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        advise_frames(error)
+        raise
 
 
 @contextmanager

@@ -19,7 +19,8 @@ def random_frames(draw: random.Random) -> list[KnownFrame]:
     frames = []
     for number in range(draw.randint(1, 5)):
         saved = draw.randint(0, 400)
-        needs = Needs(*(draw.randint(0, 300) for _ in range(3)), saved)
+        forward, after, backward = (draw.randint(0, 300) for _ in range(3))
+        needs = Needs(forward, after, backward, saved)
         offers = [
             Offer(draw.randint(1, saved), draw.random(), frozenset(), 1)
             for _ in range(draw.randint(0, 3) if saved else 0)

@@ -402,7 +402,7 @@ class Around(nn.Module):
         super().__init__()
         self.use_reentrant, self.num_within = use_reentrant, num_within
         self.first, self.second = Chain(num_blocks=num_within), nn.Identity()
-        self.first.head = nn.Identity()
+        self.first.head = nn.Linear(WIDTH, WIDTH)
         if num_within < 6:
             self.second = nn.Sequential(*(Block() for _ in range(6 - num_within)))
 
@@ -442,7 +442,7 @@ def test_a_failed_backward_leaves_no_profiler() -> None:
         raise KeyError("stop")
 
     model = Chain()
-    model.blocks[0].norm.weight.register_hook(fail)
+    model.get_parameter("blocks.0.norm.weight").register_hook(fail)
     value = loss_of(framed(model), 0)
     with pytest.raises(KeyError):
         value.backward()

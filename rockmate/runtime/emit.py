@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
+from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Graph, Storage
 from rockmate.ops.collectives import collective, collective_text
 from rockmate.runtime.direct_call import compiled
@@ -71,8 +73,6 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         backward.graph, backward.arguments, backward.sources, graph.storage_of
     )
     forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
-    inputs = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.INPUT]
-    tangents = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.TANGENT]
     return Program(
         forward=forward_module.forward,
         backward=backward_module.forward,
@@ -86,23 +86,40 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         ),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
-        wrappings={
-            role.name: role.wrapping
-            for _, role in graph.outputs
-            if role.kind is RoleKind.PARAMETER_GRADIENT and role.wrapping is not None
-        },
-        collectives=tuple(
-            collective_text(graph.ops[index].node)
-            for index in schedule.steps
-            if graph.ops[index].node.target is collective
-        ),
+        wrappings=_wrappings(graph),
+        collectives=_collectives(graph, schedule),
         constants=graph.constants,
-        differentiable=frozenset(role.index for _, role in tangents),
-        layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},
+        differentiable=_differentiable(graph),
+        layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _differentiable(graph: Graph) -> frozenset[int]:
+    return frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
+
+
+def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
+    """The fake tensor of each input of the call and of each tangent."""
+    kinds = {RoleKind.INPUT, RoleKind.TANGENT}
+    return {role: node.meta["val"] for node, role in graph.inputs if role.kind in kinds}
+
+
+def _wrappings(graph: Graph) -> dict[str, Wrapping]:
+    """How to wrap the gradient of each parameter whose gradient is a wrapper."""
+    return {
+        role.name: role.wrapping
+        for _, role in graph.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT and role.wrapping is not None
+    }
+
+
+def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
+    """The collectives of a schedule in their order; see `Program.collectives`."""
+    nodes = [graph.ops[index].node for index in schedule.steps]
+    return tuple(collective_text(node) for node in nodes if node.target is collective)
 
 
 def _write_forward(

@@ -77,11 +77,7 @@ def measure_costs(
     def distinct(call: _Call) -> _Call:
         return calls.setdefault(call.key, call)
 
-    parameters = {
-        role.name: node
-        for node, role in graph.inputs
-        if role.kind is RoleKind.PARAMETER and not role.inner
-    }
+    parameters = _parameters(graph)
     first = [distinct(_first_call(parameters, op)) for op in graph.ops]
     recompute = [distinct(_recompute_call(op)) for op in graph.ops]
     additions = [
@@ -90,8 +86,8 @@ def measure_costs(
     ]
     state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
-    on_links = {key: call for key, call in calls.items() if call.target is collective}
-    costs.update({key: collective_cost(call.op.node) for key, call in on_links.items()})
+    on_link = [call for call in calls.values() if call.target is collective]
+    costs.update({call.key: collective_cost(call.op.node) for call in on_link})
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
@@ -118,6 +114,15 @@ def _refuse_profiler() -> None:
             "Plan before you start it."
         )
         raise RockmateError(msg)
+
+
+def _parameters(graph: Graph) -> dict[str, fx.Node]:
+    """The parameters that are no wrappers, by name."""
+    return {
+        role.name: node
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER and not role.inner
+    }
 
 
 # --- the calls of an op -----------------------------------------------------------------------

@@ -59,8 +59,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
-    names, _ = flatten()
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
+    values = [getattr(tensor, name) for name in flatten()[0]]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]  # no device mesh
+    return [part for value in tensors for part in parts_of(value)]
 
 
 def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:

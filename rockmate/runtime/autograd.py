@@ -53,7 +53,7 @@ from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
-from rockmate.capture.roles import Role, RoleKind
+from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.ops.undefined_gradient import is_undefined
@@ -63,8 +63,9 @@ from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_collectives
 from rockmate.runtime.planned_layout import PlannedLayout
-from rockmate.runtime.program import Argument, ArgumentKind, Program
+from rockmate.runtime.program import Argument, Program
 from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
+from rockmate.runtime.statics import Statics
 
 
 class Runner:
@@ -106,8 +107,8 @@ class Runner:
             role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE
         ]
         self.non_differentiable = sorted(outputs.keys() - program.differentiable)
-        self.forward_statics = _Statics(program, self.binding, program.forward_arguments)
-        self.backward_statics = _Statics(program, self.binding, program.backward_arguments)
+        self.forward_statics = Statics(program, self.binding, program.forward_arguments)
+        self.backward_statics = Statics(program, self.binding, program.backward_arguments)
         self.backward = _Backward(program, program.backward, program.backward_arguments)
         gradients = list(enumerate(program.gradients))
         self.input_gradients = {
@@ -284,39 +285,6 @@ class PlannedStep(torch.autograd.Function):
             returned = [_returned(runner, values, place) for place in runner.parameter_gradients]
             parameters = returned or [None] * len(ctx.visited)
         return None, None, None, None, None, *inputs, *parameters
-
-
-class _Statics:
-    """The static arguments of an emitted function, and where each is found."""
-
-    def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
-        # (holder, key) of each; holder None stands for the inputs of the call.
-        self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
-        # (position, attributes) of those inside of the tensor found there, or of another class.
-        self._inner: list[tuple[int, tuple[str, ...]]] = []
-        for argument in arguments:
-            if argument.kind is not ArgumentKind.STATIC:
-                continue
-            role = argument.source
-            assert isinstance(role, Role)
-            if role.inner or (role.name in binding.places and is_subclassed(binding[role.name])):
-                self._inner.append((len(self._places), role.inner))
-            if role.kind is RoleKind.INPUT:
-                self._places.append((None, role.index))
-            elif role.kind is RoleKind.CONSTANT:
-                self._places.append((program.constants, role.name))
-            else:
-                self._places.append(binding.places[role.name])
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that are there now, in the order of the arguments."""
-        found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
-        for place, path in self._inner:
-            found[place] = without_class(at_path(found[place], path))
-        return found
 
 
 class _Backward:

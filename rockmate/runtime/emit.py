@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op
@@ -70,8 +71,6 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         backward.graph, backward.arguments, backward.sources, graph.storage_of
     )
     forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
-    inputs = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.INPUT]
-    tangents = [(node, role) for node, role in graph.inputs if role.kind is RoleKind.TANGENT]
     return Program(
         forward=forward_module.forward,
         backward=backward_module.forward,
@@ -88,8 +87,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         wrappings=_wrappings(graph),
         collectives=_collectives(graph, schedule),
         constants=graph.constants,
-        differentiable=frozenset(role.index for _, role in tangents),
-        layouts={role: node.meta["val"] for node, role in (*inputs, *tangents)},
+        differentiable=_differentiable(graph),
+        layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
         forward_code=forward_module.code,
@@ -97,8 +96,18 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
     )
 
 
+def _differentiable(graph: Graph) -> frozenset[int]:
+    return frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
+
+
+def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
+    """The fake tensor of each input of the call and of each tangent."""
+    kinds = {RoleKind.INPUT, RoleKind.TANGENT}
+    return {role: node.meta["val"] for node, role in graph.inputs if role.kind in kinds}
+
+
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:
-    """How to wrap the gradients of parameters that are wrappers, by name."""
+    """How to wrap the gradient of each parameter whose gradient is a wrapper."""
     return {
         role.name: role.wrapping
         for _, role in graph.outputs
@@ -107,8 +116,8 @@ def _wrappings(graph: Graph) -> dict[str, Wrapping]:
 
 
 def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
-    """The collectives of the schedule in running order, as texts with their groups."""
-    nodes = (graph.ops[index].node for index in schedule.steps)
+    """The collectives of a schedule in their order; see `Program.collectives`."""
+    nodes = [graph.ops[index].node for index in schedule.steps]
     return tuple(collective_text(node) for node in nodes if node.target is collective)
 
 

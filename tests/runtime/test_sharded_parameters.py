@@ -209,6 +209,18 @@ def check_fully_sharded(mesh: DeviceMesh) -> None:
     assert numbers[-1] > numbers[0]
 
 
+def check_frames(mesh: DeviceMesh) -> None:
+    """The way out where a plan is refused."""
+
+    def batch(step: int) -> Tensor:
+        return torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+    for make in (tensor_parallel, fully_sharded):
+        plain, model = make(mesh), make(mesh)
+        framed = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
+        assert_equal(trained(framed, model, batch), trained(plain, plain, batch))
+
+
 def check_inputs(mesh: DeviceMesh) -> None:
     """A `DTensor` as input, and its gradient."""
 
@@ -270,6 +282,7 @@ CHECKS: list[Callable[[DeviceMesh], None]] = [
     check_sequence_parallel,
     check_fully_sharded,
     check_inputs,
+    check_frames,
     check_refusals,
     check_a_rank_that_does_not_plan,
 ]

@@ -29,9 +29,9 @@ def draw(path: Path, rows: Sequence[FitRow], *, title: str, memory_bytes: int, a
     axes = figure.add_subplot()
     places = range(len(rows))
     below = [0.0] * len(rows)
-    for (name, title), colour in zip(PARTS.items(), _COLOURS, strict=True):
+    for (name, part), colour in zip(PARTS.items(), _COLOURS, strict=True):
         heights = [getattr(row, name) / _GIB for row in rows]
-        axes.bar(places, heights, bottom=below, label=title, color=colour, width=0.7)
+        axes.bar(places, heights, bottom=below, label=part, color=colour, width=0.7)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.axhline(
         memory_bytes / _GIB,
@@ -40,6 +40,7 @@ def draw(path: Path, rows: Sequence[FitRow], *, title: str, memory_bytes: int, a
         linewidth=1,
         label=f"memory {size_text(memory_bytes)}",
     )
+    axes.set_ylim(top=1.05 * memory_bytes / _GIB)
     axes.set_xticks(places, [f"{size_of(axis, row):,}" for row in rows])
     axes.set_xlabel("rows in a batch" if axis == "batch" else "tokens in a sequence")
     axes.set_ylabel("GiB at the peak of a step")
@@ -61,5 +62,5 @@ def draw(path: Path, rows: Sequence[FitRow], *, title: str, memory_bytes: int, a
         )
     )
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    axes.set_title(title.split(", ")[0], fontsize="medium")
+    axes.set_title(title, fontsize="medium", wrap=True)
     figure.savefig(path, dpi=150)

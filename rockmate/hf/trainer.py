@@ -15,6 +15,7 @@ from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
+from rockmate.request import check_arguments
 from rockmate.runtime.ddp import REPLICATED
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ def wrap_trainer(
     """Wraps the model of a trainer that has not started.
 
     The plan is made at the first batch, for the longest of 1,024 rows of the training set.
-
     `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
     options follow the trainer:
 
@@ -56,9 +56,8 @@ def wrap_trainer(
             its arguments name.
         buckets: lengths in tokens to which batches are padded, or the number whose multiples they
             are; see `PadToBuckets`, which becomes the trainer's data collator.
-        fit: "batch", with `memory_limit`, takes the place of `auto_find_batch_size`: it sets
-            `per_device_train_batch_size` and `gradient_accumulation_steps` to the fastest that fit,
-            at the same product, rows and loss; see `rockmate.hf.micro_batch`.
+        fit: "batch" sets micro-batch and accumulation steps to the fastest that fit
+            `memory_limit`, at the same product, rows and loss; see `rockmate.hf.micro_batch`.
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
@@ -67,9 +66,8 @@ def wrap_trainer(
     Raises:
         ValueError: the trainer has no model; or `buckets` are given for one that takes no
             `attention_mask`, or are no lengths; or `fit` is unknown or has no `memory_limit`.
-        FitError, NothingFitsError: with `fit`, the effective batch cannot be kept or fits nowhere.
-        UnsupportedModelError: as for `RockmateModule`; also if Trainer sees several GPUs without
-            a launcher, where it would use `nn.DataParallel`.
+        FitError: `fit` finds no micro-batch that fits, or cannot keep the effective batch.
+        UnsupportedModelError: as for `RockmateModule`; also for several GPUs without a launcher.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
             its state.
     """
@@ -79,14 +77,16 @@ def wrap_trainer(
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
-    _fit(trainer, fit, memory_limit, options)
+    if fit is not None:
+        check_arguments(budget, memory_limit, None)
+        _fit(trainer, fit, memory_limit, options)
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
     return module
 
 
-def _model_of(trainer: Trainer) -> Any:
+def _model_of(trainer: Trainer) -> nn.Module:
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)
     if trainer.model is None:
@@ -101,11 +101,9 @@ def _optimizer_of(trainer: Trainer) -> Any:
 
 
 def _fit(
-    trainer: Trainer, fit: str | None, memory_limit: int | str | None, options: Mapping[str, Any]
+    trainer: Trainer, fit: str, memory_limit: int | str | None, options: Mapping[str, Any]
 ) -> None:
     """Sets the micro-batch of a trainer; see `fit_micro_batch`."""
-    if fit is None:
-        return
     from rockmate.hf.micro_batch import fit_micro_batch  # loads the solvers
 
     if fit != "batch":

@@ -59,7 +59,7 @@ def inductor(mode: str, budget: float) -> Callable[..., Any]:
         budget: as for `min_cut`.
     """
     patches = list_mode_options(mode)
-    compile_with_inductor = lookup_backend("inductor")
+    compile_with_inductor: Callable[..., Any] = lookup_backend("inductor")
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=budget):

@@ -158,16 +158,15 @@ def broken_caller() -> Break | None:
     be called from a backend.
     """
     frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back  # of the backend itself
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         name = frame.f_code.co_filename
-        is_dynamos = name.startswith((_TORCH, _STANDARD_LIBRARY, "<", _PACKAGE))
+        is_dynamos = name.startswith((_TORCH, _STANDARD_LIBRARY, "<"))
         if not is_dynamos and "site-packages" not in name:
             return Break("", f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return None
-
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def _translator() -> Any:

@@ -50,6 +50,20 @@ from rockmate._torch.distributed import (
     ranks_of,
     wait_for,
 )
+from rockmate._torch.dynamo import (
+    break_of,
+    broken_caller,
+    compilations_left,
+    compile_call,
+    evaluated,
+    fails_past_limit,
+    guard_training,
+    is_fake_call,
+    module_path,
+    output_examples,
+    placeholders_of,
+    uncompiled_calls,
+)
 from rockmate._torch.engine import (
     accumulate,
     at_end_of_backward,
@@ -86,6 +100,7 @@ from rockmate._torch.members import (
     accumulation_hooks_of,
     all_forward_hooks,
     all_hooks_of,
+    compiled_from,
     forward_hooks,
     has_accumulation_hooks,
     has_tensor_hooks,
@@ -619,7 +634,9 @@ class TestMembers:
     def test_compiled_modules(self) -> None:
         module = nn.Linear(2, 2)
         assert not is_compiled(module)
-        assert is_compiled(torch.compile(module, backend="eager"))  # pyright: ignore
+        compiled: Any = torch.compile(module, backend="eager")
+        assert is_compiled(compiled)
+        assert compiled_from(compiled) is module
         assert not is_compiled_in_place(module)
         module.compile(backend="eager")
         assert is_compiled_in_place(module)
@@ -702,3 +719,42 @@ def test_versions() -> None:
     check_torch_version()
     with pytest.raises(ImportError, match=r"2\.11 to 2\.13"):
         check_torch_version("2.10.1")
+
+
+def test_what_dynamo_tells_a_backend() -> None:
+    told: dict[str, Any] = {}
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        told["places"] = placeholders_of(graph)
+        told["sizes"] = output_examples(graph)
+        told["paths"] = {module_path(node) for node in graph.graph.nodes}
+        told["breaks"] = break_of(graph), broken_caller()
+        told["call"], told["left"] = compile_call(), compilations_left()
+        told["is_training"] = guard_training(graph)
+
+        def run(*arguments: Any) -> Any:
+            told["num_runs"] = told.get("num_runs", 0) + 1
+            assert not is_fake_call(arguments)
+            return graph(*arguments)
+
+        return run
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    compiled = torch.compile(lambda x: (model(x), x.shape[0] + 1), backend=backend, dynamic=True)
+    compiled(torch.ones(3, 4))
+    assert {place.path for place in told["places"]} >= {"0.weight", "1.running_mean", ""}
+    assert [place.path for place in told["places"] if place.is_buffer][-1].startswith("1.")
+    (size,) = [place.size for place in told["places"] if place.size is not None]
+    assert evaluated(told["sizes"][1], {size: 3}) == 4
+    assert {"0", "1"} <= told["paths"]
+    assert told["breaks"] == (None, None)
+    assert told["call"] is not None
+    assert told["left"] > 0
+    assert not fails_past_limit()
+    assert told["is_training"] is True
+    model.eval()
+    compiled(torch.ones(3, 4))
+    assert told["is_training"] is False
+    with uncompiled_calls():
+        compiled(torch.ones(3, 4))
+    assert told["num_runs"] == 2

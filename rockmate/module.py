@@ -208,12 +208,7 @@ class RockmateModule(nn.Module):
                 raise error
             advise_frames(error)
             raise error
-        request = self._plans.request
-        left_out = [
-            name
-            for name in ("marks", "policy")
-            if request and request.options.get(name) is not None
-        ]
+        left_out = self._plans.request.left_out_by_frames if self._plans.request else []
         logger.warning(
             "the budget is kept by frames instead of a plan%s, since %s",
             f", and {' and '.join(left_out)} are not kept" if left_out else "",

@@ -57,6 +57,11 @@ class PlanRequest:
     on_infeasible: OnInfeasible = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def left_out_by_frames(self) -> list[str]:
+        """Names of the options that frames do not keep."""
+        return [name for name in ("marks", "policy") if self.options.get(name) is not None]
+
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
     ) -> PlannedCall:

@@ -8,13 +8,17 @@ merged, and the plan recomputes what it has to. A request may take them for mark
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
-from torch import fx
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.graphs import on_node_created
+from rockmate.capture.huggingface import modules_with_checkpointing
+
+logger = logging.getLogger(__name__)
 
 # Keys in a node's `meta`: the checkpointed calls that made it, outermost first; and what their
 # policy says of it ("save", "recompute", or "" for no mark). Without a policy there is no decision.
@@ -76,3 +80,22 @@ def checkpoint_regions() -> Iterator[CheckpointRegions]:
 def num_checkpoints(graph: fx.Graph) -> int:
     """The number of checkpointed calls that made a node of a graph."""
     return len({name for node in graph.nodes for name in node.meta.get(REGIONS, ())})
+
+
+def log_lifted(model: nn.Module, num_checkpoints: int) -> None:
+    """Says that checkpoints in a model's code are the plan's to replace.
+
+    Args:
+        model: the model.
+        num_checkpoints: number of checkpointed calls in its captured forward.
+    """
+    if modules_with_checkpointing(model):
+        logger.warning(
+            "gradient checkpointing is off in the planned forward: the plan recomputes instead"
+        )
+    elif num_checkpoints:
+        logger.warning(
+            "%d checkpointed calls in the model's code are lifted: the plan recomputes instead "
+            '(existing_checkpoints="honour" takes them for marks)',
+            num_checkpoints,
+        )

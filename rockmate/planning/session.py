@@ -26,8 +26,8 @@ from rockmate.budget import (
     parse_budgets,
     size_text,
 )
+from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.capture.compiled_model import plain_model
-from rockmate.capture.huggingface import modules_with_checkpointing
 from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
@@ -117,7 +117,7 @@ class PlanningSession:
                 in_flight=in_flight,
             )
         if existing_checkpoints == "lift":
-            self._log_lifted(model, step)
+            log_lifted(model, step.capture.num_checkpoints)
         self._begin(
             step,
             timings,
@@ -127,20 +127,6 @@ class PlanningSession:
             progress=progress,
             tries_fused=kernels == "auto",
         )
-
-    @staticmethod
-    def _log_lifted(model: nn.Module, step: CapturedStep) -> None:
-        """Says that checkpoints in the model's code are the plan's to replace."""
-        if modules_with_checkpointing(model):
-            logger.warning(
-                "gradient checkpointing is off in the planned forward: the plan recomputes instead"
-            )
-        elif step.capture.num_checkpoints:
-            logger.warning(
-                "%d checkpointed calls in the model's code are lifted: the plan recomputes instead "
-                '(existing_checkpoints="honour" takes them for marks)',
-                step.capture.num_checkpoints,
-            )
 
     @classmethod
     def of(

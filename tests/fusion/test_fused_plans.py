@@ -14,6 +14,7 @@ import torch
 from helpers import REGIMES, budget_for
 from torch import Tensor, nn
 
+import rockmate
 from bench import measure
 from rockmate import Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.planning.session import PlanningSession
@@ -216,3 +217,31 @@ def test_outputs_that_the_loss_leaves_out() -> None:
             assert (mine.grad is None) == (theirs.grad is None), name
             if theirs.grad is not None:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_as_the_backend_of_torch_compile() -> None:
+    torch.manual_seed(0)
+    model = models.Stack(num_layers=2, width=64).train()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="rockmate", options={"budget": 0.8, "kernels": "fused"})
+    x = torch.randn(64, 64)
+    for callee in (compiled, eager):
+        torch.manual_seed(1)
+        callee(x).square().mean().backward()
+    plan = rockmate.planned_graphs()[-1].plan
+    assert plan is not None
+    assert plan.fusion is not None
+    assert plan.fusion.num_places > 0
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_marked_values_stay_results_of_their_own_ops() -> None:
+    def forward_gelus(**marks: Any) -> list[str]:
+        model = models.Stack(num_layers=2, width=64).train()
+        # For a machine that is not here every group is taken.
+        planner = Planner(model, (torch.randn(64, 64),), kernels="fused", machine="h100", **marks)
+        return [op.name for op in planner.plan(1.0).graph.forward_ops if op.name.startswith("gelu")]
+
+    assert not forward_gelus()
+    assert len(forward_gelus(marks={"aten.gelu": "save"})) == 2

@@ -310,8 +310,8 @@ def capture_step(
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
     fusion = None
     if kernels == "fused":
-        options["kernels"] = kernels
-        fusion = Fusion.of(unfused, progress=progress, is_run=sample.device is None)
+        options["kernels"], is_run = kernels, sample.device is None
+        fusion = Fusion.of(unfused, progress=progress, is_run=is_run, is_timed=machine is None)
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)

@@ -18,13 +18,25 @@ _aten = torch.ops.aten
 
 # Ops that compute each element of the result from one of each operand, or place it elsewhere, and
 # that PyTorch does not mark as pointwise.
-_PLACING = {
+_UNMARKED = {
     _aten._to_copy.default,
     _aten.cat.default,
     _aten.clone.default,
+    _aten.elu_backward.default,
+    _aten.glu.default,
+    _aten.glu_backward.default,
+    _aten.hardsigmoid_backward.default,
+    _aten.hardswish.default,
+    _aten.hardswish_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.masked_fill.Tensor,
+    _aten.mish_backward.default,
     _aten.native_dropout_backward.default,
+    _aten.rsub.Tensor,
     _aten.select_backward.default,
     _aten.slice_backward.default,
+    _aten.softplus_backward.default,
 }
 _REDUCTIONS = {
     _aten._log_softmax.default,
@@ -43,7 +55,7 @@ _REDUCTIONS = {
 def is_pointwise(op: Op) -> bool:
     """Whether each element of the result comes from one element of each operand."""
     target: Any = op.node.target
-    if target is dropout_apply or target in _PLACING:
+    if target is dropout_apply or target in _UNMARKED:
         return True
     return (
         is_op(target)

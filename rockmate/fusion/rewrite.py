@@ -53,9 +53,19 @@ class Fusion:
     report: FusionReport | None = None
 
     @staticmethod
-    def of(refused_text: str | None, *, progress: bool = False, is_run: bool = True) -> Fusion:
-        """A fusion from the text of its `refused`; None measures each group."""
-        refused = None
+    def of(
+        refused_text: str | None,
+        *,
+        progress: bool = False,
+        is_run: bool = True,
+        is_timed: bool = True,
+    ) -> Fusion:
+        """A fusion from the text of its `refused`; None measures each group.
+
+        With `is_timed` False, None takes all groups that are right: times here say nothing of a
+        machine that is described.
+        """
+        refused = None if is_timed else frozenset[str]()
         if refused_text is not None:
             refused = frozenset(filter(None, refused_text.split(",")))
         return Fusion(refused=refused, progress=progress, is_run=is_run)

@@ -184,18 +184,21 @@ class _Copy:
 
     def _call(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        target: Any = apply_mask if node.target is dropout_apply else node.target
-        return self.target.call_function(target, args, kwargs)
+        if node.target is not dropout_apply:
+            return self.target.call_function(node.target, args, kwargs)
+        values, mask, probability, *rest = args
+        scale = keep_scale(probability, node.meta["val"].dtype)
+        return self.target.call_function(apply_mask, (values, mask, scale, *rest), kwargs)
 
 
 def apply_mask(
     values: torch.Tensor,
     mask: torch.Tensor,
-    probability: float,
+    scale: float,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """`dropout_apply` in ops that a compiler knows."""
-    masked = values * mask * keep_scale(probability, values.dtype)
+    """`dropout_apply` in ops that a compiler knows, with the scale as a number."""
+    masked = values * mask * scale
     return masked if memory_format is None else masked.contiguous(memory_format=memory_format)
 
 

@@ -239,8 +239,10 @@ def test_as_the_backend_of_torch_compile() -> None:
 def test_marked_values_stay_results_of_their_own_ops() -> None:
     def forward_gelus(**marks: Any) -> list[str]:
         model = models.Stack(num_layers=2, width=64).train()
-        # For a machine that is not here every group is taken.
-        planner = Planner(model, (torch.randn(64, 64),), kernels="fused", machine="h100", **marks)
+        # For a machine that is described, every group is taken.
+        planner = Planner(
+            model, (torch.randn(64, 64),), kernels="fused", machine="cpu-avx2", **marks
+        )
         return [op.name for op in planner.plan(1.0).graph.forward_ops if op.name.startswith("gelu")]
 
     assert not forward_gelus()

@@ -16,6 +16,8 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
 
+# What a tick of the logical clock stands for.
+_TICK_S = 1e-4
 _REMEMBERED_STEPS = 4
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
@@ -107,16 +111,28 @@ class Memory:
         is_limited: whether an allocation may fail.
         given_up: what frames of this step have given up; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
+        decides_as_others: whether nothing that differs from rank to rank may decide: frames that
+            gather sharded parameters run collectives again, in the same order on all ranks.
+        clock: seconds, by which frames and their parts are timed.
     """
 
-    def __init__(self, device: torch.device, end_recording: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        end_recording: Callable[[], None],
+        *,
+        decides_as_others: bool = False,
+    ) -> None:
         """Holds nothing.
 
         Args:
             device: of the model.
             end_recording: is called after the backward of a recorded step.
+            decides_as_others: see the attribute.
         """
         self.device, self._on_recorded = device, end_recording
+        self.decides_as_others = decides_as_others
+        self.clock = _logical_clock() if decides_as_others else time.perf_counter
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
@@ -168,7 +184,7 @@ class Memory:
 
         What is kept cannot be dropped when memory runs out, so it has to fit into what is free.
         """
-        free = free_bytes(self.device)
+        free = None if self.decides_as_others else free_bytes(self.device)
         self.is_limited = free is not None
         if free is not None:
             budget_bytes = min(budget_bytes, self.held_bytes + int(_SURELY_FREE * free))
@@ -366,3 +382,9 @@ def _price(frame: Frame, offer: Offer, position: int) -> float:
     if before is not None:
         seconds, num_bytes = seconds - before.seconds, num_bytes - before.num_bytes
     return seconds / (max(1, num_bytes) * max(1, position - frame.order))
+
+
+def _logical_clock() -> Callable[[], float]:
+    """A clock that goes on by a tick whenever it is read: at saved tensors and calls."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * _TICK_S

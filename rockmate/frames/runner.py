@@ -84,7 +84,8 @@ class FrameRunner:
         end_recording = weakref.WeakMethod(self.end_recording)
         self._end_if_alive = lambda: found() if (found := end_recording()) is not None else None
         device = tensors[0].device if tensors else torch.device("cpu")
-        self._memory = Memory(device, self._end_if_alive)
+        self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
+        self._memory = Memory(device, self._end_if_alive, decides_as_others=self._is_sharded)
         self._memory.has_compiled_modules = has_compiled(model)
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
@@ -93,7 +94,6 @@ class FrameRunner:
         self._num_elements_without = -1  # of the largest step in which no call was a frame
         self._before_split: tuple[list[str], StepNeeds] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
-        self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
         self._num_profiles = 0  # steps since frames were chosen from which menus were made
         self._is_settled = False  # no frame is split any more
         self._step_hook: Any = None
@@ -357,7 +357,7 @@ class FrameRunner:
                 with memory.inside_frame():
                     output = forward(*args, **kwargs)
             except Exception as error:
-                if call is None or not is_out_of_memory(error) or not memory.drop_one(order):
+                if call is None or not self._can_go_on(error, order):
                     raise
                 self._roll_back(call)
             else:
@@ -380,12 +380,18 @@ class FrameRunner:
                 with memory.inside_frame():
                     return frame, frame.run()
             except Exception as error:
-                if not is_out_of_memory(error) or not memory.drop_one(order):
+                if not self._can_go_on(error, order):
                     raise
                 self._roll_back(call)
                 call = Call(call.key, module, arguments, memory)
             finally:
                 self._running = None
+
+    def _can_go_on(self, error: Exception, order: int) -> bool:
+        """Whether memory is made for a second run; not where other ranks would not run it."""
+        if self._is_sharded or not is_out_of_memory(error):
+            return False
+        return self._memory.drop_one(order)
 
     def _roll_back(self, call: Call) -> None:
         """After a run that is out of memory."""

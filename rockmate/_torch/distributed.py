@@ -31,7 +31,7 @@ def first_offer(description: str, own: str) -> str:
         return own
     key = f"rockmate/{hashlib.sha256(description.encode()).hexdigest()}"
     # The store takes no empty value as an offer.
-    first = default_store().compare_set(key, "", f"={own}")
+    first: Any = default_store().compare_set(key, "", f"={own}")
     text = first if isinstance(first, str) else bytes(first).decode()
     return text[1:]
 

@@ -183,9 +183,12 @@ class _Copy:
         return placeholder
 
     def _call(self, node: fx.Node) -> fx.Node:
+        target: Any = node.target
+        args: Any
+        kwargs: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        if node.target is not dropout_apply:
-            return self.target.call_function(node.target, args, kwargs)
+        if target is not dropout_apply:
+            return self.target.call_function(target, args, kwargs)
         values, mask, probability, *rest = args
         scale = keep_scale(probability, node.meta["val"].dtype)
         return self.target.call_function(apply_mask, (values, mask, scale, *rest), kwargs)

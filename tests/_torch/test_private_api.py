@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import rockmate._torch
 from rockmate._torch.allocator import (
     Recording,
+    free_bytes,
     is_out_of_memory,
     net_allocated,
     peak_beyond_result,
@@ -66,10 +67,12 @@ from rockmate._torch.dynamo import (
 )
 from rockmate._torch.engine import (
     accumulate,
+    after_backward,
     at_end_of_backward,
     backward_id,
     below_autograd,
     dispatch_keys,
+    has_saved_tensor_hooks,
     is_asked_for,
     is_profiling,
     keeps_graph,
@@ -190,6 +193,15 @@ class TestAllocator:
             torch.empty(1 << 55, dtype=torch.uint8)
         assert is_out_of_memory(caught.value)
         assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+    def test_free_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits = pytest.importorskip("resource")
+        monkeypatch.setattr(limits, "getrlimit", lambda _: (limits.RLIM_INFINITY,) * 2)
+        assert free_bytes(CPU) is None
+        monkeypatch.setattr(limits, "getrlimit", lambda _: (1 << 50, 1 << 50))
+        free = free_bytes(CPU)
+        assert free is not None
+        assert 0 < free < 1 << 50
 
     def test_timeline(self) -> None:
         def labelled() -> None:
@@ -517,6 +529,24 @@ class _Asking(torch.autograd.Function):
 
 
 class TestEngine:
+    def test_a_function_runs_after_the_backward(self) -> None:
+        values = torch.ones(2, requires_grad=True)
+        order: list[str] = []
+
+        def during(_: torch.Tensor) -> None:
+            after_backward(lambda: order.append("after"))
+            order.append("during")
+
+        values.register_hook(during)
+        values.sum().backward()
+        assert order == ["during", "after"]
+
+    def test_hooks_for_saved_tensors(self) -> None:
+        assert not has_saved_tensor_hooks()
+        with torch.autograd.graph.save_on_cpu():
+            assert has_saved_tensor_hooks()
+        assert not has_saved_tensor_hooks()
+
     def test_a_backward_is_asked(self) -> None:
         values = torch.ones(2, requires_grad=True)
         total = _Asking.apply(values, _Asking.leaf).sum()

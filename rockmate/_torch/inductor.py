@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -27,10 +26,9 @@ __all__ = [
     "PendingKernel",
     "compile_graph",
     "decomposed",
+    "fake_inputs",
     "missing_compiler",
 ]
-
-logger = logging.getLogger(__name__)
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 

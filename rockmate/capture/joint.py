@@ -116,13 +116,14 @@ def _captured_with_values(
     keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model, which may read values that follow from its call and buffers."""
-    try:
-        return _captured(model, make, tensors, untraced, keeps_checkpoints)
-    except UnknownValueError:
-        if any(map(is_fake, (*tensors, *model.buffers()))):
-            raise
-        make = partial(make, sample=tensors)
-        return _captured(model, make, tensors, untraced, keeps_checkpoints)
+    with uncompiled(model):
+        try:
+            return _captured(model, make, tensors, untraced, keeps_checkpoints)
+        except UnknownValueError:
+            if any(map(is_fake, (*tensors, *model.buffers()))):
+                raise
+            make = partial(make, sample=tensors)
+            return _captured(model, make, tensors, untraced, keeps_checkpoints)
 
 
 def _captured(
@@ -133,17 +134,6 @@ def _captured(
     keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
-    with uncompiled(model):
-        return _captured_uncompiled(model, make, tensors, untraced, keeps_checkpoints)
-
-
-def _captured_uncompiled(
-    model: nn.Module,
-    make: Callable[[], TracedForward],
-    tensors: list[torch.Tensor],
-    untraced: Sequence[str],
-    keeps_checkpoints: bool,
-) -> Capture:
     # A checkpoint would run what is opaque without gradients, unlike the trace.
     with attributes_kept(model), training_only_features_off(model):
         calls = record_calls(model, tensors, make().structure, untraced)

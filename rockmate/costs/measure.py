@@ -200,7 +200,7 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
             bar.update()
 
 
-def _seconds() -> float:
+def cpu_seconds() -> float:
     """The clock for ops on a CPU.
 
     Other work on the machine does not drive a thread's own clock.
@@ -290,9 +290,9 @@ class _Call:
             self._warm_heap()
 
         def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            begin = _seconds()
+            begin = cpu_seconds()
             result = target(*args, **kwargs)
-            self.first_ms = (_seconds() - begin) * 1e3
+            self.first_ms = (cpu_seconds() - begin) * 1e3
             return _tracked_results(result, fake)
 
         measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)
@@ -347,9 +347,9 @@ class _Call:
                 self.times_ms.append(kernel_ms(launch, self.device))
                 return
             self._warm_heap()
-            begin = _seconds()
+            begin = cpu_seconds()
             result = target(*args, **kwargs)
-            self.times_ms.append((_seconds() - begin) * 1e3)
+            self.times_ms.append((cpu_seconds() - begin) * 1e3)
             del result
 
     def _run_once(self) -> None:
@@ -410,17 +410,17 @@ def _synthetic_value(node: fx.Node, *, runs_producer: bool = False) -> torch.Ten
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
     if not is_item or fake.is_floating_point():
-        return synthetic_tensor(fake)
+        return _synthetic_tensor(fake)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
     is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
     if not (is_seed or runs_producer):
-        return synthetic_tensor(fake)
+        return _synthetic_tensor(fake)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), _synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
-def synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
+def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
     """A constant tensor with the layout of a fake one."""
     value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
     num_elements = 0

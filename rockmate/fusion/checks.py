@@ -6,7 +6,6 @@ A wrong kernel is refused here, before anything trains with it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from rockmate._torch.allocator import workspace_bytes
 from rockmate._torch.cuda import kernel_ms
+from rockmate.costs.measure import cpu_seconds
 from rockmate.fusion.subgraph import Subgraph, layout
 
 _NUM_ROUNDS = 7
@@ -92,12 +92,11 @@ def time_ms(function: Callable[[], Any], device: torch.device) -> float:
     function()
     if device.type == "cuda":
         return statistics.median_low(kernel_ms(function, device) for _ in range(_NUM_ROUNDS))
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times = []
     for _ in range(_NUM_ROUNDS):
-        begin = clock()
+        begin = cpu_seconds()
         result = function()
-        times.append(clock() - begin)
+        times.append(cpu_seconds() - begin)
         del result
     return min(times) * 1e3
 

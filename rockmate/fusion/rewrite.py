@@ -67,7 +67,7 @@ class Fusion:
         """
         refused = None if is_timed else frozenset[str]()
         if refused_text is not None:
-            refused = frozenset(filter(None, refused_text.split(",")))
+            refused = _keys(refused_text)
         return Fusion(refused=refused, progress=progress, is_run=is_run)
 
     @property
@@ -98,7 +98,7 @@ class Fusion:
         agreed = first_offer(f"fused {found}", fusion.refused_text)
         if agreed == fusion.refused_text:
             return fusion, fused
-        return Fusion.of(agreed, progress=self.progress)._run(capture, build)
+        return replace(self, refused=_keys(agreed))._run(capture, build)
 
     def _run(self, capture: Capture, build: Callable[[Capture], Graph]) -> tuple[Fusion, Capture]:
         copied = copied_capture(capture)
@@ -141,6 +141,11 @@ class Fusion:
     def _is_refused(self, group: CompiledGroup) -> bool:
         """Whether a group stays unfused; where others were measured, only if it cannot run."""
         return bool(group.refusal) and (self.refused is None or not group.is_right)
+
+
+def _keys(text: str) -> frozenset[str]:
+    """The keys of a `refused_text`."""
+    return frozenset(filter(None, text.split(",")))
 
 
 def _subgraphs(graph: Graph, groups: Sequence[Group]) -> list[Subgraph]:

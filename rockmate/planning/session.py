@@ -71,6 +71,7 @@ class PlanningSession:
 
     timings: dict[str, float]
     allow_chunking: bool | None
+    fusion: FusionReport | None
     baseline_peak_bytes: int
     baseline_ms: float
 
@@ -183,18 +184,13 @@ class PlanningSession:
                 for each in steps
             ]
         fusions = [each.fusion for each in steps if each.fusion is not None]
-        self._fusion = fusions[0].report if fusions else None
+        self.fusion = fusions[0].report if fusions else None
         self._variants = forms[0] if len(forms) == 1 else KernelVariants(forms)
         with _timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
-
-    @property
-    def fusion(self) -> FusionReport | None:
-        """What fusing groups of ops has brought; None if every op runs by itself."""
-        return self._fusion
 
     @cached_property
     def minimum_peak_bytes(self) -> int:

@@ -219,6 +219,16 @@ class Memory:
         """
         return self._part_paths.get(path, set())
 
+    def wants_tape(self, key: FrameKey) -> bool:
+        """Whether a frame's ops are noted: when it is measured, or is to be made again by them.
+
+        Compiled code has no ops to see, and with sharded parameters ops are collectives, too.
+        """
+        if self.decides_as_others or self.has_compiled_modules:
+            return False
+        planned = self.decision.offers.get(key)
+        return self.is_profiling or (planned is not None and bool(planned.derived))
+
     def bytes_if_kept(self, key: FrameKey, sizes: Any, order: int) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks.
 

@@ -25,56 +25,64 @@ class TapedFrame(NamedTuple):
         ops: what each op reads and makes.
         seconds: of each op.
         outside: states of tensors from outside of the frame.
-        num_bytes: for each state that the frame alone holds, those of its storage.
+        num_bytes: of each state.
+        own: states that the frame alone holds.
         held: states of other saved tensors.
     """
 
     ops: tuple[StatesOfOp, ...]
     seconds: tuple[float, ...]
     outside: frozenset[int]
-    num_bytes: tuple[tuple[int, int], ...]
+    num_bytes: tuple[int, ...]
+    own: frozenset[int]
     held: frozenset[int]
 
 
 class Derivation(NamedTuple):
-    """Some states, what it frees to give them up, and what it takes to make them again."""
+    """Some states that are given up.
+
+    Attributes:
+        states: which.
+        num_bytes: that this frees.
+        seconds: that it takes to make them again.
+        extra_bytes: that are live meanwhile, beside all that the frame has saved.
+    """
 
     states: frozenset[int]
     num_bytes: int
     seconds: float
+    extra_bytes: int
 
 
 @lru_cache(maxsize=64)
 def derivations(frame: TapedFrame) -> Sequence[Derivation]:
     """Growing sets of states that can be given up."""
-    graph = OpStates(frame.ops)
-
-    def seconds_of(states: frozenset[int], held: frozenset[int]) -> float | None:
-        order = graph.ops_for(states, held)
-        return None if order is None else sum(frame.seconds[at] for at in order)
-
+    ops, num_bytes = OpStates(frame.ops), frame.num_bytes
     noted_s = _NOTED_OP_S * len(frame.ops)
-    num_bytes = dict(frame.num_bytes)
     present = frame.outside | frame.held
-    left, chosen = set(num_bytes), frozenset[int]()
+    left, chosen = set(frame.own), frozenset[int]()
     seconds, freed = 0.0, 0
     found: list[Derivation] = []
     while left:
-        best: tuple[float, int, float] | None = None
+        best: tuple[float, int, float, list[int]] | None = None
         for state in sorted(left):
             given_up = chosen | {state}
-            total = seconds_of(given_up, present | (num_bytes.keys() - given_up))
-            if total is None:
+            order = ops.ops_for(given_up, present | (frame.own - given_up))
+            if order is None:
                 left.discard(state)  # nor is it possible with fewer that are held
                 continue
-            price = (total - seconds) / num_bytes[state]
+            total = sum(frame.seconds[at] for at in order)
+            price = (total - seconds) / max(1, num_bytes[state])
             if best is None or price < best[0]:
-                best = price, state, total
+                best = price, state, total, order
         if best is None:
             break
-        _, state, seconds = best
+        _, state, seconds, order = best
         left.discard(state)
         chosen |= {state}
         freed += num_bytes[state]
-        found.append(Derivation(chosen, freed, seconds + noted_s))
+        live_bytes = max(
+            sum(num_bytes[each] for each in live) for live in ops.live_states(order, chosen)
+        )
+        found.append(Derivation(chosen, freed, seconds + noted_s, live_bytes - freed))
     return found

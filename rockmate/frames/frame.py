@@ -185,18 +185,14 @@ class Frame:
 
     def _taped(self, tape: Tape, own: Mapping[int, int]) -> TapedFrame:
         """The tape by states, with the bytes of those that this frame alone holds."""
-        num_bytes: dict[int, int] = {}
-        held: set[int] = set()
-        for state, saved in zip(self._slot_states, self._saved, strict=True):
-            if saved is not None and saved.storages[0] in own:
-                num_bytes[state] = own[saved.storages[0]]
-            else:
-                held.add(state)
+        pairs = list(zip(self._slot_states, self._saved, strict=True))
+        held = {state for state, saved in pairs if saved is None or saved.storages[0] not in own}
         return TapedFrame(
             ops=tuple(tape.states_of_ops),
             seconds=tuple(tape.seconds),
             outside=tape.outside_states,
-            num_bytes=tuple(num_bytes.items()),
+            num_bytes=tuple(tape.num_bytes),
+            own=frozenset(state for state, _ in pairs if state not in held),
             held=frozenset(held),
         )
 
@@ -239,6 +235,11 @@ class Frame:
             self.num_bytes -= self._memory.storages.let_go(saved.storages)
 
     # --- giving up --------------------------------------------------------------------------------
+
+    @property
+    def extra_bytes(self) -> int:
+        """That are live while what was given up is made again, beside all that was saved."""
+        return 0 if self.taken is None else self.taken.extra_bytes
 
     @property
     def next_offer(self) -> Offer | None:

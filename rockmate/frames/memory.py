@@ -51,6 +51,9 @@ class Running(Protocol):
     order: int
     num_bytes: int
 
+    @property
+    def extra_bytes(self) -> int: ...  # noqa: D102
+
 
 class Frame(Running, Protocol):
     """What a frame tells of itself; see `rockmate.frames.frame.Frame`."""
@@ -298,7 +301,7 @@ class Memory:
         elif self.needs is not None:
             needed = self.needs.of(frame.key).backward_bytes
             scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
-            self._make_room(int(scaled), position=frame.order, but=frame)
+            self._make_room(int(scaled) + frame.extra_bytes, position=frame.order, but=frame)
 
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""

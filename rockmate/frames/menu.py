@@ -77,6 +77,7 @@ class Offer:
         prefix: how many of the first tensors are given up, beside those; 0 for none.
         derived: positions of tensors that are made again by the ops that made them. Such an offer
             gives up nothing else.
+        extra_bytes: that are live while they are made again, beside all that the frame has saved.
     """
 
     num_bytes: int
@@ -84,6 +85,7 @@ class Offer:
     parts: frozenset[PartKey]
     prefix: int
     derived: frozenset[int] = frozenset()
+    extra_bytes: int = 0
 
     def __str__(self) -> str:
         if self.derived:
@@ -307,7 +309,7 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
         slots_of_state.setdefault(state, set()).add(slot)
     for each in derivations(profile.taped):
         slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
-        yield Offer(each.num_bytes, each.seconds, frozenset(), 0, slots)
+        yield Offer(each.num_bytes, each.seconds, frozenset(), 0, slots, each.extra_bytes)
 
 
 def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:

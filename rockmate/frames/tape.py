@@ -43,7 +43,6 @@ class _TapedOp:
         args, kwargs: with a `_Read` for each tensor.
         states: that it reads and makes.
         results: those that are states, by their positions.
-        rewritten: state before and state after, of what it has written in place.
     """
 
     op: OpOverload
@@ -51,7 +50,6 @@ class _TapedOp:
     kwargs: dict[str, Any]
     states: StatesOfOp
     results: Sequence[_Result]
-    rewritten: Sequence[tuple[int, int]]
 
 
 class _Read(NamedTuple):
@@ -77,6 +75,7 @@ class Tape:
 
     Attributes:
         seconds: of each op.
+        num_bytes: of the storage of each state.
     """
 
     def __init__(self, path: str, outside: Iterable[int], clock: Callable[[], float]) -> None:
@@ -91,6 +90,7 @@ class Tape:
         self.seconds: list[float] = []
         self._ops: list[_TapedOp] = []
         self._outside: dict[int, _Outside] = {}
+        self.num_bytes: list[int] = []
         self._dtypes: list[torch.dtype] = []  # of each state
         self._views: dict[int, View] = {}  # of the result that is a state
         self._state_of: dict[int, int] = {}  # storage -> its present state
@@ -132,13 +132,10 @@ class Tape:
         can_repeat = _UNKNOWN not in inputs.values() and _can_repeat(op, args, kwargs)
         results = self._results(output, inputs)
         rewritten = [self._rewritten(each, inputs) for each in _written(op, args, kwargs)]
-        states = StatesOfOp(
-            frozenset(inputs.values()),
-            frozenset(before for before, _ in rewritten),
-            (*(each.state for each in results), *(after for _, after in rewritten)),
-            can_repeat,
-        )
-        self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results, rewritten))
+        outputs = tuple(each.state for each in results)
+        read = frozenset(inputs.values())
+        states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
+        self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
         return output
 
     def _noted(self, value: Any, inputs: dict[int, int]) -> Any:
@@ -158,6 +155,7 @@ class Tape:
 
     def _new_state(self, tensor: torch.Tensor) -> int:
         self._dtypes.append(tensor.dtype)
+        self.num_bytes.append(tensor.untyped_storage().nbytes())
         return len(self._dtypes) - 1
 
     def _results(self, output: Any, inputs: Mapping[int, int]) -> list[_Result]:
@@ -201,40 +199,44 @@ class Tape:
         Raises:
             UnsupportedModelError: a tensor from outside was changed in place since.
         """
-        order = OpStates(self.states_of_ops).ops_for(wanted, held.keys() | self._outside.keys())
+        ops = OpStates(self.states_of_ops)
+        order = ops.ops_for(wanted, held.keys() | self._outside.keys())
         assert order is not None
-        last_use = {state: at for at in order for state in self._ops[at].states.inputs}
         made: dict[int, torch.Tensor] = {}
         with torch.no_grad(), autocast_off():
-            for at in order:
+            for at, live in zip(order, ops.live_states(order, wanted), strict=True):
+                needed = live | self._ops[at].states.inputs
+                made = {state: tensor for state, tensor in made.items() if state in needed}
                 self._repeat(self._ops[at], made, held)
-                for state in [each for each in made if each not in wanted]:
-                    if last_use.get(state, -1) <= at:
-                        del made[state]
-        return made
+        return {state: made[state] for state in wanted}
 
     def _repeat(
         self, taped: _TapedOp, made: dict[int, torch.Tensor], held: Mapping[int, torch.Tensor]
     ) -> None:
-        def read(value: Any) -> Any:
-            if isinstance(value, list):
-                return [read(each) for each in value]
-            if not isinstance(value, _Read):
-                return value
-            if value.state in made:
-                return self.viewed(made[value.state], value.state, value.view)
-            if value.state in held:
-                return value.view.within(held[value.state])
-            return value.view.within(self._unchanged(value.state))
-
-        kwargs = {name: read(each) for name, each in taped.kwargs.items()}
-        leaves = tree_leaves(taped.op(*map(read, taped.args), **kwargs))
+        args = self._read(taped.args, made, held)
+        kwargs = {name: self._read(each, made, held) for name, each in taped.kwargs.items()}
+        leaves = tree_leaves(taped.op(*args, **kwargs))
         for leaf, state, view in taped.results:
             found = View.of(leaves[leaf])
             assert found[:3] == view[:3], (taped.op, found, view)
             made[state] = leaves[leaf]
-        for before, after in taped.rewritten:
+        for before, after in taped.states.rewritten:
             made[after] = made.pop(before)
+
+    # No closure that calls itself: it would hold the tensors until the next garbage collection.
+    def _read(
+        self, value: Any, made: Mapping[int, torch.Tensor], held: Mapping[int, torch.Tensor]
+    ) -> Any:
+        """An argument, with tensors in the place of their states."""
+        if isinstance(value, list):
+            return [self._read(each, made, held) for each in value]
+        if not isinstance(value, _Read):
+            return value
+        if value.state in made:
+            return self.viewed(made[value.state], value.state, value.view)
+        if value.state in held:
+            return value.view.within(held[value.state])
+        return value.view.within(self._unchanged(value.state))
 
     def viewed(self, tensor: torch.Tensor, state: int, view: View) -> torch.Tensor:
         """A view of a state that was made again, as the first run had it."""

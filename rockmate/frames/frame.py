@@ -79,6 +79,7 @@ class Frame:
         self._tape: Tape | None = None
         self._slot_states: list[int] = []  # with a tape: of the storage of each saved tensor
         self._slot_views: list[View] = []
+        self._are_derivable: dict[frozenset[int], bool] = {}
         self._derived: Set[int] = frozenset()  # slots that their ops will make again
         self._begin_s = 0.0
         self.num_bytes, self.seconds = 0, 0.0
@@ -91,8 +92,10 @@ class Frame:
 
     def run(self) -> Any:
         """The call's result. What autograd saves meanwhile goes into the frame."""
-        if self._memory.wants_tape(self.key):
-            self._tape = Tape(self.key.path, self._call.constant_storages(), self._memory.clock)
+        is_taped, recipe = self._memory.wanted_tape(self.key)
+        if is_taped:
+            constants = self._call.constant_storages()
+            self._tape = Tape(self.key.path, constants, self._memory.clock, recipe)
         self._begin_s = self._memory.clock()
         with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
             if self._tape is not None:
@@ -188,7 +191,8 @@ class Frame:
         pairs = list(zip(self._slot_states, self._saved, strict=True))
         held = {state for state, saved in pairs if saved is None or saved.storages[0] not in own}
         return TapedFrame(
-            ops=tuple(tape.states_of_ops),
+            ops=tape.ops,
+            states=tuple(tape.states_of_ops),
             seconds=tuple(tape.seconds),
             outside=tape.outside_states,
             num_bytes=tuple(tape.num_bytes),
@@ -334,22 +338,28 @@ class Frame:
             if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
                 del self._parts[key]
 
-    def _can_derive(self, slots: Set[int]) -> bool:
+    def _can_derive(self, slots: frozenset[int]) -> bool:
         """Whether the ops of this run, which may be others than those measured, make them again."""
-        if self._tape is None or max(slots) >= len(self._saved):
-            return False
-        wanted = {self._slot_states[index] for index in slots}
-        return self._tape.can_make(wanted, self._held_states(slots).keys())
+        if slots not in self._are_derivable:  # asked whenever a frame is chosen
+            self._are_derivable[slots] = (
+                self._tape is not None
+                and max(slots) < len(self._saved)
+                and self._tape.can_make(
+                    {self._slot_states[index] for index in slots}, self._held_states(slots)
+                )
+            )
+        return self._are_derivable[slots]
 
-    def _held_states(self, but: Set[int]) -> dict[int, torch.Tensor]:
+    def _held_states(self, but: Set[int]) -> dict[int, Saved]:
         """States of saved tensors that are in memory, without some."""
-        held = {
-            self._slot_states[index]: saved.tensor
-            for index, saved in enumerate(self._saved)
-            if saved is not None and index not in but and version_of(saved.tensor) == saved.version
-        }
-        return held | {
-            self._slot_states[index]: saved.tensor for index, saved in self._returned.items()
+        saved = {
+            index: each for index, each in enumerate(self._saved)
+            if each is not None and index not in but
+        }  # fmt: skip
+        return {
+            self._slot_states[index]: each
+            for index, each in (saved | self._returned).items()
+            if version_of(each.tensor) == each.version
         }
 
     def _drop_derived(self, slots: Set[int]) -> None:

@@ -34,6 +34,7 @@ from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
+from rockmate.frames.tape import Recipe
 
 # What a tick of the logical clock stands for.
 _TICK_S = 1e-4
@@ -222,15 +223,18 @@ class Memory:
         """
         return self._part_paths.get(path, set())
 
-    def wants_tape(self, key: FrameKey) -> bool:
-        """Whether a frame's ops are noted: when it is measured, or is to be made again by them.
+    def wanted_tape(self, key: FrameKey) -> tuple[bool, Recipe | None]:
+        """Whether a frame's ops are noted, and which; all are when it is measured.
 
         Compiled code has no ops to see, and with sharded parameters ops are collectives, too.
         """
         if self.decides_as_others or self.has_compiled_modules:
-            return False
+            return False, None
         planned = self.decision.offers.get(key)
-        return self.is_profiling or (planned is not None and bool(planned.derived))
+        if self.is_profiling:
+            return True, None
+        recipe = None if planned is None else planned.recipe
+        return recipe is not None, recipe
 
     def bytes_if_kept(self, key: FrameKey, sizes: Any, order: int) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks.

@@ -20,6 +20,7 @@ from statistics import median
 from typing import NamedTuple
 
 from rockmate.frames.derivation import TapedFrame, derivations
+from rockmate.frames.tape import Recipe
 
 _MOST_PARTS = 8
 """How many sets of parts a menu tries."""
@@ -78,6 +79,7 @@ class Offer:
         derived: positions of tensors that are made again by the ops that made them. Such an offer
             gives up nothing else.
         extra_bytes: that are live while they are made again, beside all that the frame has saved.
+        recipe: of those ops.
     """
 
     num_bytes: int
@@ -86,6 +88,7 @@ class Offer:
     prefix: int
     derived: frozenset[int] = frozenset()
     extra_bytes: int = 0
+    recipe: Recipe | None = None
 
     def __str__(self) -> str:
         if self.derived:
@@ -164,7 +167,7 @@ def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
 
 def _structure(profile: FrameProfile) -> Hashable:
     parts = tuple((key, len(part.slots)) for key, part in profile.parts.items())
-    return len(profile.saved_s), parts, None if profile.taped is None else profile.taped.ops
+    return len(profile.saved_s), parts, None if profile.taped is None else profile.taped.states
 
 
 def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> FrameProfile:
@@ -309,7 +312,9 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
         slots_of_state.setdefault(state, set()).add(slot)
     for each in derivations(profile.taped):
         slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
-        yield Offer(each.num_bytes, each.seconds, frozenset(), 0, slots, each.extra_bytes)
+        recipe = Recipe(profile.taped.ops, frozenset(each.order))
+        nothing = frozenset[PartKey]()
+        yield Offer(each.num_bytes, each.seconds, nothing, 0, slots, each.extra_bytes, recipe)
 
 
 def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:

@@ -3,6 +3,9 @@
 The tape follows storages through their *states*: what an op makes is a state, and what an op writes
 in place is another one. An argument is noted by its state and its view, so the tape holds no
 memory, except tensors from outside of the frame, which are there anyway.
+
+Each noted op takes tens of microseconds. A *recipe* says which ops of a forward that was measured
+make certain states again. With it, only those are noted, and all are compared with the recipe's.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
+from rockmate.frames.saved import Saved
 from rockmate.frames.views import View
 
 _aten = torch.ops.aten
@@ -55,6 +59,19 @@ class _TapedOp:
 class _Read(NamedTuple):
     state: int
     view: View
+    version: int
+
+
+class Recipe(NamedTuple):
+    """Some ops of a forward.
+
+    Attributes:
+        ops: all of the forward.
+        noted: positions of those that are noted.
+    """
+
+    ops: Sequence[OpOverload]
+    noted: frozenset[int]
 
 
 class _Result(NamedTuple):
@@ -78,14 +95,22 @@ class Tape:
         num_bytes: of the storage of each state.
     """
 
-    def __init__(self, path: str, outside: Iterable[int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: str,
+        outside: Iterable[int],
+        clock: Callable[[], float],
+        recipe: Recipe | None = None,
+    ) -> None:
         """Begins with no op.
 
         Args:
             path: of the frame, for errors.
             outside: storages of its inputs and parameters. Buffers may change before the backward.
             clock: seconds.
+            recipe: what is to be noted; None for all.
         """
+        self._recipe, self._num_seen, self._is_as_known = recipe, 0, True
         self._path, self._outside_storages, self._clock = path, frozenset(outside), clock
         self.seconds: list[float] = []
         self._ops: list[_TapedOp] = []
@@ -111,17 +136,29 @@ class Tape:
         """States of tensors from outside."""
         return frozenset(self._outside)
 
+    @property
+    def ops(self) -> tuple[OpOverload, ...]:
+        """Those that were noted."""
+        return tuple(each.op for each in self._ops)
+
     def state_of(self, tensor: torch.Tensor) -> int:
-        """The present state of a tensor's storage; -1 if it is not known or not a plain view."""
-        if type(tensor) not in _PLAIN or tensor.is_conj() or tensor.is_neg():
+        """The present state of a tensor's storage; -1 if the tensor is not a plain view of it."""
+        if not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return _UNKNOWN
-        state = self._state_of.get(storage_id(tensor), _UNKNOWN)
-        return state if state != _UNKNOWN and self._dtypes[state] == tensor.dtype else _UNKNOWN
+        key = storage_id(tensor)
+        state = self._state_of.get(key)
+        if state is None:
+            state = self._state_of[key] = self._new_state(tensor)
+            if key in self._outside_storages:
+                self._outside[state] = _Outside(tensor, version_of(tensor))
+        return state if self._dtypes[state] == tensor.dtype else _UNKNOWN
 
     # --- noting -----------------------------------------------------------------------------------
 
     def _run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op is _SAME_STORAGE:
+        if op is _SAME_STORAGE:  # saving a tensor calls it, too
+            return op(*args, **kwargs)
+        if self._recipe is not None and not self._is_to_note(op, self._recipe):
             return op(*args, **kwargs)
         inputs: dict[int, int] = {}  # storage -> state
         noted_args = [self._noted(each, inputs) for each in _without_statistics(op, args)]
@@ -138,6 +175,14 @@ class Tape:
         self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
         return output
 
+    def _is_to_note(self, op: OpOverload, recipe: Recipe) -> bool:
+        """Whether the recipe has the op that comes now; compares it with the one that is known."""
+        position = self._num_seen
+        self._num_seen += 1
+        if position >= len(recipe.ops) or recipe.ops[position] is not op:
+            self._is_as_known = False
+        return position in recipe.noted
+
     def _noted(self, value: Any, inputs: dict[int, int]) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._noted(each, inputs) for each in value]
@@ -146,16 +191,14 @@ class Tape:
         if not _is_plain(value):
             inputs[_UNKNOWN] = _UNKNOWN
             return None
-        key = storage_id(value)
-        if key not in self._state_of and key in self._outside_storages:
-            state = self._state_of[key] = self._new_state(value)
-            self._outside[state] = _Outside(value, version_of(value))
-        state = inputs[key] = self.state_of(value)
-        return _Read(state, View.of(value))
+        state = inputs[storage_id(value)] = self.state_of(value)
+        return _Read(state, View.of(value), version_of(value))
 
     def _new_state(self, tensor: torch.Tensor) -> int:
         self._dtypes.append(tensor.dtype)
-        self.num_bytes.append(tensor.untyped_storage().nbytes())
+        storage = tensor.untyped_storage()
+        self.num_bytes.append(storage.nbytes())
+        self._references.append(StorageWeakRef(storage))
         return len(self._dtypes) - 1
 
     def _results(self, output: Any, inputs: Mapping[int, int]) -> list[_Result]:
@@ -167,7 +210,6 @@ class Tape:
             key = storage_id(tensor)
             if key not in inputs:
                 state = self._state_of[key] = self._new_state(tensor)
-                self._references.append(StorageWeakRef(tensor.untyped_storage()))
                 view = self._views[state] = View.of(tensor)
                 results.append(_Result(leaf, state, view))
         return results
@@ -184,12 +226,25 @@ class Tape:
 
     # --- making again -----------------------------------------------------------------------------
 
-    def can_make(self, wanted: Set[int], held: Set[int]) -> bool:
+    def can_make(self, wanted: Set[int], held: Mapping[int, Saved]) -> bool:
         """Whether states can be made again from those that are held."""
-        present = held | self._outside.keys()
-        return OpStates(self.states_of_ops).ops_for(wanted, present) is not None
+        if self._recipe is not None and self._num_seen != len(self._recipe.ops):
+            return False
+        present = held.keys() | self._outside.keys()
+        order = OpStates(self.states_of_ops).ops_for(wanted, present)
+        return self._is_as_known and order is not None and self._reads_them(order, held)
 
-    def make(self, wanted: Set[int], held: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _reads_them(self, order: Sequence[int], held: Mapping[int, Saved]) -> bool:
+        """Whether what is held is what ops have read: it may have been written in between."""
+        reads = (
+            each
+            for at in order
+            for each in tree_leaves([self._ops[at].args, self._ops[at].kwargs], is_leaf=_is_read)
+            if _is_read(each)
+        )
+        return all(each.version == held[each.state].version for each in reads if each.state in held)
+
+    def make(self, wanted: Set[int], held: Mapping[int, Saved]) -> dict[int, torch.Tensor]:
         """States that are made again, each as a tensor that has its memory.
 
         Args:
@@ -211,7 +266,7 @@ class Tape:
         return {state: made[state] for state in wanted}
 
     def _repeat(
-        self, taped: _TapedOp, made: dict[int, torch.Tensor], held: Mapping[int, torch.Tensor]
+        self, taped: _TapedOp, made: dict[int, torch.Tensor], held: Mapping[int, Saved]
     ) -> None:
         args = self._read(taped.args, made, held)
         kwargs = {name: self._read(each, made, held) for name, each in taped.kwargs.items()}
@@ -224,9 +279,7 @@ class Tape:
             made[after] = made.pop(before)
 
     # No closure that calls itself: it would hold the tensors until the next garbage collection.
-    def _read(
-        self, value: Any, made: Mapping[int, torch.Tensor], held: Mapping[int, torch.Tensor]
-    ) -> Any:
+    def _read(self, value: Any, made: Mapping[int, torch.Tensor], held: Mapping[int, Saved]) -> Any:
         """An argument, with tensors in the place of their states."""
         if isinstance(value, list):
             return [self._read(each, made, held) for each in value]
@@ -235,7 +288,7 @@ class Tape:
         if value.state in made:
             return self.viewed(made[value.state], value.state, value.view)
         if value.state in held:
-            return value.view.within(held[value.state])
+            return value.view.within(held[value.state].tensor)
         return value.view.within(self._unchanged(value.state))
 
     def viewed(self, tensor: torch.Tensor, state: int, view: View) -> torch.Tensor:
@@ -253,6 +306,10 @@ class Tape:
             )
             raise UnsupportedModelError(msg)
         return outside.tensor
+
+
+def _is_read(value: Any) -> bool:
+    return isinstance(value, _Read)
 
 
 def _can_repeat(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -88,10 +88,10 @@ class _Observer(TorchDispatchMode):
         self,
         func: Any,
         types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return self._run(func, tuple(args), dict(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
 class _Intercepted(Exception):

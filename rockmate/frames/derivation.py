@@ -14,11 +14,7 @@ from typing import NamedTuple
 
 from rockmate._torch.ops import OpOverload
 from rockmate.frames.op_states import OpStates, StatesOfOp
-
-_SEEN_OP_S = 8e-6
-"""Seconds that an op takes longer if ops are noted, and this one is not."""
-_NOTED_OP_S = 4e-5
-"""Seconds more if it is."""
+from rockmate.frames.tape import noting_cost
 
 
 class TapedFrame(NamedTuple):
@@ -90,7 +86,8 @@ def derivations(frame: TapedFrame) -> Sequence[Derivation]:
         live_bytes = max(
             sum(num_bytes[each] for each in live) for live in ops.live_states(order, chosen)
         )
-        noted_s = _SEEN_OP_S * len(frame.ops) + _NOTED_OP_S * len(order)
+        cost = noting_cost()
+        noted_s = cost.seen_s * len(frame.ops) + cost.noted_s * len(order)
         extra_bytes = live_bytes - freed
         found.append(Derivation(chosen, tuple(order), freed, seconds + noted_s, extra_bytes))
     return found

@@ -101,7 +101,7 @@ class Frame:
             if self._tape is not None:
                 stack.enter_context(self._tape.observing())
             output = self._call.run()
-        self.seconds = self._memory.clock() - self._begin_s
+        self.seconds = self._passed_s()
         self._outside, self._held_outside, self._results = frozenset(), {}, {}
         self._call.end()
         self._keep_outputs(output)
@@ -133,7 +133,8 @@ class Frame:
         return output
 
     def _passed_s(self) -> float:
-        return self._memory.clock() - self._begin_s
+        noting_s = 0.0 if self._tape is None else self._tape.noting_s
+        return self._memory.clock() - self._begin_s - noting_s
 
     def _keep_outputs(self, output: Any) -> None:
         """Takes the saved tensors that the call also returns: their reader has them anyway."""

@@ -10,10 +10,12 @@ make certain states again. With it, only those are noted, and all are compared w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +95,7 @@ class Tape:
     Attributes:
         seconds: of each op.
         num_bytes: of the storage of each state.
+        noting_s: seconds that it has taken to note them.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Tape:
         self._recipe, self._num_seen, self._is_as_known = recipe, 0, True
         self._path, self._outside_storages, self._clock = path, frozenset(outside), clock
         self.seconds: list[float] = []
+        self.noting_s = 0.0
         self._ops: list[_TapedOp] = []
         self._outside: dict[int, _Outside] = {}
         self.num_bytes: list[int] = []
@@ -160,6 +164,7 @@ class Tape:
             return op(*args, **kwargs)
         if self._recipe is not None and not self._is_to_note(op, self._recipe):
             return op(*args, **kwargs)
+        entered = self._clock()
         inputs: dict[int, int] = {}  # storage -> state
         noted_args = [self._noted(each, inputs) for each in _without_statistics(op, args)]
         noted_kwargs = {name: self._noted(each, inputs) for name, each in kwargs.items()}
@@ -173,6 +178,7 @@ class Tape:
         read = frozenset(inputs.values())
         states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
         self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
+        self.noting_s += self._clock() - entered - self.seconds[-1]
         return output
 
     def _is_to_note(self, op: OpOverload, recipe: Recipe) -> bool:
@@ -306,6 +312,48 @@ class Tape:
             )
             raise UnsupportedModelError(msg)
         return outside.tensor
+
+
+class NotingCost(NamedTuple):
+    """Seconds that noting adds to an op.
+
+    Attributes:
+        seen_s: of an op that is compared with a recipe's.
+        noted_s: of one that is noted.
+    """
+
+    seen_s: float
+    noted_s: float
+
+
+@cache
+def noting_cost() -> NotingCost:
+    """Measured once, on the least layer."""
+    x, bias = torch.zeros(1, 1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    weight = torch.zeros(1, 1, requires_grad=True)
+    functional = torch.nn.functional
+
+    def work() -> None:
+        for _ in range(25):
+            _ = functional.gelu(functional.linear(x, weight, bias)) + x
+
+    def usual_s(recipe: Recipe | None = None, *, is_taped: bool = True) -> float:
+        times = []
+        for _ in range(9):
+            tape = Tape("", (), time.perf_counter, recipe)
+            with torch.enable_grad(), tape.observing() if is_taped else nullcontext():
+                begin = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - begin)
+        return median(times) / len(ops)
+
+    first = Tape("", (), time.perf_counter)
+    with torch.enable_grad(), first.observing():
+        work()
+    ops = first.ops
+    plain_s = usual_s(is_taped=False)
+    seen_s, noted_s = usual_s(Recipe(ops, frozenset())), usual_s()
+    return NotingCost(max(0.0, seen_s - plain_s), max(0.0, noted_s - plain_s))
 
 
 def _is_read(value: Any) -> bool:

@@ -75,6 +75,11 @@ def outside_of_modes() -> AbstractContextManager[Any]:
 
 
 class _Observer(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiled code runs within, so each op is spared a wrapper that keeps Dynamo away."""
+        return False
+
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self._run = run
@@ -83,10 +88,10 @@ class _Observer(TorchDispatchMode):
         self,
         func: Any,
         types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return self._run(func, tuple(args), dict(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
 class _Intercepted(Exception):

@@ -5,7 +5,8 @@ still hold, H(k), is in memory while frame k + 1 runs forward and backward, and 
 
     H(k) <= budget - after(k),   H(k - 1) <= budget - max(forward(k), backward(k)),
 
-with the needs of a step that holds nothing. The seconds of all choices are to be the least. A
+with the needs of a step that holds nothing, and with what a choice takes beside all that the frame
+has saved, while it is made again. The seconds of all choices are to be the least. A
 frame that gives up something has hooks, whose time counts, too: few frames give up much, rather
 than many a little. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
 for the decision, which therefore fits, and down for a bound, below which no decision that fits
@@ -118,6 +119,9 @@ def _solve(
             if shift > _NUM_LEVELS:
                 continue
             shifted = best[: _NUM_LEVELS + 1 - shift] + each
+            if number and (extra_bytes := frame.choices[number - 1].extra_bytes):
+                most = budget_bytes - frame.needs.backward_bytes - extra_bytes
+                shifted[max(0, int(most // unit) + 1) :] = np.inf
             is_better = shifted < new[shift:]
             new[shift:][is_better] = shifted[is_better]
             which[shift:][is_better] = number

@@ -86,6 +86,12 @@ class Call:
         inputs = {key: tensor for tensor in self._inputs for key in storages_of(tensor)}
         return self._member_storages() | inputs
 
+    def constant_storages(self) -> set[int]:
+        """Storages of arguments and parameters, which are not to change before the backward."""
+        parameters = (p for module in self._submodules for p in tensor_tables(module)[0].values())
+        tensors = [*self._inputs, *(each for each in parameters if each is not None)]
+        return {key for tensor in tensors for key in storages_of(tensor)}
+
     def _member_storages(self) -> dict[int, torch.Tensor]:
         members = chain.from_iterable(
             table.values() for module in self._submodules for table in tensor_tables(module)

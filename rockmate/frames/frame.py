@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Set
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,28 +16,16 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
+from rockmate.frames.collector import Collector, CompleteError, refuse_backward
+from rockmate.frames.derivation import TapedFrame
 from rockmate.frames.memory import Memory
 from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.part import Part, Result
+from rockmate.frames.saved import Saved
 from rockmate.frames.storages import storages_of
-
-
-class _Saved(NamedTuple):
-    """A saved tensor, its storages, and the number of in-place writes to it at that time."""
-
-    tensor: torch.Tensor
-    storages: tuple[int, ...]
-    version: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Saved:
-        """A new tensor, without its history."""
-        return _Saved(tensor.detach(), storages_of(tensor), version_of(tensor))
-
-
-class _CompleteError(Exception):
-    """Ends a second run of a forward when everything is made that was dropped."""
+from rockmate.frames.tape import Tape
+from rockmate.frames.views import View
 
 
 class Slot:
@@ -78,16 +66,21 @@ class Frame:
         self._call = call
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
-        self._saved: list[_Saved | None] = []
+        self._saved: list[Saved | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._saved_s: list[float] = []
         self._dead: set[int] = set()
-        self._returned: dict[int, _Saved] = {}  # saved tensors that are results of the call
+        self._returned: dict[int, Saved] = {}  # saved tensors that are results of the call
         self._num_prefix = 0  # how many of the first tensors are dropped
         self._parts: dict[PartKey, Part] = {}
         self._running: list[Part] = []
         self._results: dict[int, Result] = {}
         self._num_calls: Counter[str] = Counter()
+        self._tape: Tape | None = None
+        self._slot_states: list[int] = []  # with a tape: of the storage of each saved tensor
+        self._slot_views: list[View] = []
+        self._are_derivable: dict[frozenset[int], bool] = {}
+        self._derived: Set[int] = frozenset()  # slots that their ops will make again
         self._begin_s = 0.0
         self.num_bytes, self.seconds = 0, 0.0
         self.offers: tuple[Offer, ...] = ()
@@ -99,10 +92,16 @@ class Frame:
 
     def run(self) -> Any:
         """The call's result. What autograd saves meanwhile goes into the frame."""
+        is_taped, recipe = self._memory.wanted_tape(self.key)
+        if is_taped:
+            constants = self._call.constant_storages()
+            self._tape = Tape(self.key.path, constants, self._memory.clock, recipe)
         self._begin_s = self._memory.clock()
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
+            if self._tape is not None:
+                stack.enter_context(self._tape.observing())
             output = self._call.run()
-        self.seconds = self._memory.clock() - self._begin_s
+        self.seconds = self._passed_s()
         self._outside, self._held_outside, self._results = frozenset(), {}, {}
         self._call.end()
         self._keep_outputs(output)
@@ -134,7 +133,8 @@ class Frame:
         return output
 
     def _passed_s(self) -> float:
-        return self._memory.clock() - self._begin_s
+        noting_s = 0.0 if self._tape is None else self._tape.noting_s
+        return self._memory.clock() - self._begin_s - noting_s
 
     def _keep_outputs(self, output: Any) -> None:
         """Takes the saved tensors that the call also returns: their reader has them anyway."""
@@ -152,12 +152,15 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)
         if self._outside.issuperset(keys):
-            return _Saved(tensor, keys, version)
+            return Saved(tensor, keys, version)
         index = len(self._saved)
-        self._saved.append(_Saved(tensor.detach(), keys, version))
+        self._saved.append(Saved(tensor.detach(), keys, version))
         self._shapes.append((tensor.shape, tensor.dtype))
         if self._memory.is_profiling:
             self._saved_s.append(self._passed_s())
+        if self._tape is not None:
+            self._slot_states.append(self._tape.state_of(tensor))
+            self._slot_views.append(View.of(tensor))
         self.num_bytes += self._memory.storages.hold(tensor, keys)
         for part in self._running:
             part.note(index, keys)
@@ -180,6 +183,22 @@ class Frame:
             num_bytes=own,
             others=self._call.outside_storages().keys() | (counts.keys() - own.keys()),
             parts={key: part.profile for key, part in self._parts.items()},
+            slot_states=self._slot_states,
+            taped=None if self._tape is None else self._taped(self._tape, own),
+        )
+
+    def _taped(self, tape: Tape, own: Mapping[int, int]) -> TapedFrame:
+        """The tape by states, with the bytes of those that this frame alone holds."""
+        pairs = list(zip(self._slot_states, self._saved, strict=True))
+        held = {state for state, saved in pairs if saved is None or saved.storages[0] not in own}
+        return TapedFrame(
+            ops=tape.ops,
+            states=tuple(tape.states_of_ops),
+            seconds=tuple(tape.seconds),
+            outside=tape.outside_states,
+            num_bytes=tuple(tape.num_bytes),
+            own=frozenset(state for state, _ in pairs if state not in held),
+            held=frozenset(held),
         )
 
     # --- the backward -----------------------------------------------------------------------------
@@ -193,6 +212,8 @@ class Frame:
             raise BackwardError(msg)
         if isinstance(packed, Slot):
             self._memory.begin_backward(self)
+            if self._derived:
+                self._derive()
             saved = self._returned.get(packed.index) or self._saved[packed.index]
             if saved is None:
                 saved = self._make_again(packed.index)
@@ -221,6 +242,11 @@ class Frame:
     # --- giving up --------------------------------------------------------------------------------
 
     @property
+    def extra_bytes(self) -> int:
+        """That are live while what was given up is made again, beside all that was saved."""
+        return 0 if self.taken is None else self.taken.extra_bytes
+
+    @property
     def next_offer(self) -> Offer | None:
         """What would be dropped next; None if nothing more can be dropped."""
         if self.is_made_again or not self.num_bytes or self._cannot_repeat():
@@ -241,6 +267,10 @@ class Frame:
         return self._call.cannot_repeat or self._call.has_changed_inputs()
 
     def _can_give_up(self, offer: Offer) -> bool:
+        if offer.derived:
+            return self.taken is None and self._can_derive(offer.derived)
+        if self.taken is not None and self.taken.derived:
+            return offer is self.offers[-1]
         if offer.prefix and not offer.parts:
             return self.taken is None or offer.prefix > self.taken.prefix
         if self.taken is not None and self.taken.prefix:
@@ -256,6 +286,7 @@ class Frame:
         offer = self.next_offer
         assert offer is not None
         self.taken = offer
+        self._drop_derived(offer.derived)
         self._drop_parts(offer.parts)
         if offer.prefix:
             is_last = bool(self.offers) and offer is self.offers[-1]
@@ -279,6 +310,7 @@ class Frame:
             length: how many, at least.
             but: parts of what follows, which run by themselves.
         """
+        self._derived = frozenset()
         others = (part for key, part in self._parts.items() if key not in but and part.is_dropped)
         length = max(length, 1 + max((slot for each in others for slot in each.slots), default=-1))
         self._parts = {key: part for key, part in self._parts.items() if key in but}
@@ -307,9 +339,54 @@ class Frame:
             if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
                 del self._parts[key]
 
+    def _can_derive(self, slots: frozenset[int]) -> bool:
+        """Whether the ops of this run, which may be others than those measured, make them again."""
+        if slots not in self._are_derivable:  # asked whenever a frame is chosen
+            self._are_derivable[slots] = (
+                self._tape is not None
+                and max(slots) < len(self._saved)
+                and self._tape.can_make(
+                    {self._slot_states[index] for index in slots}, self._held_states(slots)
+                )
+            )
+        return self._are_derivable[slots]
+
+    def _held_states(self, but: Set[int]) -> dict[int, Saved]:
+        """States of saved tensors that are in memory, without some."""
+        saved = {
+            index: each for index, each in enumerate(self._saved)
+            if each is not None and index not in but
+        }  # fmt: skip
+        return {
+            self._slot_states[index]: each
+            for index, each in (saved | self._returned).items()
+            if version_of(each.tensor) == each.version
+        }
+
+    def _drop_derived(self, slots: Set[int]) -> None:
+        self._derived = slots
+        for index in slots:
+            self._let_go(index)
+
     # --- making again -----------------------------------------------------------------------------
 
-    def _make_again(self, index: int) -> _Saved:
+    def _derive(self) -> None:
+        """Has the ops of the tape make what was given up, when the backward begins."""
+        begin = time.perf_counter()
+        slots, self._derived = self._derived, frozenset()
+        self.is_made_again = True
+        assert self._tape is not None
+        needed = [index for index in slots if self._is_needed(index)]
+        wanted = {self._slot_states[index] for index in needed}
+        made = self._tape.make(wanted, self._held_states(slots))
+        for index in needed:
+            state = self._slot_states[index]
+            self._fill(
+                index, Saved.of(self._tape.viewed(made[state], state, self._slot_views[index]))
+            )
+        self._memory.note_made_again(time.perf_counter() - begin)
+
+    def _make_again(self, index: int) -> Saved:
         """Runs a forward again, for what was dropped."""
         begin = time.perf_counter()
         self.is_made_again = True
@@ -341,10 +418,10 @@ class Frame:
         """
         wanted = {index for index in slots if self._saved[index] is None and self._is_needed(index)}
         last = max(wanted if results_of is None else slots, default=first - 1)
-        collector = _Collector(call, first, self._shapes, None if results_of else last)
+        collector = Collector(call, first, self._shapes, None if results_of else last)
         with call.again() as (forward, members):
             collector.outside = {*members, *self._call.outside_storages()}
-            with suppress(_CompleteError), saved_tensors_hooks(collector.collect, _refuse):
+            with suppress(CompleteError), saved_tensors_hooks(collector.collect, refuse_backward):
                 output = forward()
                 if results_of is not None:
                     self._take_results(collector.made, results_of, output)
@@ -356,12 +433,12 @@ class Frame:
         for index in wanted & collector.made.keys():
             self._fill(index, collector.made[index])
 
-    def _fill(self, index: int, saved: _Saved) -> None:
+    def _fill(self, index: int, saved: Saved) -> None:
         if self._saved[index] is None and self._is_needed(index):
             self.num_bytes += self._memory.storages.hold(saved.tensor, saved.storages)
             self._saved[index] = saved
 
-    def _take_results(self, made: dict[int, _Saved], part: Part, output: Any) -> None:
+    def _take_results(self, made: dict[int, Saved], part: Part, output: Any) -> None:
         leaves = tree_leaves(output)
         for each in part.results:
             found = leaves[each.leaf].detach()
@@ -370,46 +447,4 @@ class Frame:
                 raise part.call.not_repeated(str(list(each.result.shape)), str(list(found.shape)))
             shift = found.storage_offset() - each.result.offset
             view = found.as_strided(each.view.shape, each.view.stride, each.view.offset + shift)
-            made[each.slot] = _Saved.of(view)
-
-
-class _Collector:
-    """Takes what a second run saves, up to the last that is wanted."""
-
-    def __init__(
-        self,
-        call: Call,
-        first: int,
-        shapes: Sequence[tuple[torch.Size, torch.dtype]],
-        last: int | None,
-    ) -> None:
-        self._call, self._shapes, self._last = call, shapes, last
-        self.outside: set[int] = set()
-        self.made: dict[int, _Saved] = {}
-        self.position = first
-
-    def collect(self, tensor: torch.Tensor) -> None:
-        """Takes one; ends the run after the last.
-
-        Raises:
-            UnsupportedModelError: it is another one than in the first run.
-        """
-        if self.outside.issuperset(storages_of(tensor)):
-            return
-        known = self._shapes[self.position] if self.position < len(self._shapes) else None
-        if known != (tensor.shape, tensor.dtype):
-            first = "no more" if known is None else _text(*known)
-            raise self._call.not_repeated(first, _text(tensor.shape, tensor.dtype))
-        self.made[self.position] = _Saved.of(tensor)
-        self.position += 1
-        if self._last is not None and self.position > self._last:
-            raise _CompleteError
-
-
-def _refuse(_: Any) -> Any:
-    msg = "a backward within a forward that runs again"
-    raise BackwardError(msg)
-
-
-def _text(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"a tensor {str(dtype).removeprefix('torch.')}{list(shape)}"
+            made[each.slot] = Saved.of(view)

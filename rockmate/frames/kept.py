@@ -29,6 +29,11 @@ class KeptFrame:
         self.key, self.order, self._memory = key, order, memory
         self._known_bytes, self.num_bytes = num_bytes, 0
 
+    @property
+    def extra_bytes(self) -> int:
+        """Nothing is made again."""
+        return 0
+
     def end_forward(self, output: Any) -> None:
         """The forward has run: takes its place among what is held.
 

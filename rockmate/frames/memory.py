@@ -34,6 +34,7 @@ from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
+from rockmate.frames.tape import Recipe
 
 # What a tick of the logical clock stands for.
 _TICK_S = 1e-4
@@ -50,6 +51,9 @@ class Running(Protocol):
     key: FrameKey
     order: int
     num_bytes: int
+
+    @property
+    def extra_bytes(self) -> int: ...  # noqa: D102
 
 
 class Frame(Running, Protocol):
@@ -219,6 +223,19 @@ class Memory:
         """
         return self._part_paths.get(path, set())
 
+    def wanted_tape(self, key: FrameKey) -> tuple[bool, Recipe | None]:
+        """Whether a frame's ops are noted, and which; all are when it is measured.
+
+        Compiled code has no ops to see, and with sharded parameters ops are collectives, too.
+        """
+        if self.decides_as_others or self.has_compiled_modules:
+            return False, None
+        planned = self.decision.offers.get(key)
+        if self.is_profiling:
+            return True, None
+        recipe = None if planned is None else planned.recipe
+        return recipe is not None, recipe
+
     def bytes_if_kept(self, key: FrameKey, sizes: Any, order: int) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks.
 
@@ -288,7 +305,7 @@ class Memory:
         elif self.needs is not None:
             needed = self.needs.of(frame.key).backward_bytes
             scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
-            self._make_room(int(scaled), position=frame.order, but=frame)
+            self._make_room(int(scaled) + frame.extra_bytes, position=frame.order, but=frame)
 
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""

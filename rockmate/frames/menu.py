@@ -1,10 +1,12 @@
 """What a frame may give up: steps from nothing to all that it has saved, cheapest bytes first.
 
-A frame saves tensors one after the other. Two kinds of sets of them can be made again:
+A frame saves tensors one after the other. Three kinds of sets of them can be made again:
 
 * a *prefix*: the frame's forward runs again, up to the last tensor of the prefix;
 * what a *part*, the call of a submodule within the frame, saves, and those of its results that are
   saved after it: the part's forward runs again, from inputs that stay in memory.
+
+* what *ops* of the frame's forward make, see `derivation`.
 
 Sets of parts are tried greedily, the least seconds for each byte first, and prefixes after them.
 The lower convex hull of their (bytes, seconds) is the menu.
@@ -16,6 +18,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
+
+from rockmate.frames.derivation import TapedFrame, derivations
+from rockmate.frames.tape import Recipe
 
 _MOST_PARTS = 8
 """How many sets of parts a menu tries."""
@@ -71,14 +76,23 @@ class Offer:
         seconds: that it takes to make them again.
         parts: whose tensors are given up.
         prefix: how many of the first tensors are given up, beside those; 0 for none.
+        derived: positions of tensors that are made again by the ops that made them. Such an offer
+            gives up nothing else.
+        extra_bytes: that are live while they are made again, beside all that the frame has saved.
+        recipe: of those ops.
     """
 
     num_bytes: int
     seconds: float
     parts: frozenset[PartKey]
     prefix: int
+    derived: frozenset[int] = frozenset()
+    extra_bytes: int = 0
+    recipe: Recipe | None = None
 
     def __str__(self) -> str:
+        if self.derived:
+            return f"{len(self.derived)} tensors, made again by their ops"
         parts = [
             each.path if not each.number else f"{each.path} (call {each.number + 1})"
             for each in sorted(self.parts)
@@ -96,6 +110,8 @@ class FrameProfile:
         num_bytes: of each of these storages.
         others: storages that are in memory whatever the frame gives up.
         parts: the calls within it.
+        slot_states: with a tape, the state of each saved tensor.
+        taped: the ops of the forward; None without a tape.
     """
 
     storages: Sequence[Sequence[int]]
@@ -103,6 +119,8 @@ class FrameProfile:
     num_bytes: Mapping[int, int]
     others: Set[int]
     parts: Mapping[PartKey, PartProfile]
+    slot_states: Sequence[int] = ()
+    taped: TapedFrame | None = None
 
     def able_parts(self) -> set[PartKey]:
         """Parts that could give up something, and whose inputs are in memory anyway."""
@@ -149,7 +167,7 @@ def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
 
 def _structure(profile: FrameProfile) -> Hashable:
     parts = tuple((key, len(part.slots)) for key, part in profile.parts.items())
-    return len(profile.saved_s), parts
+    return len(profile.saved_s), parts, None if profile.taped is None else profile.taped.states
 
 
 def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> FrameProfile:
@@ -162,7 +180,18 @@ def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> 
         for key, part in profile.parts.items()
     }
     saved_s = [median(times) for times in zip(*(each.saved_s for each in alike), strict=True)]
-    return replace(profile, saved_s=saved_s, parts=parts)
+    taped = (
+        None
+        if profile.taped is None
+        else profile.taped._replace(
+            seconds=tuple(map(median, zip(*_tape_seconds(alike), strict=True)))
+        )
+    )
+    return replace(profile, saved_s=saved_s, parts=parts, taped=taped)
+
+
+def _tape_seconds(profiles: Sequence[FrameProfile]) -> list[tuple[float, ...]]:
+    return [each.taped.seconds for each in profiles if each.taped is not None]
 
 
 def menu(profile: FrameProfile) -> tuple[Offer, ...]:
@@ -199,7 +228,7 @@ def choices(profile: FrameProfile) -> tuple[Offer, ...]:
     starts = _thinned(_undominated(prefixes), _MOST_PREFIXES)
     nothing = Offer(0, 0.0, frozenset(), 0)
     found = [each for start in (nothing, *starts) for each in _sets_of_parts(profile, start)]
-    best = _undominated([*found, *prefixes])
+    best = _undominated([*found, *prefixes, *_by_ops(profile)])
     return tuple(each for each in _thinned(best, 2 * _MOST_CHOICES) if each.num_bytes)
 
 
@@ -272,6 +301,20 @@ def _by_prefixes(profile: FrameProfile) -> Iterator[Offer]:
     for length in range(1, len(profile.saved_s) + 1):
         num_bytes = profile.bytes_without(set(range(length)), set())
         yield Offer(num_bytes, profile.saved_s[length - 1], frozenset(), length)
+
+
+def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
+    """Sets of tensors that the ops of the forward make again."""
+    if profile.taped is None:
+        return
+    slots_of_state: dict[int, set[int]] = {}
+    for slot, state in enumerate(profile.slot_states):
+        slots_of_state.setdefault(state, set()).add(slot)
+    for each in derivations(profile.taped):
+        slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
+        recipe = Recipe(profile.taped.ops, frozenset(each.order))
+        nothing = frozenset[PartKey]()
+        yield Offer(each.num_bytes, each.seconds, nothing, 0, slots, each.extra_bytes, recipe)
 
 
 def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:

@@ -11,21 +11,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.frames.call import Call
 from rockmate.frames.menu import PartKey, PartProfile
-
-
-class View(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    shape: Sequence[int]
-    stride: Sequence[int]
-    offset: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> View:
-        """Of a plain tensor."""
-        offset = int(tensor.storage_offset())
-        return View(tensor.dtype, tensor.shape, tensor.stride(), offset)
+from rockmate.frames.views import View
 
 
 class Result(NamedTuple):

@@ -22,7 +22,13 @@ def random_frames(draw: random.Random) -> list[KnownFrame]:
         forward, after, backward = (draw.randint(0, 300) for _ in range(3))
         needs = Needs(forward, after, backward, saved)
         offers = [
-            Offer(draw.randint(1, saved), draw.random(), frozenset(), 1)
+            Offer(
+                draw.randint(1, saved),
+                draw.random(),
+                frozenset(),
+                1,
+                extra_bytes=draw.choice((0, 0, 50, 200)),
+            )
             for _ in range(draw.randint(0, 3) if saved else 0)
         ]
         if saved:
@@ -36,7 +42,8 @@ def peak_of(frames: list[KnownFrame], chosen: tuple[Offer | None, ...]) -> int:
     held = peak = 0
     for frame, offer in zip(frames, chosen, strict=True):
         needs = frame.needs
-        peak = max(peak, held + needs.forward_bytes, held + needs.backward_bytes)
+        extra = offer.extra_bytes if offer else 0
+        peak = max(peak, held + needs.forward_bytes, held + needs.backward_bytes + extra)
         held += needs.saved_bytes - (offer.num_bytes if offer else 0)
         peak = max(peak, held + needs.after_bytes)
     return peak

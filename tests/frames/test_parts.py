@@ -100,7 +100,8 @@ def assert_same(ours: list[Any], expected: list[Any]) -> None:
 
 @pytest.fixture
 def parts_made_again(monkeypatch: pytest.MonkeyPatch) -> Counter[PartKey | None]:
-    """Counts the second runs of parts, and of whole frames under None."""
+    """Counts the second runs of parts, and of whole frames under None; no single ops run again."""
+    monkeypatch.setattr("rockmate.frames.menu.derivations", lambda _: ())
     found: Counter[PartKey | None] = Counter()
     run_again = Frame._run_again
 

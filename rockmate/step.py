@@ -23,7 +23,7 @@ from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
-from rockmate.fusion.rewrite import Fusion
+from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import (
     Chunks,
@@ -108,12 +108,19 @@ class CapturedStep:
         )
         return replace(step, planned_device=self.planned_device)
 
-    def fused(self, *, unfused: str | None = None, progress: bool = False) -> CapturedStep:
+    def fused(
+        self,
+        *,
+        unfused: str | None = None,
+        progress: bool = False,
+        compile_limit_s: float = COMPILE_LIMIT_S,
+    ) -> CapturedStep:
         """The step with its groups of ops fused.
 
         Args:
             unfused: see `capture_step`.
             progress: shows a progress bar while kernels are compiled.
+            compile_limit_s: as for `Planner`.
         """
         if self.fusion is not None and self.options["unfused"] == unfused:
             return self
@@ -124,7 +131,12 @@ class CapturedStep:
             self.state,
             {**self.options, "kernels": "fused"},
             allocation_bytes=self.allocation_bytes,
-            fusion=Fusion.of(unfused, progress=progress, is_run=self.planned_device is None),
+            fusion=Fusion.of(
+                unfused,
+                progress=progress,
+                is_run=self.planned_device is None,
+                compile_limit_s=compile_limit_s,
+            ),
         )
         return replace(step, planned_device=self.planned_device)
 
@@ -271,6 +283,7 @@ def capture_step(
     kernels: Literal["eager", "fused"] = "eager",
     unfused: str | None = None,
     progress: bool = False,
+    compile_limit_s: float = COMPILE_LIMIT_S,
     marks: Mapping[Any, str] | str | None = None,
     policy: Policy | str | None = None,
     existing_checkpoints: str = "lift",
@@ -311,7 +324,13 @@ def capture_step(
     fusion = None
     if kernels == "fused":
         options["kernels"], is_run = kernels, sample.device is None
-        fusion = Fusion.of(unfused, progress=progress, is_run=is_run, is_timed=machine is None)
+        fusion = Fusion.of(
+            unfused,
+            progress=progress,
+            is_run=is_run,
+            is_timed=machine is None,
+            compile_limit_s=compile_limit_s,
+        )
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)

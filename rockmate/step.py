@@ -119,7 +119,8 @@ class CapturedStep:
 
         Args:
             unfused: see `capture_step`.
-            progress, compile_limit_s: as for `Planner`.
+            progress: as for `Planner`.
+            compile_limit_s: as for `Planner`.
         """
         if self.fusion is not None and self.options["unfused"] == unfused:
             return self

@@ -59,7 +59,7 @@ class Case:
         )
         self.planner_s = time.perf_counter() - begin
         variants: Any = self.planner._variants  # pyright: ignore[reportPrivateUsage]
-        self._forms = dict(zip(KERNELS, variants._forms, strict=False))
+        self._forms: dict[str, Any] = dict(zip(KERNELS, variants._forms, strict=False))
         assert self.planner.fusion is not None
         self.fusion = self.planner.fusion
 

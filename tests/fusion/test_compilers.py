@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,10 +99,7 @@ def test_a_compiler_that_fails_leaves_its_groups_unfused(tmp_path: Path) -> None
 
 
 def test_a_process_ends_with_its_children() -> None:
-    class Module:
-        subprocess = None
-
-    module = Module()
+    module: Any = SimpleNamespace(subprocess=None)
     watch_compilers(module)
     command = ["sh", "-c", "sleep 1000 & sleep 1000"]
     begin = time.monotonic()

@@ -49,7 +49,9 @@ def check(rank: int, store: str, kernels: str) -> None:
     times = iter([1.0 + rank, 1.5] * 1000)
     rockmate.fusion.kernels.time_ms = lambda *_: next(times)
     if kernels == "auto":  # each rank finds another form to be faster
-        KernelVariants.best_within = lambda self, *given: self._forms[rank].best_within(*given)
+        KernelVariants.best_within = lambda self, budget_bytes, strategy: self._forms[
+            rank
+        ].best_within(budget_bytes, strategy)
     weights, module = trained(rank, kernels)
     assert isinstance(module, RockmateModule)
     report = module.plan.fusion

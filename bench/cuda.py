@@ -12,7 +12,8 @@ DIR/PART.jsonl and is not run again, so the same command resumes. A run starts n
 |---|---|
 | correctness | gradients of a planned step against eager, and of eager against eager |
 | step | measured peaks and time of a planned step at a budget, in turn with eager |
-| peers | the same for activation checkpoints and for torch.compile |
+| fused | the same with fused kernels, and the error of their gradients |
+| peers | the same as for a step for activation checkpoints and for torch.compile |
 | costs | measured times of ops against the estimate for the machine |
 | batch | largest batch under a cap on the memory of the device, planned and eager |
 
@@ -68,6 +69,10 @@ def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -
         for share in FRACTIONS:
             run = lambda m=model, s=share: measure.planned_step(m, device, s)  # noqa: E731
             yield Case("step", name, f"{share}", run)
+    for name, model in models.items():
+        for share in FRACTIONS:
+            run = lambda m=model, s=share: measure.fused_step(m, device, s)  # noqa: E731
+            yield Case("fused", name, f"{share}", run)
     for name, model in models.items():
         for peer in PEERS:
             run = lambda m=model, p=peer: measure.peer_step(m, device, p)  # noqa: E731

@@ -2,13 +2,16 @@
 
     python -m bench.fused                        # all; bench/results/fused_cpu_<yyyymm>.*
     python -m bench.fused --model gpt2-12 --rounds 5 --output /tmp/fused
+    python -m bench.fused --chunks --share 0.1 --model llama
     python -m bench.fused --read                 # only the page
 
 Each model trains in turn eager, and planned with eager's kernels and with fused ones: without
-recomputation, and within shares of eager's peak. One thread; a round is one step of each; ratios
-are medians over rounds of a step's time over eager's in the same round. Peaks are of one step by
-the allocator's events, with `.grad` in place. Gradients are compared with eager's, and those of the
-fused plans with each other, bit by bit. Writes STEM.jsonl, a line for each method, and STEM.md.
+recomputation, and within shares of eager's peak; with `--chunks`, in chunks where that is faster.
+Both kinds of plans are made from one measurement of each op. One thread; a round is one step of
+each; ratios are medians over rounds of a step's time over eager's in the same round. Peaks are of
+one step by the allocator's events, with `.grad` in place. Gradients are compared with eager's, and
+those of the fused plans without chunks with each other, bit by bit. Writes STEM.jsonl, a line for
+each method, and STEM.md. `python -m bench.fused_peers` adds Inductor's points to the same files.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ import torch
 from torch import Tensor
 
 from bench.comparison.lines import read
-from bench.fused_page import SHARES, page
+from bench.fused_page import IN_CHUNKS, SHARES, page
 from bench.machine import machine_record
 from bench.measure import allocator_peak, gradients_of, time_in_turn, training_step
 from bench.models import Workload, build
-from rockmate import InfeasibleBudgetError, Planner, RockmateModule
+from rockmate import Planner, RockmateModule
 
 Record = dict[str, Any]
 MODELS = (
@@ -43,43 +46,53 @@ RESULTS = Path(__file__).parent / "results"
 class Case:
     """One model, its planners, and the plans that are compared."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, *, chunks: bool = False) -> None:
         self.workload = workload
         self.batch = workload.make_batch(1)
         self.step_of(workload.model)()  # makes `.grad`
         workload.model.zero_grad(set_to_none=False)
         self.eager_peak_bytes = allocator_peak(self.step_of(workload.model))
-        self.seconds: dict[str, float] = {}
-        self.planners = {kernels: self._planner(kernels) for kernels in KERNELS}
-
-    def _planner(self, kernels: str) -> Planner:
+        self._suffix = IN_CHUNKS if chunks else ""
         begin = time.perf_counter()
-        planner = Planner(
-            self.workload.model,
-            self.workload.sample,
-            kernels=kernels,  # pyright: ignore[reportArgumentType]
-            allow_chunking=False,
+        self.planner = Planner(
+            workload.model, workload.sample, kernels="auto", allow_chunking=chunks
         )
-        self.seconds[kernels] = time.perf_counter() - begin
-        return planner
+        self.planner_s = time.perf_counter() - begin
+        variants: Any = self.planner._variants  # pyright: ignore[reportPrivateUsage]
+        self._forms: dict[str, Any] = dict(zip(KERNELS, variants._forms, strict=False))
+        assert self.planner.fusion is not None
+        self.fusion = self.planner.fusion
 
     def step_of(self, callee: Callable[..., Any]) -> Callable[[], Tensor]:
         """A training step of the model or of a module around it."""
         return partial(training_step, self.workload, callee, self.batch, seed=1)
 
-    def modules(self) -> dict[str, RockmateModule]:
+    def modules(self, shares: Sequence[float | None]) -> dict[str, RockmateModule]:
         """The planned modules by method; those that fit."""
         found = {}
-        for kernels, planner in self.planners.items():
-            for share in SHARES:
-                budget = planner.baseline_peak_bytes
+        for kernels, form in self._forms.items():
+            for share in shares:
+                budget = form.unchunked.baseline.peak_bytes
                 if share is not None:
                     budget = min(budget, int(share * self.eager_peak_bytes))
-                try:
-                    found[f"{kernels}: {share or 'no recomputation'}"] = planner.module(budget)
-                except InfeasibleBudgetError:
-                    continue
+                module = self.module(kernels, budget)
+                if module is not None:
+                    found[f"{kernels}{self._suffix}: {share or 'no recomputation'}"] = module
         return found
+
+    def module(self, kernels: str, budget_bytes: int) -> RockmateModule | None:
+        """The planned module of a kind of kernels; None if no plan fits."""
+        best = self._forms[kernels].best_within(budget_bytes, "rockmate")
+        if best is None:
+            return None
+        as_plan: Any = self.planner._as_plan  # pyright: ignore[reportPrivateUsage]
+        return self.planner.module_of(as_plan(budget_bytes, "rockmate", *best))
+
+    def peak_bytes(self, callee: Callable[..., Any]) -> int:
+        """The peak of a step of a model or module."""
+        self.step_of(callee)()
+        self.workload.model.zero_grad(set_to_none=False)
+        return allocator_peak(self.step_of(callee))
 
     def gradients(self, callee: Callable[..., Any]) -> dict[str, Tensor]:
         """The gradients of one step."""
@@ -88,27 +101,30 @@ class Case:
         return gradients_of(self.workload.model)
 
 
-def measured(workload: Workload, rounds: int) -> Iterator[Record]:
+def measured(
+    workload: Workload, rounds: int, shares: Sequence[float | None], *, chunks: bool
+) -> Iterator[Record]:
     """A record for each method of one model."""
-    case = Case(workload)
-    modules = case.modules()
+    case = Case(workload, chunks=chunks)
+    modules = case.modules(shares)
     model = workload.model
     expected = case.gradients(model)
     found = {method: case.gradients(module) for method, module in modules.items()}
-    peaks = {method: _peak(case, module) for method, module in modules.items()}
+    peaks = {method: case.peak_bytes(module) for method, module in modules.items()}
     steps = {"eager": case.step_of(model)}
     steps |= {method: case.step_of(module) for method, module in modules.items()}
     times = time_in_turn(steps, rounds, before=partial(model.zero_grad, set_to_none=False))
-    first_fused = next(gradients for method, gradients in found.items() if "fused" in method)
-    fusion = case.planners["fused"].fusion
-    assert fusion is not None
+    # Chunks add the same numbers in another order.
+    is_chunked = {method: "loss_chunks" in each.plan.options for method, each in modules.items()}
+    whole = (found[m] for m in modules if "fused" in m and not is_chunked[m])
+    first_fused = next(whole, expected)
     common = {
         "model": workload.name,
         "eager_peak_bytes": case.eager_peak_bytes,
-        "num_places": fusion.num_places,
-        "num_kernels": fusion.num_kernels,
-        "compile_s": fusion.compile_s,
-        "planner_s": case.seconds,
+        "num_places": case.fusion.num_places,
+        "num_kernels": case.fusion.num_kernels,
+        "compile_s": case.fusion.compile_s,
+        "planner_s": case.planner_s,
         **machine_record("bench.fused"),
     }
     for method, module in modules.items():
@@ -123,19 +139,14 @@ def measured(workload: Workload, rounds: int) -> Iterator[Record]:
             "predicted_ms": plan.predicted_ms,
             "ratio": times[method].ratio,
             "ratio_spread": times[method].ratio_spread,
-            "error": _error(found[method], expected),
+            "error": error_of(found[method], expected),
+            "chunks": plan.options.get("loss_chunks", ""),
             "is_bitwise": _same(found[method], first_fused if is_fused else expected),
             "num_recomputed": plan.schedule.num_recomputations(),
         }
 
 
-def _peak(case: Case, module: RockmateModule) -> int:
-    case.step_of(module)()
-    case.workload.model.zero_grad(set_to_none=False)
-    return allocator_peak(case.step_of(module))
-
-
-def _error(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def error_of(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest distance of a gradient over the largest gradient of its parameter.
 
     Gradients that are zero in theory, such as those of key biases, are rounding in eager, too: they
@@ -159,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--share", action="append", type=float, help="repeatable; default: all")
+    parser.add_argument("--chunks", action="store_true", help="chunks wherever they are faster")
     parser.add_argument("--tiny", action="store_true", help="small forms of the models")
     parser.add_argument("--read", action="store_true", help="only write the page")
     stem = RESULTS / f"fused_cpu_{time.strftime('%Y%m')}"
@@ -169,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in () if given.read else given.model or MODELS:
         workload = build(name, tiny=given.tiny).with_loss_inside()
         with lines.open("a", encoding="utf-8") as file:
-            for record in measured(workload, given.rounds):
+            for record in measured(
+                workload, given.rounds, given.share or SHARES, chunks=given.chunks
+            ):
                 file.write(json.dumps(record) + "\n")
         sys.stderr.write(f"{name} done\n")
     text = "\n".join(page(read(lines))) + "\n"

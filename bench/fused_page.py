@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.machine import machine_text
-from bench.pages import all_row, table, targets, worst_row
+from bench.comparison.result import TIME_TOLERANCE
+from bench.pages import Start, all_row, provenance, table, targets, worst_row
 
 Record = dict[str, Any]
 
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
+
+IN_CHUNKS = ", in chunks"
+"""In the name of a method whose plans may run in chunks."""
 
 TIME_AT = {0.5: 0.90, 0.25: 1.00, 0.1: 1.12}
 """Targets of the time over eager's of GPT-2 and Llama with fused kernels."""
@@ -28,23 +31,45 @@ ERROR = 1e-5
 COMPILE_S = 40.0
 """Target of the seconds of compilation, with nothing compiled before."""
 
+AUTO = 1.01
+"""Target of the time with kernels="auto" over that of eager's kernels within the same budget."""
+
 
 def page(lines: Sequence[Record]) -> list[str]:
     """Targets, and a table for each model."""
-    newest = {(line["model"], line["method"]): line for line in lines}
-    if not newest:
+    every = {(line["model"], line["method"]): line for line in lines}
+    if not every:
         return ["# Fused kernels", "", "Nothing is measured."]
-    names = list(dict.fromkeys(name for name, _ in newest))
-    text = ["# Fused kernels beside eager's", "", machine_text(lines[-1]), ""]
-    text += [*_targets(newest, names), ""]
+    newest = {place: line for place, line in every.items() if line.get("kind") != "peer"}
+    peers = {place: line for place, line in every.items() if line.get("kind") == "peer"}
+    names = list(dict.fromkeys(name for name, _ in every))
+    text = ["# Fused kernels beside eager's", ""]
+    text += [*_sources(list(every.values())), ""]
+    text += [*_targets(newest, list(peers.values())), ""]
     for name in names:
         own = [line for (model, _), line in newest.items() if model == name]
-        text += [f"## {name}", "", *_table(own), ""]
+        text += [f"## {name}", "", *(_table(own) if own else ()), ""]
+        beside = [line for (model, _), line in peers.items() if model == name]
+        if beside:
+            text += [f"### {name} beside Inductor", "", *_peer_table(beside), ""]
     return text[:-1]
 
 
-def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> list[str]:
+def _sources(lines: Sequence[Record]) -> list[str]:
+    """Where the lines come from."""
+    starts = {
+        (line["model"], line["command"]): Start(
+            model=line["model"], command=line["command"], machine=line
+        )
+        for line in lines
+    }
+    return provenance(list(starts.values()))
+
+
+def _targets(newest: dict[tuple[str, str], Record], peers: Sequence[Record]) -> list[str]:
+    names = list(dict.fromkeys(name for name, _ in newest))
     fused = [line for line in newest.values() if line["method"].startswith("fused")]
+    whole = [line for line in fused if not line.get("chunks")]
     peaks = [
         (_place(line), line["peak_bytes"] / line["predicted_bytes"]) for line in newest.values()
     ]
@@ -53,21 +78,26 @@ def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> lis
         all_row("measured peak within the budget",
                 sum(line["peak_bytes"] <= line["budget_bytes"] for line in newest.values()),
                 len(newest)),
-        all_row("gradients of a fused plan equal those of the others, bitwise",
-                sum(line["is_bitwise"] for line in fused), len(fused)),
+        all_row("gradients of a fused plan without chunks equal those of the others, bitwise",
+                sum(line["is_bitwise"] for line in whole), len(whole)),
         worst_row("error of a gradient against eager's, / 1e-5", 1.0,
                   [(_place(line), line["error"] / ERROR) for line in fused]),
         worst_row("peak without recomputation over that of eager's kernels", 1.0,
                   [(name, _peak(newest, name, "fused") / _peak(newest, name, "eager"))
-                   for name in names]),
+                   for name in names if (name, "fused: no recomputation") in newest]),
     ]  # fmt: skip
     for share, reach in TIME_AT.items():
         figures = [
-            (name, newest[name, f"fused: {share}"]["ratio"])
+            (_place(line), line["ratio"])
             for name in names
-            if name in BOUNDED and (name, f"fused: {share}") in newest
+            if name in BOUNDED and (line := _fused_at(newest, name, share))
         ]
         rows.append(worst_row(f"time at {share} of eager's peak, GPT-2 and Llama", reach, figures))
+    auto = [(name, _auto(newest, name, share)) for name in names for share in SHARES]
+    found = [(name, ratio) for name, ratio in auto if ratio is not None]
+    rows.append(worst_row('time of kernels="auto" over that of eager\'s kernels', AUTO, found))
+    dominated = f"points of Inductor dominated, within {100 * TIME_TOLERANCE:g} % of time"
+    rows.append(all_row(dominated, sum(map(_is_dominated, peers)), len(peers)))
     seconds = [(line["model"], line["compile_s"] / COMPILE_S) for line in fused]
     rows.append(worst_row("compilation / 40 s", 1.0, seconds))
     return targets(rows)
@@ -77,6 +107,29 @@ def _peak(newest: dict[tuple[str, str], Record], name: str, kernels: str) -> int
     return newest[name, f"{kernels}: no recomputation"]["predicted_bytes"]
 
 
+def _fused_at(newest: dict[tuple[str, str], Record], name: str, share: float) -> Record | None:
+    """The plan with fused kernels that is predicted to be the fastest."""
+    methods = (f"fused: {share}", f"fused{IN_CHUNKS}: {share}")
+    found = [newest[name, method] for method in methods if (name, method) in newest]
+    return min(found, key=lambda line: line["predicted_ms"], default=None)
+
+
+def _auto(newest: dict[tuple[str, str], Record], name: str, share: float | None) -> float | None:
+    """The time of the plan that is predicted to be faster, over that of eager's kernels."""
+    suffix = share or "no recomputation"
+    eager, fused = (newest.get((name, f"{kind}: {suffix}")) for kind in ("eager", "fused"))
+    if eager is None or fused is None:
+        return None
+    # Without recomputation both run at their own peaks, of which the fused one is smaller.
+    is_fused = fused["predicted_ms"] < eager["predicted_ms"]
+    return fused["ratio"] / eager["ratio"] if is_fused else 1.0
+
+
+def _is_dominated(peer: Record) -> bool:
+    ours = peer["our_ratio"]
+    return ours is not None and ours <= peer["ratio"] * (1 + TIME_TOLERANCE)
+
+
 def _place(line: Record) -> str:
     return f"{line['model']}, {line['method']}"
 
@@ -84,7 +137,7 @@ def _place(line: Record) -> str:
 def _table(lines: Sequence[Record]) -> list[str]:
     columns = (
         "kernels: budget", "peak / eager's", "measured - predicted", "time / eager's", "spread",
-        "predicted ms", "recomputed", "gradient error",
+        "predicted ms", "recomputed", "chunks", "gradient error",
     )  # fmt: skip
     rows = [
         (
@@ -95,6 +148,7 @@ def _table(lines: Sequence[Record]) -> list[str]:
             f"{line['ratio_spread']:.3f}",
             f"{line['predicted_ms']:.1f}",
             str(line["num_recomputed"]),
+            line.get("chunks", ""),
             f"{line['error']:.0e}",
         )
         for line in lines
@@ -105,3 +159,31 @@ def _table(lines: Sequence[Record]) -> list[str]:
         f"{first['compile_s']:.1f} s; eager's peak is {first['eager_peak_bytes'] / 1e6:.1f} MB."
     )
     return [summary, "", *table(columns, rows)]
+
+
+def _peer_table(lines: Sequence[Record]) -> list[str]:
+    columns = (
+        "peer", "peak / eager's", "time / eager's", "spread", "our peak / eager's",
+        "our time / eager's", "spread", "dominated", "its gradient error",
+    )  # fmt: skip
+    rows = [
+        (
+            line["method"],
+            f"{line['peak_bytes'] / line['eager_peak_bytes']:.3f}",
+            f"{line['ratio']:.3f}",
+            f"{line['ratio_spread']:.3f}",
+            *(
+                ("none as small", "", "")
+                if line["our_ratio"] is None
+                else (
+                    f"{line['our_peak_bytes'] / line['eager_peak_bytes']:.3f}",
+                    f"{line['our_ratio']:.3f}",
+                    f"{line['our_spread']:.3f}",
+                )
+            ),
+            "yes" if _is_dominated(line) else "**no**",
+            f"{line['error']:.0e}",
+        )
+        for line in lines
+    ]
+    return table(columns, rows)

@@ -34,6 +34,7 @@ from rockmate.capture.signature import (
     resized_call,
 )
 from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
+from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.request import PlanRequest
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
@@ -183,7 +184,7 @@ class PlanCache:
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
     ) -> None:
         """Puts a planned call in use."""
-        family = family or StepFamily(self._model, call)
+        family = family or self._new_family(call)
         self.runnables.insert(0, RunnableCall(call, self._model, family, is_adapted=is_adapted))
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.
@@ -191,6 +192,11 @@ class PlanCache:
                 place for place, each in enumerate(self.runnables) if place and each.is_adapted
             ]
             del self.runnables[adapted[-1] if adapted else MAX_PLANS]
+
+    def _new_family(self, call: PlannedCall) -> StepFamily:
+        options = self.request.options if self.request else {}
+        limit_s = options.get("compile_limit_s", COMPILE_LIMIT_S)
+        return StepFamily(self._model, call, compile_limit_s=limit_s)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
@@ -300,7 +306,12 @@ class PlanCache:
         kin = _kin(alike, call)
         known = kin or alike[:1]
         family = known[-1].family
-        larger = [each.planned for each in known if is_no_larger(call, each.planned.call)]
+        larger = [
+            each.planned
+            for each in known
+            if is_no_larger(call, each.planned.call)
+            and family.has_kernels_alike(call, each.planned.call)
+        ]
         adapted = family.resized(larger[-1], call) if larger and kin else None
         if adapted is None:
             step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)

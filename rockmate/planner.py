@@ -53,6 +53,8 @@ class Planner(PlanningSession):
             before ops are measured. The numbers then differ from eager's by rounding, and are the
             same bits for every budget without chunks. "auto" plans with both and takes the faster
             plan for each budget; without a compiler it takes eager's, with a line in the log.
+        compile_limit_s: seconds that compiling the kernels of a step may take. Compilers are then
+            stopped, and groups that are not ready stay unfused, as `fusion` says.
         marks: what every plan must save or recompute: a mapping of patterns to "save" or
             "recompute". A pattern is the path of a submodule ("encoder.*.mlp"), an op ("aten.mm"),
             or a name that `rockmate.name` gave. See docs/guide/marks.md.

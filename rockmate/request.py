@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 # Options of a capture that a step names only where they are given.
-_CAPTURE_OPTIONS = ("untraced", "marks", "policy", "existing_checkpoints", "in_flight", "kernels")
+_CAPTURE_OPTIONS = (
+    "untraced", "marks", "policy", "existing_checkpoints", "in_flight", "kernels",
+    "compile_limit_s",
+)  # fmt: skip
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
@@ -112,7 +115,7 @@ class PlanRequest:
     ) -> PlannedCall:
         """The planned call; all ranks of a process group run the plan of the first."""
         call = self._call_within(session, budget)
-        plan = broadcast_plan(call.plan, request=(asked_for, self.strategy))
+        plan = broadcast_plan(call.plan, step=session.step_text, request=(asked_for, self.strategy))
         return call if plan is call.plan else session.planned_call_of(plan)
 
     def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:

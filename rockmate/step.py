@@ -19,11 +19,11 @@ from rockmate.capture.model_signature import ModelSignature, acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
-from rockmate.capture.sample import read_sample, trace_sample
+from rockmate.capture.sample import Sample, read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
-from rockmate.fusion.rewrite import Fusion
+from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import (
     Chunks,
@@ -108,12 +108,19 @@ class CapturedStep:
         )
         return replace(step, planned_device=self.planned_device)
 
-    def fused(self, *, unfused: str | None = None, progress: bool = False) -> CapturedStep:
+    def fused(
+        self,
+        *,
+        unfused: str | None = None,
+        progress: bool = False,
+        compile_limit_s: float = COMPILE_LIMIT_S,
+    ) -> CapturedStep:
         """The step with its groups of ops fused.
 
         Args:
             unfused: see `capture_step`.
-            progress: shows a progress bar while kernels are compiled.
+            progress: as for `Planner`.
+            compile_limit_s: as for `Planner`.
         """
         if self.fusion is not None and self.options["unfused"] == unfused:
             return self
@@ -124,7 +131,12 @@ class CapturedStep:
             self.state,
             {**self.options, "kernels": "fused"},
             allocation_bytes=self.allocation_bytes,
-            fusion=Fusion.of(unfused, progress=progress, is_run=self.planned_device is None),
+            fusion=Fusion.of(
+                unfused,
+                progress=progress,
+                is_run=self.planned_device is None,
+                compile_limit_s=compile_limit_s,
+            ),
         )
         return replace(step, planned_device=self.planned_device)
 
@@ -271,6 +283,7 @@ def capture_step(
     kernels: Literal["eager", "fused"] = "eager",
     unfused: str | None = None,
     progress: bool = False,
+    compile_limit_s: float = COMPILE_LIMIT_S,
     marks: Mapping[Any, str] | str | None = None,
     policy: Policy | str | None = None,
     existing_checkpoints: str = "lift",
@@ -308,15 +321,30 @@ def capture_step(
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    fusion = None
     if kernels == "fused":
-        options["kernels"], is_run = kernels, sample.device is None
-        fusion = Fusion.of(unfused, progress=progress, is_run=is_run, is_timed=machine is None)
+        options["kernels"] = kernels
+    fusion = _fusion_of(options, unfused, sample, machine, progress, compile_limit_s)
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
     step = _chunked(step, loss_chunks) if loss_chunks else step
     return replace(step, planned_device=sample.device)
+
+
+def _fusion_of(
+    options: Mapping[str, str],
+    unfused: str | None,
+    sample: Sample,
+    machine: Machine | None,
+    progress: bool,
+    compile_limit_s: float,
+) -> Fusion | None:
+    """How groups will be fused; None if every op runs by itself."""
+    if "kernels" not in options:
+        return None
+    is_run, is_timed = sample.device is None, machine is None
+    limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
+    return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
 
 
 def _state_of(model: nn.Module, hooked: str | None, options: dict[str, str]) -> ModelSignature:

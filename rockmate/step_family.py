@@ -23,7 +23,7 @@ from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
-from rockmate.fusion.rewrite import Fusion
+from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest
@@ -41,6 +41,8 @@ from rockmate.step import CapturedStep, capture_step, step_of
 _Made = TypeVar("_Made")
 logger = logging.getLogger(__name__)
 
+# Sizes beside the sample's for which kernels are compiled; each takes seconds.
+MAX_FUSED_SIZES = 8
 _MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
 # Why a capture for all sizes is not made.
 _NO_CAPTURE = (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError, MarkError)
@@ -62,10 +64,15 @@ class StepFamily:
     before it is used. Nothing is built or written for a size that comes after that.
     """
 
-    def __init__(self, model: nn.Module, planned: PlannedCall) -> None:
-        """Takes a model and the planned call whose step is known."""
+    def __init__(
+        self, model: nn.Module, planned: PlannedCall, *, compile_limit_s: float = COMPILE_LIMIT_S
+    ) -> None:
+        """Takes a model, the planned call whose step is known, and a limit as for `Planner`."""
         self._model = model
         self._planned = planned
+        self._compile_limit_s = compile_limit_s
+        self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
+        self._is_warned_of_kernels = False
         self._options = {
             name: value for name, value in planned.plan.options.items() if name != "loss_chunks"
         }  # of the capture
@@ -169,8 +176,10 @@ class StepFamily:
             except SizesNotCoveredError as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
-            options: dict[str, Any] = {"hooked": "", **self._options}
-            return capture_step(self._model, sample, **options)
+            options: dict[str, Any] = {"hooked": "", **self._options_for(call)}
+            return capture_step(
+                self._model, sample, compile_limit_s=self._compile_limit_s, **options
+            )
 
     def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
         """Warns once of many lengths that were captured one by one."""
@@ -272,19 +281,49 @@ class StepFamily:
     def _step_of(
         self, capture: Capture, call: CallSignature, *, like: Graph | None = None
     ) -> CapturedStep:
-        fusion = None
-        if "kernels" in self._options:
-            fusion = Fusion.of(self._options["unfused"])
+        fusion, options = None, self._options_for(call)
+        if "kernels" in options:
+            fusion = Fusion.of(options["unfused"], compile_limit_s=self._compile_limit_s)
             fusion = replace(fusion, is_for_other_sizes=call != self._planned.call)
         return step_of(
             capture,
             self._model,
             call,
             self._planned.state,
-            dict(self._options),
+            options,
             like=like,
             fusion=fusion,
         )
+
+    def has_kernels_alike(self, call: CallSignature, planned: CallSignature) -> bool:
+        """Whether a call will run the same kind of kernels as one that was planned."""
+        return "kernels" not in self._options or self._is_fused(call) == (
+            planned == self._planned.call or planned in self._fused_calls
+        )
+
+    def _is_fused(self, call: CallSignature) -> bool:
+        """Whether kernels are compiled for a call: only for the first few sizes."""
+        is_known = call in (self._planned.call, *self._fused_calls)
+        return is_known or len(self._fused_calls) < MAX_FUSED_SIZES
+
+    def _options_for(self, call: CallSignature) -> dict[str, str]:
+        """The options of the capture."""
+        options = dict(self._options)
+        if "kernels" not in options:
+            return options
+        if self._is_fused(call):
+            if call not in (self._planned.call, *self._fused_calls):
+                self._fused_calls.append(call)
+            return options
+        if not self._is_warned_of_kernels:
+            self._is_warned_of_kernels = True
+            logger.warning(
+                "kernels have been compiled for %d sizes of calls. Calls of further sizes run "
+                "PyTorch's own kernels, within the same budget. %s",
+                1 + MAX_FUSED_SIZES,
+                _advice_on_sizes([self._planned.call, *self._fused_calls, call]),
+            )
+        return {name: options[name] for name in options if name not in ("kernels", "unfused")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +339,17 @@ def _differs_in_batch(planned: CallSignature, call: CallSignature) -> bool:
     return all(
         mine.shape[1:] == theirs.shape[1:]
         for mine, theirs in zip(planned.tensors, call.tensors, strict=True)
+    )
+
+
+def _advice_on_sizes(calls: Sequence[CallSignature]) -> str:
+    """How fewer sizes would occur."""
+    if all(_differs_in_batch(calls[0], call) for call in calls):
+        return "Give batches of few sizes, as a data loader with drop_last=True does."
+    size = _bucket_size(calls)
+    return (
+        f"Pad batches to multiples of {size}, so that few sizes occur: buckets={size} in "
+        "rockmate.wrap_trainer."
     )
 
 

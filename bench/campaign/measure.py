@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from rockmate import InfeasibleBudgetError, InfeasibleMemoryLimitError, Planner,
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.costs.measure import measure_costs
+from rockmate.fusion.report import FusionReport
 from rockmate.step import capture_step
 
 Figures = Mapping[str, Any]
@@ -102,6 +103,35 @@ def planned_step(model: GpuModel, device: torch.device, share: float) -> Figures
     begin = time.perf_counter()
     planned = _planned(module, batch, share)
     planning_s = time.perf_counter() - begin
+    return _step_figures(planned, module, batch, device, planning_s)
+
+
+def fused_step(model: GpuModel, device: torch.device, share: float) -> Figures:
+    """The same with fused kernels, with what they have brought and their gradients' error."""
+    module, batch = model.model(device), model.batch(device)
+    begin = time.perf_counter()
+    planned = _planned(module, batch, share, kernels="fused")
+    planning_s = time.perf_counter() - begin
+    report = planned.plan.fusion
+    assert isinstance(report, FusionReport)
+    reference, ours = _gradients(module, module, batch), _gradients(planned, module, batch)
+    return {
+        **_step_figures(planned, module, batch, device, planning_s),
+        "compile_s": round(report.compile_s, 2),
+        "num_places": report.num_places,
+        "num_kernels": report.num_kernels,
+        "refusals": [group.refusal for group in report.groups if group.refusal],
+        "difference": _largest_difference(ours, reference),
+    }
+
+
+def _step_figures(
+    planned: RockmateModule,
+    module: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    planning_s: float,
+) -> Figures:
     plan = planned.plan
     return {
         "planning_s": round(planning_s, 2),
@@ -113,9 +143,15 @@ def planned_step(model: GpuModel, device: torch.device, share: float) -> Figures
     }
 
 
-def _planned(module: nn.Module, batch: Batch, share: float) -> RockmateModule:
+def _planned(
+    module: nn.Module,
+    batch: Batch,
+    share: float,
+    *,
+    kernels: Literal["eager", "fused"] = "eager",
+) -> RockmateModule:
     """A planned module at a share of the peak, or at the smallest peak if that is more."""
-    planner = Planner(module, batch, outputs="loss")
+    planner = Planner(module, batch, outputs="loss", kernels=kernels)
     try:
         return planner.module(share)
     except InfeasibleBudgetError:

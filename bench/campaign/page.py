@@ -39,7 +39,7 @@ def page(records: Mapping[str, Sequence[Record]], machine: Record) -> str:
 
 
 def _target_rows(records: Mapping[str, Sequence[Record]]) -> list[list[str]]:
-    steps = [record for record in records["step"] if "error" not in record]
+    steps = [r for part in ("step", "fused") for r in records[part] if "error" not in r]
     fits = sum(record["own_peak_bytes"] <= record["budget_bytes"] for record in steps)
     predicted = [
         (_place(r), max(_ratio(r, "own_peak_bytes"), 1 / _ratio(r, "own_peak_bytes")))
@@ -110,6 +110,23 @@ def _steps(records: Sequence[Record]) -> list[str]:
     return table(columns, rows)
 
 
+def _fused(records: Sequence[Record]) -> list[str]:
+    columns = ["model", "of the peak", "groups", "kernels", "unfused", "compiling, s", "gradients"]
+    rows = [
+        [
+            r["model"],
+            r["setting"],
+            f"{r['num_places']}",
+            f"{r['num_kernels']}",
+            f"{len(r['refusals'])}",
+            f"{r['compile_s']:.1f}",
+            f"{r['difference']:.1e}",
+        ]
+        for r in records
+    ]
+    return [*_steps(records), "", *table(columns, rows)]
+
+
 def _peers(records: Sequence[Record]) -> list[str]:
     columns = ["model", "peer", "measured, MiB", "eager, MiB", "time / eager's"]
     rows = [
@@ -154,6 +171,7 @@ def _batches(records: Sequence[Record]) -> list[str]:
 _TABLES: Mapping[str, Callable[[Sequence[Record]], list[str]]] = {
     "correctness": _correctness,
     "step": _steps,
+    "fused": _fused,
     "peers": _peers,
     "costs": _costs,
     "batch": _batches,

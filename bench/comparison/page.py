@@ -280,9 +280,10 @@ def _method() -> list[str]:
         f"{MEASURED} Every model computes its loss itself. Preparing is compiling or planning. MB "
         "are millions of bytes.",
         "",
-        "`bench/peers` describes the peers. Compiled peers run PyTorch's own kernels (AOT eager), "
-        "as rockmate does. So the comparison is about which values are saved and recomputed, not "
-        "about the fusion that `torch.compile` can add.",
+        "`bench/peers` describes the peers. Min-cut peers run PyTorch's own kernels (AOT eager), "
+        "as rockmate's plans do here. So there the comparison is about which values are saved and "
+        "recomputed. Inductor's peers run fused kernels; `bench.fused_peers` holds them against "
+        "rockmate's plans with fused kernels.",
         "",
         "Of our points with no greater measured peak, the one with the least predicted time is "
         "compared with a peer. Gradients are bitwise eager's, or the table gives the largest "

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -20,8 +22,16 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rockmate._torch.compiler_process import (
+    Deadline,
+    compilers_end_by,
+    in_this_context,
+    watch_compilers,
+)
+
 __all__ = [
     "CompilationError",
+    "Deadline",
     "Layout",
     "PendingKernel",
     "compile_graph",
@@ -43,7 +53,9 @@ _SETTINGS = {
 
 
 # InductorError is a RuntimeError, and so is what a compiler refuses.
-_COMPILER_ERRORS = (RuntimeError, NotImplementedError, AssertionError)
+_COMPILER_ERRORS = (RuntimeError, NotImplementedError, AssertionError, subprocess.SubprocessError)
+# To tell its version.
+_ANSWER_S = 60.0
 
 
 class CompilationError(Exception):
@@ -56,6 +68,7 @@ def _load() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._inductor.compile_fx")
+    watch_compilers(importlib.import_module("torch._inductor.cpp_builder"))
 
 
 def missing_compiler(device_type: str) -> str:
@@ -65,7 +78,8 @@ def missing_compiler(device_type: str) -> str:
         from torch._inductor import cpp_builder, exc
 
         try:
-            cpp_builder.get_cpp_compiler()
+            with compilers_end_by(Deadline.after(_ANSWER_S)):
+                cpp_builder.get_cpp_compiler()
         except exc.InvalidCxxCompiler:
             return "a C++ compiler (install g++, or set CXX to one)"
         return ""
@@ -109,35 +123,43 @@ def fake_inputs(mode: FakeTensorMode, layouts: Sequence[Layout]) -> list[torch.T
 class PendingKernel:
     """A graph whose code a C++ compiler or Triton may still be working on, in other threads."""
 
-    def __init__(self, call: Any, waits: list[tuple[Any, dict[str, Any]]]) -> None:
+    def __init__(
+        self, call: Any, waits: list[tuple[Any, dict[str, Any]]], deadline: Deadline
+    ) -> None:
         """Takes the function and the waits that were put off, with the scopes of its code."""
         self._call = call
         self._waits = waits
+        self._deadline = deadline
 
     def result(self) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
         """A function of the list of inputs, which it empties; it returns all results.
 
         Raises:
-            CompilationError: the compiler refuses the code.
+            CompilationError: the compiler refuses the code, or has no time left.
         """
         for compiler, scope in self._waits:
             try:
-                compiler.wait(scope)
+                with compilers_end_by(self._deadline), _waits_end_by(self._deadline):
+                    compiler.wait(scope)
             except _COMPILER_ERRORS as error:
-                raise CompilationError(_first_line(error)) from error
+                raise CompilationError(_reason(error, self._deadline)) from error
         self._waits.clear()
         return self._call
 
 
-def compile_graph(graph: fx.GraphModule, mode: Any, layouts: Sequence[Layout]) -> PendingKernel:
+def compile_graph(
+    graph: fx.GraphModule, mode: Any, layouts: Sequence[Layout], deadline: Deadline
+) -> PendingKernel:
     """Begins to compile a graph of `decomposed`, which is changed.
 
     Inductor keeps what it has compiled in a folder, by the graph's content. Results keep the
     strides of the graph.
 
     Raises:
-        CompilationError: Inductor cannot lower the graph.
+        CompilationError: Inductor cannot lower the graph, or no time is left.
     """
+    if not deadline.left_s:
+        raise CompilationError(str(deadline))
     _load()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -151,14 +173,15 @@ def compile_graph(graph: fx.GraphModule, mode: Any, layouts: Sequence[Layout]) -
         torch.no_grad(),
         tracing(TracingContext(mode)),
         config.patch(_SETTINGS),
+        compilers_end_by(deadline),
         _waits_put_off() as waits,
     ):
         try:
             compiled: Any = compile_fx_inner(graph, inputs, is_inference=True)
         except _COMPILER_ERRORS as error:
-            raise CompilationError(_first_line(error)) from error
+            raise CompilationError(_reason(error, deadline)) from error
     # The wrapper around it checks for CUDA graphs and profilers, at every call.
-    return PendingKernel(getattr(compiled, "current_callable", None) or compiled, waits)
+    return PendingKernel(getattr(compiled, "current_callable", None) or compiled, waits, deadline)
 
 
 @contextlib.contextmanager
@@ -171,12 +194,33 @@ def _waits_put_off() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     from torch._inductor.async_compile import AsyncCompile
 
     waits: list[tuple[Any, dict[str, Any]]] = []
-    wait = AsyncCompile.wait
+    wait, submit = AsyncCompile.wait, AsyncCompile.submit
+    own_submit = vars(AsyncCompile)["submit"]
     AsyncCompile.wait = lambda self, scope: waits.append((self, scope))
+    AsyncCompile.submit = staticmethod(lambda task: submit(in_this_context(task)))
     try:
         yield waits
     finally:
         AsyncCompile.wait = wait
+        AsyncCompile.submit = own_submit
+
+
+@contextlib.contextmanager
+def _waits_end_by(deadline: Deadline) -> Iterator[None]:
+    """Bounds the waits for workers, which compile Triton's code in processes of their own."""
+    from torch._inductor import config
+
+    with contextlib.ExitStack() as stack:
+        if hasattr(config, "compile_worker_wait_timeout"):
+            # 0 would wait for ever.
+            stack.enter_context(
+                config.patch(compile_worker_wait_timeout=math.ceil(deadline.left_s) or 1)
+            )
+        yield
+
+
+def _reason(error: BaseException, deadline: Deadline) -> str:
+    return _first_line(error) if deadline.left_s else str(deadline)
 
 
 def _first_line(error: BaseException) -> str:

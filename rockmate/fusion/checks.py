@@ -111,24 +111,28 @@ def is_in_place(
         ordinary: the op.
         values: its arguments, which are not changed.
     """
-
-    def rest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return as_tuple(form(*tensors))[1:]
-
     device = values[0].device
     with torch.no_grad():
-        expected = as_tuple(ordinary(*values))
-        results = as_tuple(form(*(value.clone() for value in values)))
-        if not all(map(torch.equal, results, expected)):
-            return False
-        del results, expected
-        return _workspace(rest, values, device) <= _workspace(ordinary, values, device)
+        expected, most_bytes = _run(ordinary, values, device)
+        (target, *rest), num_bytes = _run(form, values, device, num_in_place=1)
+    are_equal = map(torch.equal, (target, *rest), expected)
+    return all(are_equal) and num_bytes <= most_bytes
 
 
-def _workspace(
-    function: Callable[..., Any], values: Sequence[torch.Tensor], device: torch.device
-) -> int:
-    def run(*tensors: torch.Tensor) -> Any:
-        return function(*tensors)
+def _run(
+    function: Callable[..., Any],
+    values: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
+    num_in_place: int = 0,
+) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Results and workspace of a function; its first results may be arguments."""
+    results: tuple[torch.Tensor, ...] = ()
 
-    return workspace_bytes(lambda: (run, [value.clone() for value in values]), device)
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal results
+        results = as_tuple(function(*tensors))
+        return results[num_in_place:]
+
+    num_bytes = workspace_bytes(lambda: (run, [value.clone() for value in values]), device)
+    return results, num_bytes

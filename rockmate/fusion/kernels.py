@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from rockmate._torch.inductor import (
     CompilationError,
+    Deadline,
     PendingKernel,
     compile_graph,
     decomposed,
@@ -89,13 +90,18 @@ def _not_here(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compiled_groups(
-    wanted: Iterable[tuple[Subgraph, Sequence[int]]], *, progress: bool = False
+    wanted: Iterable[tuple[Subgraph, Sequence[int]]],
+    *,
+    deadline: Deadline,
+    progress: bool = False,
 ) -> dict[str, CompiledGroup]:
     """Compiles distinct groups, each with one in-place form if it has any; by key.
 
     Args:
         wanted: groups, with the positions of the inputs whose memory the first result may take,
             best first.
+        deadline: when compilers are stopped. Groups that are not ready by then are refused, for as
+            long as the process lives.
         progress: shows a progress bar.
     """
     num_threads = torch.get_num_threads()
@@ -109,7 +115,7 @@ def compiled_groups(
         group = _COMPILED.setdefault((key, num_threads), CompiledGroup(op=_op_of(subgraph)))
         new = [position for position in positions[:1] if position not in group.tried_in_place]
         if new or not (group.is_right or group.refusal):
-            jobs.append(_Job(subgraph, group, new))
+            jobs.append(_Job(subgraph, group, new, deadline))
         found[key] = group
     stages = [stage for name in ("start", "finish") for stage in [(job, name) for job in jobs]]
     bar = tqdm(stages, desc="compiling kernels", unit="kernel", disable=not progress, leave=False)
@@ -125,7 +131,14 @@ def _op_of(subgraph: Subgraph) -> FusedOp:
 class _Job:
     """The compilation of one group and of its in-place forms."""
 
-    def __init__(self, subgraph: Subgraph, group: CompiledGroup, positions: Sequence[int]) -> None:
+    def __init__(
+        self,
+        subgraph: Subgraph,
+        group: CompiledGroup,
+        positions: Sequence[int],
+        deadline: Deadline,
+    ) -> None:
+        self._deadline = deadline
         self._subgraph = subgraph
         self._group = group
         self._positions = positions
@@ -140,7 +153,7 @@ class _Job:
         try:
             traced, mode = decomposed(self._subgraph.module, layouts)
             if group.op.kernel is None:
-                self._kernel = compile_graph(copy.deepcopy(traced), mode, layouts)
+                self._kernel = compile_graph(copy.deepcopy(traced), mode, layouts, self._deadline)
         except CompilationError as error:
             group.refusal = f"it cannot be compiled: {error}"
             return
@@ -149,7 +162,7 @@ class _Job:
             return
         for position in self._positions:
             try:
-                form = compile_graph(writing(traced, position), mode, layouts)
+                form = compile_graph(writing(traced, position), mode, layouts, self._deadline)
             except CompilationError as error:
                 logger.debug("%s has no form in place of %d: %s", group.op, position, error)
                 continue

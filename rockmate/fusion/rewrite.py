@@ -15,6 +15,7 @@ from torch import fx
 
 from rockmate._torch.distributed import first_offer
 from rockmate._torch.fake import mode_of
+from rockmate._torch.inductor import Deadline
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.fusion.groups import Group, find_groups
@@ -32,6 +33,9 @@ from rockmate.graph.value_numbering import remove_dead_calls
 from rockmate.ops.fused import FusedOp
 from rockmate.ops.rng import is_random
 
+COMPILE_LIMIT_S = 300.0
+"""Default of the seconds that compiling the kernels of a step may take."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
@@ -43,6 +47,8 @@ class Fusion:
         is_for_other_sizes: whether `refused` was measured for the step at other sizes.
         is_run: whether the step will run here. Otherwise it is planned for another machine, and
             nothing is compiled.
+        compile_limit_s: seconds after which compilers are stopped; groups that are not ready by
+            then stay unfused.
         report: what fusing has brought; None before `run`.
     """
 
@@ -50,6 +56,7 @@ class Fusion:
     progress: bool = False
     is_run: bool = True
     is_for_other_sizes: bool = False
+    compile_limit_s: float = COMPILE_LIMIT_S
     report: FusionReport | None = None
 
     @staticmethod
@@ -59,6 +66,7 @@ class Fusion:
         progress: bool = False,
         is_run: bool = True,
         is_timed: bool = True,
+        compile_limit_s: float = COMPILE_LIMIT_S,
     ) -> Fusion:
         """A fusion from the text of its `refused`; None measures each group.
 
@@ -68,7 +76,9 @@ class Fusion:
         refused = None if is_timed else frozenset[str]()
         if refused_text is not None:
             refused = _keys(refused_text)
-        return Fusion(refused=refused, progress=progress, is_run=is_run)
+        return Fusion(
+            refused=refused, progress=progress, is_run=is_run, compile_limit_s=compile_limit_s
+        )
 
     @property
     def refused_text(self) -> str:
@@ -105,29 +115,33 @@ class Fusion:
         graph = build(copied)
         if graph.ops and self.is_run:
             check_compiler(graph.ops[0].device.type)
-        begin = time.perf_counter()
+        begin, deadline = time.perf_counter(), Deadline.after(self.compile_limit_s)
         left, compiled = set(self.refused or ()), dict[str, CompiledGroup]()
+        refused_places = Counter[str]()
         groups = find_groups(graph)
         while True:
             # What a group must return depends on which others there are.
             subgraphs = _subgraphs(graph, groups)
             wanted = [each for each in subgraphs if not self._stays(each, left)]
-            compiled |= self._compiled(graph, wanted)
+            compiled |= self._compiled(graph, wanted, deadline)
             slow = {each.key for each in wanted if self._is_refused(compiled[each.key])}
             kept = [each for each in wanted if each.key not in slow]
             left |= slow
+            refused_places.update(each.key for each in wanted if each.key in slow)
             if len(kept) == len(subgraphs):
                 break
             groups = [each.group for each in kept]
         _replace_groups(copied.joint.graph, kept, {key: each.op for key, each in compiled.items()})
-        report = _report(kept, compiled, time.perf_counter() - begin)
+        report = _report(kept, compiled, refused_places, time.perf_counter() - begin)
         return replace(self, refused=frozenset(left), report=report), copied
 
-    def _compiled(self, graph: Graph, wanted: list[Subgraph]) -> dict[str, CompiledGroup]:
+    def _compiled(
+        self, graph: Graph, wanted: list[Subgraph], deadline: Deadline
+    ) -> dict[str, CompiledGroup]:
         pairs = [(each, takeable(graph, each)) for each in wanted]
         if not self.is_run:
             return {each.key: uncompiled(each, positions) for each, positions in pairs}
-        return compiled_groups(pairs, progress=self.progress)
+        return compiled_groups(pairs, deadline=deadline, progress=self.progress)
 
     def _stays(self, subgraph: Subgraph, left: set[str]) -> bool:
         """Whether a group stays unfused.
@@ -159,22 +173,30 @@ def _subgraphs(graph: Graph, groups: Sequence[Group]) -> list[Subgraph]:
 
 
 def _report(
-    kept: list[Subgraph], compiled: dict[str, CompiledGroup], seconds: float
+    kept: list[Subgraph],
+    compiled: dict[str, CompiledGroup],
+    refused_places: Counter[str],
+    seconds: float,
 ) -> FusionReport:
+    """The groups that are in the step, and those that were refused.
+
+    A refusal changes what other groups return, so that some kernels are in neither.
+    """
     places = Counter(each.key for each in kept)
     inner_bytes = {each.key: _inner_bytes(each) for each in kept}
     reports = [
         GroupReport(
             name=group.op.__name__,
             calls=group.op.calls,
-            num_places=places[key],
+            num_places=places[key] or refused_places[key],
             fused_ms=group.fused_ms,
             separate_ms=group.separate_ms,
             saved_bytes=inner_bytes.get(key, 0),
             num_in_place=len(group.op.in_place),
-            refusal=group.refusal if key not in places else "",
+            refusal="" if key in places else group.refusal,
         )
         for key, group in compiled.items()
+        if key in places or key in refused_places
     ]
     reports.sort(key=lambda each: each.num_places * (each.fused_ms - each.separate_ms))
     return FusionReport(groups=tuple(reports), compile_s=seconds)

@@ -6,17 +6,40 @@ ops may be faster: it has more values to choose from.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.errors import MissingCompilerError
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.step_forms import StepForms
 from rockmate.step import CapturedStep
 
+logger = logging.getLogger(__name__)
 
-class KernelVariants:
-    """The variants of a step for each form of its kernels; answers as `Variants` does.
+
+def fused_forms(
+    step: CapturedStep, *, progress: bool, compile_limit_s: float
+) -> list[CapturedStep]:
+    """The step with fused kernels; none where there is no compiler, with a line in the log.
+
+    A kernel that is slower than its ops may be worth its memory. So where some are, there is a form
+    with them, too.
+    """
+    try:
+        fused = step.fused(progress=progress, compile_limit_s=compile_limit_s)
+    except MissingCompilerError as error:
+        logger.warning("kernels are not fused: %s", error)
+        return []
+    left = fused.options["unfused"]
+    whole = step.fused(unfused="", compile_limit_s=compile_limit_s) if left else fused
+    return [fused] if whole.options["unfused"] == left else [fused, whole]
+
+
+class KernelVariants(StepForms):
+    """The variants of a step for each form of its kernels.
 
     Args:
         forms: the step with single ops first.
@@ -27,28 +50,30 @@ class KernelVariants:
         self.unchunked = forms[0].unchunked
 
     def step_for(self, options: Mapping[str, str]) -> CapturedStep:
-        """See `Variants.step_for`."""
+        """See `StepForms.step_for`."""
         return self._form_of(options).step_for(options)
 
     def notes(self, variant: Variant) -> ChunkingNotes:
-        """See `Variants.notes`."""
+        """See `StepForms.notes`."""
         return self._form_of(variant.step.options).notes(variant)
 
     def _form_of(self, options: Mapping[str, str]) -> Variants:
-        for form in self._forms:
-            if form.unchunked.step.options.get("kernels") == options.get("kernels"):
-                return form
-        return self._forms[0]
+        def is_alike(form: Variants, *names: str) -> bool:
+            own = form.unchunked.step.options
+            return all(own.get(name) == options.get(name) for name in names)
+
+        alike = [form for form in self._forms if is_alike(form, "kernels")] or self._forms
+        return next((form for form in alike if is_alike(form, "unfused")), alike[0])
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
-        """See `Variants.best_within`."""
+        """See `StepForms.best_within`."""
         found = [form.best_within(budget_bytes, strategy) for form in self._forms]
         return min(filter(None, found), key=lambda pair: pair[1].time_ms, default=None)
 
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """See `Variants.best_within_each`; only budgets that every form has planned jointly."""
+        """See `StepForms.best_within_each`; only budgets that every form has planned jointly."""
         found = [form.best_within_each(budgets, progress=progress) for form in self._forms]
         common = set(found[0]).intersection(*found[1:])
         return {
@@ -57,7 +82,7 @@ class KernelVariants:
         }
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
-        """See `Variants.frontier`."""
+        """See `StepForms.frontier`."""
         points = [point for form in self._forms for point in form.frontier(strategy)]
         fastest: list[tuple[int, Candidate]] = []
         for budget_bytes, candidate in sorted(points, key=lambda each: (each[0], each[1].time_ms)):
@@ -66,15 +91,15 @@ class KernelVariants:
         return fastest
 
     def bounds_within(self, budget_bytes: int) -> Bounds:
-        """See `Variants.bounds_within`."""
+        """See `StepForms.bounds_within`."""
         return MinBound(lambda: [form.bounds_within(budget_bytes) for form in self._forms])
 
     def minimum(self, strategy: str) -> Candidate:
-        """See `Variants.minimum`."""
+        """See `StepForms.minimum`."""
         found = [form.minimum(strategy) for form in self._forms]
         return min(found, key=lambda candidate: candidate.peak_bytes)
 
     def min_peak(self, strategy: str) -> Candidate:
-        """See `Variants.min_peak`."""
+        """See `StepForms.min_peak`."""
         found = [form.min_peak(strategy) for form in self._forms]
         return min(found, key=lambda candidate: candidate.peak_bytes)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,13 +33,9 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import (
-    InfeasibleBudgetError,
-    MissingCompilerError,
-    UnsupportedModelError,
-    advise_frames,
-)
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError, advise_frames
 from rockmate.fusion.report import FusionReport
+from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import ExistingCheckpoints, Policy
 from rockmate.plan.mark_check import broken_mark
@@ -47,13 +43,14 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import KernelVariants
+from rockmate.planning.kernel_variants import KernelVariants, fused_forms
 from rockmate.planning.mark_prices import (
     MAX_EXPLAINED,
     MarkPrice,
     price_within,
     variants_without_each,
 )
+from rockmate.planning.step_forms import StepForms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -89,6 +86,7 @@ class PlanningSession:
         untraced: Sequence[str] = (),
         allow_chunking: bool | None = None,
         kernels: Kernels = "eager",
+        compile_limit_s: float = COMPILE_LIMIT_S,
         marks: Mapping[Any, str] | None = None,
         policy: Policy | None = None,
         existing_checkpoints: ExistingCheckpoints = "lift",
@@ -112,6 +110,7 @@ class PlanningSession:
                 untraced=untraced,
                 kernels="eager" if kernels == "auto" else kernels,
                 progress=progress,
+                compile_limit_s=compile_limit_s,
                 marks=marks,
                 policy=policy,
                 existing_checkpoints=existing_checkpoints,
@@ -126,7 +125,9 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             time_limit_s=time_limit_s,
             progress=progress,
-            tries_fused=kernels == "auto",
+            fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
+            if kernels == "auto"
+            else None,
         )
 
     @classmethod
@@ -161,9 +162,12 @@ class PlanningSession:
         allow_chunking: bool | None,
         time_limit_s: float,
         progress: bool,
-        tries_fused: bool = False,
+        fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
-        """Measures or estimates the costs of a captured step and finds its smallest peak."""
+        """Measures or estimates the costs of a captured step and finds its smallest peak.
+
+        With `fuses` plans choose between the step and what it returns.
+        """
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step
@@ -177,7 +181,10 @@ class PlanningSession:
                 return estimate_costs(graph, machine)
             return measure_costs(graph, progress=progress, known=measured)
 
-        steps = [step, *(_fused(step, timings, progress=progress) if tries_fused else ())]
+        steps = [step]
+        if fuses is not None:
+            with _timed(timings, "compile"):
+                steps += fuses()
         with _timed(timings, "costs"):
             forms = [
                 Variants(each, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
@@ -185,12 +192,23 @@ class PlanningSession:
             ]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
-        self._variants = forms[0] if len(forms) == 1 else KernelVariants(forms)
+        self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
         with _timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
+
+    @property
+    def step_text(self) -> str:
+        """Tells the step and its options, before a plan chooses kernels or chunks.
+
+        It is the same on all ranks that plan for the same step, whatever times they measure.
+        """
+        unchunked = self._variants.unchunked
+        snapshot = unchunked.snapshot
+        options = sorted(unchunked.step.options.items())
+        return f"{snapshot.fingerprint} {snapshot.call_fingerprint} {options}"
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -409,18 +427,6 @@ class PlanningSession:
             bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
-
-
-def _fused(
-    step: CapturedStep, timings: dict[str, float], *, progress: bool
-) -> tuple[CapturedStep, ...]:
-    """The step with fused kernels; none where there is no compiler, with a line in the log."""
-    try:
-        with _timed(timings, "compile"):
-            return (step.fused(progress=progress),)
-    except MissingCompilerError as error:
-        logger.warning("kernels are not fused: %s", error)
-        return ()
 
 
 @contextmanager

@@ -25,17 +25,17 @@ from rockmate.errors import PlanMismatchError
 from rockmate.plan.plan import Plan
 
 
-def broadcast_plan(plan: Plan, *, request: Any) -> Plan:
+def broadcast_plan(plan: Plan, *, step: str, request: Any) -> Plan:
     """The plan that the first rank offered for the same step; `plan` without a process group.
 
     Args:
         plan: this rank's own.
+        step: what the plan was made for: the same text on all ranks, whatever form of the step each
+            of them chose. It is part of the key.
         request: what the plan was made for besides the step and its options; its text is part of
             the key.
     """
-    snapshot = plan.snapshot
-    step = f"{snapshot.fingerprint} {snapshot.call_fingerprint}"
-    description = f"{step} {request} {sorted(plan.options.items())}"
+    description = f"{step} {request}"
     # With the quick bound: the tight one may take seconds, on every rank.
     own = replace(plan, bounds=StoredBound(plan.quick_lower_bound_ms)).to_text()
     text = first_offer(description, own)

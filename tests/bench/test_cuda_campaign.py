@@ -9,6 +9,7 @@ import pytest
 
 from bench import cuda
 from bench.campaign.page import page
+from rockmate._torch.inductor import missing_compiler
 
 PARTS = ["correctness", "step", "costs", "batch"]
 
@@ -42,6 +43,24 @@ def test_the_campaign_resumes_and_prints_a_page(
     assert "gpt2-medium | 24 GB" in text
 
 
+@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="needs a compiler")
+def test_the_part_with_fused_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: 1.0)  # all are taken
+    command = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--model", "gpt2-medium"]
+    assert cuda.main([*command, "--part", "fused"]) == 0
+    records = cuda.finished(tmp_path, "fused")
+    assert [record["setting"] for record in records] == ["1.0", "0.5", "0.25"]
+    for record in records:
+        assert "error" not in record
+        assert record["num_places"] >= record["num_kernels"] > 0
+        assert record["difference"] < 1e-5
+        assert record["own_peak_bytes"] <= record["budget_bytes"]
+    assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
+    assert "## Fused" in capsys.readouterr().out
+
+
 def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     def fail() -> dict[str, int]:
         raise RuntimeError("no memory")
@@ -51,7 +70,7 @@ def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     failed, done = map(json.loads, (tmp_path / "costs.jsonl").read_text().splitlines())
     assert failed["error"] == "RuntimeError: no memory"
     assert done["measured_ms"] == 1.0
-    records = {part: [] for part in (*PARTS, "peers")} | {"costs": [failed]}
+    records = {part: [] for part in (*PARTS, "fused", "peers")} | {"costs": [failed]}
     machine = dict.fromkeys(("command", "commit", "processor", "machine", "num_cores"), "x")
     machine |= {"gpu": None, "num_threads": 1, "python": "3", "torch": "2", "transformers": "5"}
     assert "RuntimeError: no memory" in page(records, machine)

@@ -114,6 +114,31 @@ def test_auto_is_never_slower_than_either_form_and_prefers_what_fits() -> None:
         auto.planned_call(budget)
 
 
+def test_auto_considers_kernels_that_are_slower_but_save_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    workload, _, before = case("gpt2")
+    workload.model.load_state_dict(before)
+    monkeypatch.setattr("rockmate.fusion.kernels._COMPILED", {})
+    times = iter([2.0, 1.0] * 1000)
+    monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: next(times))
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto", allow_chunking=False)
+    single, fused, whole = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
+    assert fused.unchunked.step.fusion.report.num_places == 0
+    assert whole.unchunked.step.fusion.report.num_places > 0
+    smallest = whole.minimum("rockmate").peak_bytes
+    assert smallest < single.minimum("rockmate").peak_bytes
+    plan = auto.plan(smallest)
+    assert plan.options["kernels"] == "fused"
+    assert plan.options["unfused"] == whole.unchunked.step.options["unfused"]
+    plan.save(tmp_path / "plan.json")
+    loaded = RockmateModule(workload.model, workload.sample, plan=Plan.load(tmp_path / "plan.json"))
+    torch.testing.assert_close(
+        step(workload, loaded, workload.model)["loss"],
+        step(workload, workload.model, workload.model)["loss"],
+    )
+
+
 def test_a_plan_file_holds_the_groups(tmp_path: Path) -> None:
     workload, planner, before = case("gpt2")
     workload.model.load_state_dict(before)

@@ -1,17 +1,20 @@
-"""Two processes that measure different kernels as fast run the same groups and train alike."""
+"""Two processes that measure different kernels as fast run the same kernels and train alike."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fused_blocks import Block
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rockmate.fusion.kernels
 from rockmate import RockmateModule
 from rockmate.fusion.report import FusionReport
+from rockmate.planning.kernel_variants import KernelVariants
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -20,24 +23,14 @@ pytestmark = pytest.mark.skipif(
 NUM_RANKS = 2
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.last(torch.tanh(h * 0.5) * h + 1)
-
-
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(128, 64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trained(rank: int, *, is_planned: bool) -> tuple[list[Tensor], RockmateModule | nn.Module]:
+def trained(rank: int, kernels: str | None) -> tuple[list[Tensor], RockmateModule | nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).train()
-    module = RockmateModule(model, batch(rank, 0), 1.0, kernels="fused") if is_planned else model
+    module = RockmateModule(model, batch(rank, 0), 1.0, kernels=kernels) if kernels else model
     parallel = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -47,7 +40,7 @@ def trained(rank: int, *, is_planned: bool) -> tuple[list[Tensor], RockmateModul
     return [parameter.detach() for parameter in model.parameters()], module
 
 
-def check(rank: int, store: str) -> None:
+def check(rank: int, store: str, kernels: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
@@ -55,19 +48,26 @@ def check(rank: int, store: str) -> None:
     # A clock by which no kernel is fast enough on the second rank, and each is on the first.
     times = iter([1.0 + rank, 1.5] * 1000)
     rockmate.fusion.kernels.time_ms = lambda *_: next(times)
-    weights, module = trained(rank, is_planned=True)
+    if kernels == "auto":  # each rank finds another form to be faster
+        KernelVariants.best_within = lambda self, budget_bytes, strategy: self._forms[
+            rank
+        ].best_within(budget_bytes, strategy)
+    weights, module = trained(rank, kernels)
     assert isinstance(module, RockmateModule)
     report = module.plan.fusion
-    assert isinstance(report, FusionReport)
+    assert kernels == "auto" or isinstance(report, FusionReport)
+    num_places = report.num_places if isinstance(report, FusionReport) else 0
     found: list[object] = [None] * NUM_RANKS
-    own = module.plan.options["unfused"], report.num_places, module.plan.schedule.steps
+    own = sorted(module.plan.options.items()), num_places, module.plan.schedule.steps
     distributed.all_gather_object(found, own)
     assert found[0] == found[1]
-    expected, _ = trained(rank, is_planned=False)
+    expected, _ = trained(rank, None)
     for mine, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     distributed.destroy_process_group()
 
 
-def test_ranks_take_the_groups_of_the_first(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(check, (str(tmp_path / "store"),), nprocs=NUM_RANKS)
+@pytest.mark.parametrize("kernels", ["fused", "auto"])
+def test_ranks_take_the_kernels_of_the_first(kernels: str, tmp_path: Path) -> None:
+    given: Any = (str(tmp_path / "store"), kernels)
+    torch.multiprocessing.spawn(check, given, nprocs=NUM_RANKS)

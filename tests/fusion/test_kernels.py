@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fused_blocks import Scored
 from joint_graphs import captured_for
 from torch import Tensor, nn
 
@@ -23,19 +24,6 @@ from rockmate.ops.fused import FusedOp
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(5))
 
 
-class Block(nn.Module):
-    """An activation in single ops between products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        h = 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h.pow(3))))
-        return self.last(h).square().mean()
-
-
 @pytest.fixture(autouse=True)
 def forgotten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test compiles for itself; what Inductor keeps on disk makes that quick."""
@@ -43,7 +31,7 @@ def forgotten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def capture() -> Capture:
-    return run_passes(REWRITES, captured_for(Block(), (X,)))
+    return run_passes(REWRITES, captured_for(Scored(), (X,)))
 
 
 def fused_ops(joined: Capture) -> list[FusedOp]:
@@ -141,7 +129,7 @@ def test_a_group_that_cannot_be_compiled_stays_as_it_is(
 
     monkeypatch.setattr("rockmate.fusion.kernels.compile_graph", refuse)
     caplog.set_level(logging.INFO, "rockmate")
-    model = Block()
+    model = Scored()
     module = RockmateModule(model, (X,), 1.0, kernels="fused")
     assert "cannot be compiled: LoweringException" in str(module.plan.fusion)
     eager = model(X)
@@ -170,9 +158,9 @@ def test_without_a_compiler_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("rockmate.fusion.kernels.missing_compiler", lambda _: "a compiler")
     with pytest.raises(MissingCompilerError, match=r'needs a compiler for cpu.*kernels="eager"'):
-        RockmateModule(Block(), (X,), 1.0, kernels="fused")
+        RockmateModule(Scored(), (X,), 1.0, kernels="fused")
     assert issubclass(MissingCompilerError, RockmateError)
-    planner = Planner(Block(), (X,), kernels="auto")
+    planner = Planner(Scored(), (X,), kernels="auto")
     assert planner.fusion is None
     assert "kernels are not fused" in caplog.text
     assert "kernels" not in planner.plan(1.0).options
@@ -181,4 +169,4 @@ def test_without_a_compiler_the_error_says_what_to_install(
 @pytest.mark.parametrize("value", ["inductor", "", None])
 def test_unknown_kernels(value: str) -> None:
     with pytest.raises(ValueError, match="choose 'eager', 'fused' or 'auto'"):
-        Planner(Block(), (X,), kernels=value)  # pyright: ignore[reportArgumentType]
+        Planner(Scored(), (X,), kernels=value)  # pyright: ignore[reportArgumentType]

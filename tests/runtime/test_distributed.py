@@ -126,7 +126,7 @@ def test_sharded_parameters_are_refused(
 
 def test_without_a_group_a_plan_is_its_own() -> None:
     plan = Planner(models.Stack(1), torch.randn(8, 16)).plan(1.0)
-    assert broadcast_plan(plan, request=None) is plan
+    assert broadcast_plan(plan, step="", request=None) is plan
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def check_plans_agree(rank: int) -> None:
     module = trained_ddp(rank, is_planned=True)["module"]
     own = Planner(models.Stack(2), torch.randn(8, 16)).plan(1.0)
     # Op times of the two processes differ, so equal texts mean that one has taken the other's.
-    for plan in (module.plan, broadcast_plan(own, request="test")):
+    for plan in (module.plan, broadcast_plan(own, step="step", request="test")):
         texts: list[Any] = [None] * NUM_RANKS
         distributed.all_gather_object(texts, plan.to_text())
         assert texts[0] == texts[1]
@@ -273,7 +273,8 @@ def check_plans_agree(rank: int) -> None:
     distributed.all_gather_object(alone, own.to_text())
     assert alone[0] != alone[1]
     if rank == 1:  # a rank that plans alone waits for nobody
-        broadcast_plan(Planner(models.Stack(1), torch.randn(4, 16)).plan(1.0), request="alone")
+        other = Planner(models.Stack(1), torch.randn(4, 16)).plan(1.0)
+        broadcast_plan(other, step="step", request="alone")
 
 
 def check_buckets_become_ready_one_by_one(rank: int) -> None:

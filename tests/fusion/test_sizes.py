@@ -1,0 +1,81 @@
+"""Training with fused kernels on batches of many lengths: kernels for the first few sizes only."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import models
+import pytest
+import torch
+
+import rockmate.fusion.rewrite
+from rockmate import RockmateModule
+from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.step_family import MAX_FUSED_SIZES, _advice_on_sizes
+
+WARNING = "kernels have been compiled for"
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of groups that each step asked kernels for."""
+    asked: list[int] = []
+    compiled_groups = rockmate.fusion.rewrite.compiled_groups
+
+    def counted(wanted: list[object], **options: object) -> object:
+        asked.append(len(wanted))
+        return compiled_groups(wanted, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr("rockmate.fusion.rewrite.compiled_groups", counted)
+    return asked
+
+
+def test_kernels_are_compiled_for_a_few_sizes_and_the_warning_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compilations: list[int]
+) -> None:
+    monkeypatch.setattr("rockmate.step_family.MAX_FUSED_SIZES", 2)
+    monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: 1.0)
+    torch.manual_seed(0)
+    model = models.Stack(num_layers=2, width=64).train()
+    eager = copy.deepcopy(model)
+    sizes = (64, 48, 56, 40, 24, 16, 48, 40, 64)
+    module = RockmateModule(model, (torch.randn(sizes[0], 64),), 0.8, kernels="fused")
+    kernels = []
+    for rows in sizes:
+        before = len(compilations)
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        for callee in (module, eager):
+            torch.manual_seed(rows)
+            callee(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        kernels.append(module.plan.options.get("kernels", "eager"))
+        if rows in (40, 24, 16):
+            assert len(compilations) == before, f"kernels were compiled for {rows} rows"
+    assert kernels == [
+        *("fused", "fused", "fused", "eager", "eager", "eager", "fused", "eager", "fused")
+    ]
+    assert compilations
+    warnings = [record for record in caplog.records if WARNING in record.message]
+    assert [record.levelno for record in warnings] == [logging.WARNING]
+    assert "drop_last=True" in caplog.text
+
+
+def test_the_warning_of_many_lengths_names_buckets() -> None:
+    def call(batch: int, length: int) -> CallSignature:
+        return flatten_call((torch.zeros(batch, length),), {})[1]
+
+    lengths = _advice_on_sizes([call(4, 500), call(4, 100), call(2, 300)])
+    assert "multiples of 64" in lengths
+    assert "buckets=64" in lengths
+    assert "buckets" not in _advice_on_sizes([call(4, 500), call(2, 500), call(1, 500)])
+
+
+def test_sizes_within_the_limit_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert MAX_FUSED_SIZES >= 4
+    model = models.Stack(num_layers=2, width=64).train()
+    module = RockmateModule(model, (torch.randn(64, 64),), 0.8, kernels="fused")
+    for rows in (64, 48, 32, 64):
+        module(torch.randn(rows, 64)).square().mean().backward()
+    assert WARNING not in caplog.text

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rockmate.cli.arguments import add_model_arguments, names, positive
+from rockmate.cli.arguments import add_model_arguments, mark_options, names, positive
 
 if TYPE_CHECKING:
     from rockmate.fits.result import Fit
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_steps=arguments.steps,
         allow_chunking=arguments.allow_chunking,
         progress=not arguments.quiet and is_terminal(),
-        capture={"untraced": arguments.untraced} if arguments.untraced else {},
+        capture=_capture_options(arguments),
     )
     _check(arguments, options)
     if arguments.plot is not None:  # now rather than after the search
@@ -120,6 +120,15 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(f"{found}\n{_seconds(found)}\n")
     _write(arguments, found)
     return 0
+
+
+def _capture_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = mark_options(arguments)
+    if arguments.untraced:
+        options["untraced"] = arguments.untraced
+    if arguments.in_flight > 1:
+        options["in_flight"] = arguments.in_flight
+    return options
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -134,6 +143,8 @@ def _check(arguments: argparse.Namespace, options: Any) -> None:
     _ = options.limit, options.reserve_bytes
     if arguments.machine is not None:
         load_machine(arguments.machine)
+    if arguments.kernels != "eager":
+        raise FitError("the kernels of a fit are PyTorch's own. Leave out --kernels.")
     if arguments.lora and arguments.frozen:
         raise FitError("--lora freezes the weights itself. Leave out --frozen, or --lora.")
     if arguments.lora_targets and not arguments.lora:

@@ -154,7 +154,8 @@ class _Search:
         return self._held_at(size) + planner.minimum_peak_bytes
 
     def _held_at(self, size: int) -> int:
-        return self._fixed.held_bytes + input_bytes(self.axis.call_at(size))
+        inputs_bytes = self._options.num_in_flight * input_bytes(self.axis.call_at(size))
+        return self._fixed.held_bytes + inputs_bytes
 
     def largest(self) -> int:
         """The largest size that fits; 0 if none does."""

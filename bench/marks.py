@@ -40,6 +40,7 @@ _BINARY = ("mul", "add", "cat")
 _OPS = ("aten.tanh", "aten.sigmoid", "aten.gelu", "aten.exp", "aten.addmm", "aten.mul")
 _MAX_DRAWS = 20
 _ROUNDING = 1e-9
+_NUM_IN_LINE = 20  # models
 _COUNTS = ("num_models", "num_plans", "num_marked_values", "num_refused_marks")
 
 
@@ -189,7 +190,7 @@ def _total_ms(content: Content, runs: Sequence[Sequence[str]]) -> float:
 
 def checked(seed: int) -> tuple[Counter[str], list[str]]:
     """Counts of what was looked at in a case, and its faults."""
-    from rockmate import InfeasibleBudgetError, MarkError, Planner
+    from rockmate import MarkError, Planner
 
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -209,11 +210,9 @@ def checked(seed: int) -> tuple[Counter[str], list[str]]:
     budgets = [share * planner.baseline_peak_bytes for share in SHARES]
     for budget in {*map(int, budgets), planner.minimum_peak_bytes}:
         for strategy in STRATEGIES:
-            try:
-                text = planner.plan(budget, strategy=strategy).to_text()
-            except InfeasibleBudgetError:
+            if budget < planner.minimum_peak(strategy):
                 continue
-            content = json.loads(text)
+            content = json.loads(planner.plan(budget, strategy=strategy).to_text())
             counts["num_plans"] += 1
             found += [f"seed {seed}, {strategy} at {budget}: {x}" for x in faults(content, marks)]
             predicted_ms = content["predicted_ms"]
@@ -237,25 +236,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write("\n".join(page([json.loads(line) for line in text.splitlines()])) + "\n")
         return 0
     torch.set_num_threads(1)
+    seeds = range(arguments.first, arguments.first + arguments.num)
+    lines = []
+    for begin in range(0, len(seeds), _NUM_IN_LINE):
+        lines.append(checked_line(seeds[begin : begin + _NUM_IN_LINE]))
+        if arguments.output:
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    if not arguments.output:
+        sys.stdout.write("\n".join(page(lines)) + "\n")
+    return 0 if all(line["num_kept"] == line["num_models"] for line in lines) else 1
+
+
+def checked_line(seeds: range) -> dict[str, Any]:
+    """What was looked at in some cases; faults go to standard error."""
     counts: Counter[str] = Counter()
-    found, num_kept = list[str](), 0
-    for seed in range(arguments.first, arguments.first + arguments.num):
+    num_kept = 0
+    for seed in seeds:
         case_counts, case_faults = checked(seed)
         counts += case_counts
         num_kept += not case_faults
-        found += case_faults
         for line in case_faults:
             sys.stderr.write(f"{line}\n")
-    line = {
-        **machine_record("bench.marks"), "first": arguments.first, "num_models": arguments.num,
+    return {
+        **machine_record("bench.marks"), "first": seeds[0], "num_models": len(seeds),
         "num_kept": num_kept, **counts,
     }  # fmt: skip
-    if arguments.output:
-        with arguments.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    else:
-        sys.stdout.write("\n".join(page([line])) + "\n")
-    return 1 if found else 0
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> list[str]:

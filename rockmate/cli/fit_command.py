@@ -75,6 +75,14 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="to have rows for, beside the largest (default: chosen)",
     )
+    for kind in ("batch", "token"):
+        fit.add_argument(
+            f"--{kind}-axis",
+            type=_axis,
+            metavar="NAME=DIM,NAME=DIM",
+            help=f"the dimension of the {kind}s in each input that has one, where it cannot be "
+            "told: by keyword, or by place",
+        )
     fit.add_argument("--most", type=positive, help="the largest size to consider")
     fit.add_argument(
         "--reserve",
@@ -104,6 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         vary="tokens" if arguments.longest else "batch",
         sizes=arguments.sizes,
         most=arguments.most,
+        batch_axis=arguments.batch_axis,
+        token_axis=arguments.token_axis,
         reserve=arguments.reserve,
         machine=arguments.machine,
         measure=arguments.measure,
@@ -133,6 +143,17 @@ def _capture_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(",") if part.strip())
+
+
+def _axis(text: str) -> dict[str | int, int]:
+    """Dimensions by keyword or place."""
+    dims: dict[str | int, int] = {}
+    for part in text.split(","):
+        name, _, dim = part.strip().partition("=")
+        if not name or not dim.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=DIM, as pixel_values=0")
+        dims[int(name) if name.isdecimal() else name] = int(dim)
+    return dims
 
 
 def _check(arguments: argparse.Namespace, options: Any) -> None:

@@ -74,7 +74,8 @@ def _words(num_rows: int, *, tokens: int = _TOKENS) -> dict[str, Tensor]:
 
 
 def _classified(num_rows: int) -> dict[str, Tensor]:
-    return {"input_ids": _words(num_rows)["input_ids"], "labels": torch.zeros(num_rows).long()}
+    words = _words(num_rows, tokens=512)["input_ids"]
+    return {"input_ids": words, "labels": torch.zeros(num_rows).long()}
 
 
 def _images(num_rows: int) -> dict[str, Tensor]:
@@ -101,7 +102,7 @@ def _of_transformers(name: str, config: str, **options: Any) -> Callable[[], nn.
 class _Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        widths = [512, 4096, 2048, 4096, 2048, 4096, 512]
+        widths = [256, 1024, 512, 1024, 512, 1024, 256]
         self.layers = nn.Sequential(
             *(
                 layer
@@ -156,11 +157,11 @@ CASES: Mapping[str, Case] = {
     ),
     "distilbert, classified": Case(
         build=_of_transformers(
-            "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=2048, dim=512,
-            n_layers=3, n_heads=8, hidden_dim=2048,
+            "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=2048, dim=256,
+            n_layers=3, n_heads=4, hidden_dim=1024,
         ),
         sample=_classified,
-        memory_mib=400,
+        memory_mib=130,
     ),
     "qwen2": Case(
         build=_of_transformers(
@@ -173,14 +174,14 @@ CASES: Mapping[str, Case] = {
     ),
     "vit": Case(
         build=_of_transformers(
-            "ViTForImageClassification", "ViTConfig", hidden_size=512, num_hidden_layers=4,
-            num_attention_heads=8, intermediate_size=2048, image_size=96, patch_size=4,
+            "ViTForImageClassification", "ViTConfig", hidden_size=256, num_hidden_layers=4,
+            num_attention_heads=4, intermediate_size=1024, image_size=96, patch_size=4,
         ),
         sample=_images,
-        memory_mib=450,
+        memory_mib=160,
     ),
     "mlp": Case(
-        build=_Mlp, sample=lambda num_rows: torch.ones(num_rows, 256, 512), memory_mib=900
+        build=_Mlp, sample=lambda num_rows: torch.ones(num_rows, 1024, 256), memory_mib=200
     ),
 }  # fmt: skip
 

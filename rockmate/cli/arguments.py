@@ -40,6 +40,14 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where a configuration's model is built and measured (default: cpu)",
     )
+    _add_planning_arguments(command)
+    command.add_argument(
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
+    )
+
+
+def _add_planning_arguments(command: argparse.ArgumentParser) -> None:
+    """How the step is captured, and what every plan of it keeps."""
     command.add_argument(
         "--allow-chunking",
         action=argparse.BooleanOptionalAction,
@@ -63,9 +71,6 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         "--machine",
         help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
         "of a .toml",
-    )
-    command.add_argument(
-        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
     add_mark_arguments(command)
     command.add_argument(

@@ -73,9 +73,8 @@ class Mixed(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         left, right = self.norm(self.first(x)).split(32, 1)
         hidden = nn.functional.dropout(torch.tanh(left) * torch.sigmoid(right), 0.25)
-        hidden = self.second(hidden)
-        hidden.mul_(2.0)
-        return torch.sin(hidden)
+        hidden.mul_(2.0)  # PyTorch's policies refuse this of a value that they save
+        return torch.sin(self.second(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x) if self.wrap is None else self.wrap(self.inner, x)

@@ -66,7 +66,8 @@ class SizedSteps:
         self._machine = machine
         self._options = dict(options)
         self._request = MarkRequest.of(
-            *(options.get(name) for name in ("marks", "policy")),
+            options.get("marks"),
+            options.get("policy"),
             options.get("existing_checkpoints", "lift"),
         )
         self._symbolic: SymbolicCapture | None = None

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train_capped(arguments.child[0], int(arguments.child[1]))
     if arguments.page:
         text = arguments.page.read_text(encoding="utf-8")
-        lines = page([json.loads(line) for line in text.splitlines()])
+        lines = page([json.loads(line) for line in text.splitlines()], list(CASES))
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
     found = []
@@ -320,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         predicted_s = time.perf_counter() - begin
         real, num_runs = searched(name, max(1, guess))
         found.append({
-            **machine_record("bench.fit"), "model": name, "memory_mib": case.memory_mib,
+            **machine_record("bench.fit"), "command": f'python -m bench.fit --model "{name}"',
+            "model": name, "memory_mib": case.memory_mib,
             "predicted": guess, "predicted_s": predicted_s, "trains": real, "num_runs": num_runs,
         })  # fmt: skip
         sys.stderr.write(f"{name}: {guess} predicted, {real} train\n")

@@ -21,8 +21,8 @@ def is_held(line: Record) -> bool:
     return 0 <= line["trains"] - line["predicted"] <= MOST_BELOW
 
 
-def page(lines: Sequence[Record]) -> list[str]:
-    """The target, and a row for the newest line of each model."""
+def page(lines: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """The target, and a row for the newest line of each model; names of all that there are."""
     newest = list({line["model"]: line for line in lines}.values())
     if not newest:
         return [_HEADING, "", "Nothing is measured."]
@@ -40,7 +40,9 @@ def page(lines: Sequence[Record]) -> list[str]:
     titles = ("model", "memory", "predicted", "trains", "batches tried", "prediction took")
     what = f"predicted batch at most {MOST_BELOW} below the real one, never above"
     target = all_row(what, sum(map(is_held, newest)), len(newest))
+    missing = [name for name in names if name not in {line["model"] for line in newest}]
+    machine = machine_text({**newest[-1], "command": "python -m bench.fit"})
     return [
-        _HEADING, "", machine_text(newest[-1]), "", *targets([target]), "", "## Models", "",
-        *table(titles, rows),
+        _HEADING, "", machine, "", *targets([target]), "", "## Models", "", *table(titles, rows),
+        *(["", f"Not measured yet: {'; '.join(missing)}."] if missing else []),
     ]  # fmt: skip

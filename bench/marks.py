@@ -259,7 +259,9 @@ def checked_line(seeds: range) -> dict[str, Any]:
         for line in case_faults:
             sys.stderr.write(f"{line}\n")
     return {
-        **machine_record("bench.marks"), "first": seeds[0], "num_models": len(seeds),
+        **machine_record("bench.marks"),
+        "command": f"python -m bench.marks --first {seeds[0]} --num {len(seeds)}",
+        "first": seeds[0], "num_models": len(seeds),
         "num_kept": num_kept, **counts,
     }  # fmt: skip
 
@@ -271,9 +273,10 @@ def page(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         return sum(line.get(name, 0) for line in lines)
 
     what = "plans keep the marks, and no bound is above a plan"
+    machine = machine_text({**lines[-1], "command": "python -m bench.marks"})
     row = all_row(what, total("num_kept"), total("num_models"))
     return [
-        "# Random marks on random small models", "", machine_text(lines[-1]), "", *targets([row]),
+        "# Random marks on random small models", "", machine, "", *targets([row]),
         "", "## What was looked at", "",
         *table(("", "number"), [(each[len("num_") :], f"{total(each):,}") for each in _COUNTS]),
     ]  # fmt: skip

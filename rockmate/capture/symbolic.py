@@ -77,6 +77,11 @@ class SymbolicCapture:
             move_to(self._capture.joint, device)
         self._template = GraphTemplate(self._capture.joint.graph, mode)
 
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpointed calls in the model's forward."""
+        return self._capture.num_checkpoints
+
     def instance(self, call: CallSignature) -> Capture:
         """The capture at the sizes of `call`, not rewritten yet.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 # As in `rockmate.hf.model_source`, which imports torch.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +40,14 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where a configuration's model is built and measured (default: cpu)",
     )
+    _add_planning_arguments(command)
+    command.add_argument(
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
+    )
+
+
+def _add_planning_arguments(command: argparse.ArgumentParser) -> None:
+    """How the step is captured, and what every plan of it keeps."""
     command.add_argument(
         "--allow-chunking",
         action=argparse.BooleanOptionalAction,
@@ -63,9 +72,53 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
         "of a .toml",
     )
+    add_mark_arguments(command)
     command.add_argument(
-        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
+        "--in-flight",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="forwards that run before the backward of the first (default: 1)",
     )
+
+
+def add_mark_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds what every plan must save or recompute."""
+    for word, what in (("save", "saves"), ("recompute", "recomputes")):
+        command.add_argument(
+            f"--{word}",
+            type=names,
+            action="extend",
+            default=[],
+            metavar="PATTERN,PATTERN",
+            help=f"what every plan {what}: paths of submodules as encoder.*.mlp, ops as aten.mm, "
+            "or names that rockmate.name gave",
+        )
+    command.add_argument(
+        "--existing-checkpoints",
+        choices=("lift", "honour"),
+        default="lift",
+        help="undo checkpointed calls in the model's code, or keep them as marks (default: lift)",
+    )
+
+
+def mark_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The marks that were given, as options of `Planner`.
+
+    Raises:
+        MarkError: a pattern is to be saved and to be recomputed.
+    """
+    from rockmate.errors import MarkError
+
+    both = [pattern for pattern in arguments.save if pattern in arguments.recompute]
+    if both:
+        raise MarkError(f"--save and --recompute both name {both[0]!r}. Leave one of them out.")
+    words = {"save": arguments.save, "recompute": arguments.recompute}
+    marks = {pattern: word for word, patterns in words.items() for pattern in patterns}
+    options: dict[str, Any] = {"marks": marks} if marks else {}
+    if arguments.existing_checkpoints != "lift":
+        options["existing_checkpoints"] = arguments.existing_checkpoints
+    return options
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class DemoOptions:
         sequence_length: tokens in a sequence.
         quiet: no progress on standard error.
         mode: as of `RockmateModule`.
+        marks: "marks" and "existing_checkpoints" of `Planner`.
     """
 
     model: str | None = None
@@ -76,6 +77,7 @@ class DemoOptions:
     sequence_length: int = 256
     quiet: bool = False
     mode: Mode = "plan"
+    marks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +206,14 @@ def _wrap(
     stage_s: Mapping[str, float] = {}
     try:
         if options.mode == "plan":
+            # The demo promises every bit.
             planner = Planner(
-                model, batch, progress=progress, allow_chunking=False
-            )  # the demo promises every bit
+                model, batch, progress=progress, allow_chunking=False, **options.marks
+            )
             module = planner.module(budget_bytes)
             stage_s = dict(planner.timings)
         else:
-            module = _framed(model, batch, budget_bytes, options.mode)
+            module = _framed(model, batch, budget_bytes, options)
     except InfeasibleBudgetError as error:
         smallest = math.ceil(1000 * error.minimum_bytes / eager_bytes) / 1000
         msg = f"{error} As a fraction of eager's measured peak: --budget {smallest:.3f}."
@@ -218,12 +221,15 @@ def _wrap(
     return module, stage_s, time.perf_counter() - start
 
 
-def _framed(model: nn.Module, batch: Batch, budget_bytes: int, mode: Mode) -> RockmateModule:
+def _framed(
+    model: nn.Module, batch: Batch, budget_bytes: int, options: DemoOptions
+) -> RockmateModule:
     """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
-    if mode == "auto":
-        module = RockmateModule(model, batch, budget_bytes, mode=mode, allow_chunking=False)
+    given = {**options.marks, "mode": options.mode}
+    if options.mode == "auto":
+        module = RockmateModule(model, batch, budget_bytes, allow_chunking=False, **given)
     else:
-        module = RockmateModule(model, None, budget_bytes, mode=mode)
+        module = RockmateModule(model, None, budget_bytes, **given)
     if module.frames is not None:
         for _ in range(_NUM_STEPS_OF_FRAMES):
             _step(module, batch, seed=0)

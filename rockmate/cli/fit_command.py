@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rockmate.cli.arguments import add_model_arguments, names, positive
+from rockmate.cli.arguments import add_model_arguments, mark_options, names, positive
 
 if TYPE_CHECKING:
     from rockmate.fits.result import Fit
@@ -75,6 +75,14 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="to have rows for, beside the largest (default: chosen)",
     )
+    for kind in ("batch", "token"):
+        fit.add_argument(
+            f"--{kind}-axis",
+            type=_axis,
+            metavar="NAME=DIM,NAME=DIM",
+            help=f"the dimension of the {kind}s in each input that has one, where it cannot be "
+            "told: by keyword, or by place",
+        )
     fit.add_argument("--most", type=positive, help="the largest size to consider")
     fit.add_argument(
         "--reserve",
@@ -104,13 +112,15 @@ def run(arguments: argparse.Namespace) -> int:
         vary="tokens" if arguments.longest else "batch",
         sizes=arguments.sizes,
         most=arguments.most,
+        batch_axis=arguments.batch_axis,
+        token_axis=arguments.token_axis,
         reserve=arguments.reserve,
         machine=arguments.machine,
         measure=arguments.measure,
         num_steps=arguments.steps,
         allow_chunking=arguments.allow_chunking,
         progress=not arguments.quiet and is_terminal(),
-        capture={"untraced": arguments.untraced} if arguments.untraced else {},
+        capture=_capture_options(arguments),
     )
     _check(arguments, options)
     if arguments.plot is not None:  # now rather than after the search
@@ -122,8 +132,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _capture_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = mark_options(arguments)
+    if arguments.untraced:
+        options["untraced"] = arguments.untraced
+    if arguments.in_flight > 1:
+        options["in_flight"] = arguments.in_flight
+    return options
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(",") if part.strip())
+
+
+def _axis(text: str) -> dict[str | int, int]:
+    """Dimensions by keyword or place."""
+    dims: dict[str | int, int] = {}
+    for part in text.split(","):
+        name, _, dim = part.strip().partition("=")
+        if not name or not dim.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=DIM, as pixel_values=0")
+        dims[int(name) if name.isdecimal() else name] = int(dim)
+    return dims
 
 
 def _check(arguments: argparse.Namespace, options: Any) -> None:
@@ -134,6 +164,8 @@ def _check(arguments: argparse.Namespace, options: Any) -> None:
     _ = options.limit, options.reserve_bytes
     if arguments.machine is not None:
         load_machine(arguments.machine)
+    if arguments.kernels != "eager":
+        raise FitError("the kernels of a fit are PyTorch's own. Leave out --kernels.")
     if arguments.lora and arguments.frozen:
         raise FitError("--lora freezes the weights itself. Leave out --frozen, or --lora.")
     if arguments.lora_targets and not arguments.lora:

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 
 from rockmate.cli import fit_command
 from rockmate.cli.arguments import (
+    add_mark_arguments,
     add_model_arguments,
     at_least_two,
     fraction,
+    mark_options,
     names,
     positive,
 )
@@ -106,6 +108,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="capture and plan, or keep the budget without a graph; auto: frames where there is "
         "no graph",
     )
+    add_mark_arguments(demo)
     demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
     demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
     demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
@@ -230,6 +233,9 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
             "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
         )
         raise DemoError(msg)
+    marks = mark_options(arguments)
+    if marks and arguments.mode == "frames":
+        raise DemoError("marks belong to plans, and --mode frames has none. Leave one of them out.")
     return DemoOptions(
         model=arguments.model,
         budget=arguments.budget,
@@ -238,6 +244,7 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         sequence_length=arguments.tokens,
         quiet=arguments.quiet,
         mode=arguments.mode,
+        marks=marks,
         **size,
     )
 
@@ -268,6 +275,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet,
     )
     check_options(options, arguments.machine)  # all that can be told before the model is built
+    marks = mark_options(arguments)
     if arguments.out is not None:
         SweepFolder(arguments.out)
     source = _source(arguments)
@@ -282,6 +290,8 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             allow_chunking=arguments.allow_chunking,
             untraced=arguments.untraced,
             kernels=arguments.kernels,
+            in_flight=arguments.in_flight,
+            **marks,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -337,6 +347,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
             "give another --out."
         )
+    marks = mark_options(arguments)
     source = _source(arguments)
     planner = Planner(
         source.model,
@@ -346,6 +357,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         allow_chunking=arguments.allow_chunking,
         untraced=arguments.untraced,
         kernels=arguments.kernels,
+        in_flight=arguments.in_flight,
+        **marks,
     )
     plan = planner.plan(
         budgets[0], strategy=arguments.strategy, on_infeasible=arguments.on_infeasible

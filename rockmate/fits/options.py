@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate.budget import parse_budget
+from rockmate.capture.options import num_in_flight_of
 from rockmate.costs.machine import Machine, known_machines, load_machine
 from rockmate.errors import InvalidBudgetError
 from rockmate.fits.errors import FitError
@@ -52,7 +53,8 @@ class FitOptions:
             wherever they are faster, False never.
         progress: shows progress bars.
         capture: options of the capture, as for `Planner`: "differentiable", "outputs", "gradients",
-            "untraced".
+            "untraced", "marks", "policy", "existing_checkpoints", "in_flight". With several
+            forwards in flight, as many batches are held.
     """
 
     memory: int | str
@@ -80,6 +82,7 @@ class FitOptions:
                 raise FitError(f"size {size!r} is no whole number of at least 1.")
         if self.num_steps < 1:
             raise FitError(f"{self.num_steps} steps cannot be measured. Take at least 1.")
+        num_in_flight_of(self.capture.get("in_flight", 1))
         if self.measure and self.machine is not None:
             raise FitError(
                 f"costs are estimated for {self.machine!r}, which is not measured from here. Leave "
@@ -105,6 +108,11 @@ class FitOptions:
     def reserve_bytes(self) -> int | None:
         """What the device itself takes, if that was said."""
         return None if self.reserve is None else _num_bytes(self.reserve, "reserve")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of forwards before the backward of the first."""
+        return num_in_flight_of(self.capture.get("in_flight", 1))
 
     @property
     def axis(self) -> Dims | None:

@@ -21,7 +21,7 @@ class FitRow:
         parameter_bytes: parameters and buffers.
         gradient_bytes: gradients at rest.
         state_bytes: the optimizer's state.
-        input_bytes: the batch.
+        input_bytes: the batch; all batches of the forwards in flight.
         activation_bytes: activations and their gradients, at the peak.
         workspace_bytes: what the op at the peak allocates while it runs.
         baseline_peak_bytes: activations and workspace at the peak with nothing recomputed.

@@ -80,7 +80,10 @@ class RowMaker:
 
     def budget_bytes(self, size: int) -> int:
         """What is left for activations."""
-        return self._limit_bytes - self._fixed.held_bytes - input_bytes(self._axis.call_at(size))
+        return self._limit_bytes - self._fixed.held_bytes - self._input_bytes(size)
+
+    def _input_bytes(self, size: int) -> int:
+        return self._options.num_in_flight * input_bytes(self._axis.call_at(size))
 
     def _row(self, size: int, plan: Plan) -> FitRow:
         workspace_bytes = workspace_at_peak(plan)
@@ -92,7 +95,7 @@ class RowMaker:
             parameter_bytes=self._fixed.parameter_bytes,
             gradient_bytes=self._fixed.gradient_bytes,
             state_bytes=self._fixed.state_bytes,
-            input_bytes=input_bytes(self._axis.call_at(size)),
+            input_bytes=self._input_bytes(size),
             activation_bytes=plan.predicted_peak_bytes - workspace_bytes,
             workspace_bytes=workspace_bytes,
             baseline_peak_bytes=self._planners.whole(size).baseline_peak_bytes,
@@ -135,10 +138,10 @@ class RowMaker:
         sample, device = self._axis.sample_at(self._sample_input, size), device_of(self._model)
         try:
             with state_kept(self._model):
-                run_step(module, sample, seed=0)
-                peak_bytes = activation_peak(lambda: run_step(module, sample, seed=0), device)
+                self._run(module, sample, seed=0)
+                peak_bytes = activation_peak(lambda: self._run(module, sample, seed=0), device)
                 times_ms = [
-                    _timed_ms(module, sample, seed, device)
+                    self._timed_ms(module, sample, seed, device)
                     for seed in range(self._options.num_steps)
                 ]
         except torch.OutOfMemoryError:
@@ -149,20 +152,23 @@ class RowMaker:
         sample = self._axis.sample_at(self._sample_input, size)
         return capture_step(self._model, sample, **self._options.capture)
 
+    def _run(self, module: nn.Module, sample: Any, *, seed: int) -> None:
+        run_step(module, sample, seed=seed, num_in_flight=self._options.num_in_flight)
+
+    def _timed_ms(self, module: nn.Module, sample: Any, seed: int, device: torch.device) -> float:
+        """Of one forward and backward."""
+        module.zero_grad(set_to_none=False)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        self._run(module, sample, seed=seed)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return 1e3 * (time.perf_counter() - begin) / self._options.num_in_flight
+
 
 def _measured_planner(step: CapturedStep) -> Planner:
     return Planner.of(step, allow_chunking=False)
-
-
-def _timed_ms(module: nn.Module, sample: Any, seed: int, device: torch.device) -> float:
-    module.zero_grad(set_to_none=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    run_step(module, sample, seed=seed)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin)
 
 
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:

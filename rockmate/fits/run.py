@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rockmate.capture.sample import read_sample
+from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
 from rockmate.fits.advice import nothing_fits
@@ -154,7 +155,8 @@ class _Search:
         return self._held_at(size) + planner.minimum_peak_bytes
 
     def _held_at(self, size: int) -> int:
-        return self._fixed.held_bytes + input_bytes(self.axis.call_at(size))
+        inputs_bytes = self._options.num_in_flight * input_bytes(self.axis.call_at(size))
+        return self._fixed.held_bytes + inputs_bytes
 
     def largest(self) -> int:
         """The largest size that fits; 0 if none does."""
@@ -204,7 +206,7 @@ class _Search:
         return sorted({*powers[-_MOST_POWERS:], self._not_recomputed(), self._whole, largest} - {0})
 
     def _not_recomputed(self) -> int:
-        """The largest size that fits with nothing recomputed; 0 if none does."""
+        """The largest size that fits with nothing recomputed; 0 if none is known to."""
         step = self._options.step
 
         def need(units: int) -> int:
@@ -213,10 +215,15 @@ class _Search:
             costs = estimate_costs(graph, self._machine)
             return self._held_at(size) + simulate(graph, baseline_schedule(graph), costs).peak_bytes
 
-        if self._whole == 0:
+        most = self._whole // step
+        # A size of 1 would take a capture of its own, for one row of the table.
+        low = 0 if most < MIN_SYMBOLIC_SIZE else MIN_SYMBOLIC_SIZE - 1
+        if most == 0:
             return 0
-        known = {max(1, self._whole // step // 4), max(1, self._whole // step // 2)}
-        return step * largest_within(need, self._limit_bytes, most=self._whole // step, known=known)
+        found = largest_within(
+            need, self._limit_bytes, most=most, known={most // 4, most // 2}, low=low
+        )
+        return step * found if found > low else 0
 
 
 def _optimizer_name(optimizer: Optimizer) -> str:

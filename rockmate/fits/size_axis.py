@@ -24,8 +24,8 @@ Dims = int | Mapping[str | int, int]
 """The dimension that counts: one number for all tensors, or a number by keyword or position."""
 
 _HOW = {
-    "batch": 'batch_axis={"pixel_values": 0, "labels": 0}',
-    "tokens": 'token_axis={"input_ids": 1, "labels": 1}',
+    "batch": 'batch_axis={"pixel_values": 0, "labels": 0} (--batch-axis pixel_values=0,labels=0)',
+    "tokens": 'token_axis={"input_ids": 1, "labels": 1} (--token-axis input_ids=1,labels=1)',
 }
 
 

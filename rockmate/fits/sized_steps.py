@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
@@ -21,6 +22,7 @@ from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.fits.size_axis import SizeAxis
+from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.step import CapturedStep, capture_step, step_of
@@ -63,9 +65,17 @@ class SizedSteps:
         self._axis = axis
         self._machine = machine
         self._options = dict(options)
+        self._request = MarkRequest.of(
+            options.get("marks"),
+            options.get("policy"),
+            options.get("existing_checkpoints", "lift"),
+        )
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
-        self._has_symbolic = not list(opaque_modules(model, self._options.get("untraced", ())))
+        apart = list(opaque_modules(model, self._options.get("untraced", ())))
+        # A policy may read sizes, so it is asked at each.
+        self._has_symbolic = not apart and self._request.policy is None
+        self._logs_checkpoints = not self._request.honours_checkpoints
         self.num_captures = 0
 
     def step(self, size: int) -> CapturedStep:
@@ -87,8 +97,10 @@ class SizedSteps:
         capture = self._capture_at(call)
         # Hooks and modes as of now: what the capture changed in the model is put back.
         state = ModelSignature.of(self._model)
-        options = {**_DEFAULTS, **self._options}
-        options.pop("untraced", None)
+        options = {name: self._options.get(name, value) for name, value in _DEFAULTS.items()}
+        options |= self._request.options
+        if self._options.get("in_flight", 1) != 1:
+            options["in_flight"] = str(self._options["in_flight"])
         if state.hooked and options["gradients"] == "accumulated":
             options["hooked"] = ",".join(sorted(state.hooked))
         step = step_of(
@@ -114,11 +126,12 @@ class SizedSteps:
                 logger.info("the graph is rewritten at each size, since %s", reason)
         if self._generic is not None:
             return self._generic.instance(call)
-        return run_passes(REWRITES, self._symbolic.instance(call))
+        options = PassOptions(marks=self._request)
+        return run_passes(REWRITES, self._symbolic.instance(call), options)
 
     def _rewritten(self, capture: Capture) -> Capture:
         hooked = tuple(sorted(ModelSignature.of(self._model).hooked))
-        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model))
+        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model), marks=self._request)
         return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
 
     def _symbolic_capture(self) -> SymbolicCapture:
@@ -126,14 +139,17 @@ class SizedSteps:
         options = {**_DEFAULTS, **self._options}
         try:
             with source_lines():
-                return SymbolicCapture(
+                symbolic = SymbolicCapture(
                     self._model,
                     self._axis.call,
                     self._axis.groups,
                     device=self._sample.device,
                     differentiable=options["differentiable"],
                     outputs=options["outputs"],
+                    keeps_checkpoints=self._request.honours_checkpoints,
                 )
+            self._log_checkpoints(symbolic.num_checkpoints)
+            return symbolic
         except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
             self._has_symbolic = False
             raise SizesNotCoveredError(f"there is no symbolic capture ({error})") from error
@@ -141,7 +157,15 @@ class SizedSteps:
     def _captured(self, size: int) -> CapturedStep:
         self.num_captures += 1
         sample = self._axis.sample_at(self._sample_input, size)
-        return capture_step(self._model, sample, machine=self._machine, **self._options)
+        step = capture_step(self._model, sample, machine=self._machine, **self._options)
+        self._log_checkpoints(step.capture.num_checkpoints)
+        return step
+
+    def _log_checkpoints(self, number: int) -> None:
+        """One line for all captures."""
+        if self._logs_checkpoints:
+            log_lifted(self._model, number)
+        self._logs_checkpoints = False
 
 
 _DEFAULTS = {"differentiable": "loss", "outputs": "all", "gradients": "accumulated"}

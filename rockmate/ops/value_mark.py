@@ -85,13 +85,7 @@ def recompute(value: Tensor, name: str | None = None) -> Tensor:
     """Marks a value in a model's forward as recomputed in the backward; returns the value.
 
     It is not in memory when the forward has ended. Outside of a capture it does nothing.
-
-    Args:
-        value: a tensor of the forward.
-        name: its name in errors and reports; None for the line that marks it.
-
-    Raises:
-        TypeError, ValueError: as for `name`.
+    Arguments and errors are those of `save`.
     """
     return _marked(value, name, "recompute")
 

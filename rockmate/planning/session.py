@@ -174,6 +174,7 @@ class PlanningSession:
         self._time_limit_s = time_limit_s
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
+        self._mark_advice: dict[str, str] = {}
         measured: dict[Hashable, Cost] = {}
 
         def costs_of(graph: Graph) -> Costs:
@@ -287,6 +288,11 @@ class PlanningSession:
 
     def _advice_on_marks(self, strategy: str) -> str:
         """What the smallest peak would be without each of the marks; empty if there are none."""
+        if strategy not in self._mark_advice:
+            self._mark_advice[strategy] = self._new_advice_on_marks(strategy)
+        return self._mark_advice[strategy]
+
+    def _new_advice_on_marks(self, strategy: str) -> str:
         with gc_paused():
             peaks = [
                 (variant.search(strategy).minimum().peak_bytes, source)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,18 +105,23 @@ def _largest(tensor: Tensor) -> float:
 # --- one step -------------------------------------------------------------------------------------
 
 
-def run_step(call: Callable[..., Any], sample_input: Any, *, seed: int) -> None:
+def run_step(
+    call: Callable[..., Any], sample_input: Any, *, seed: int, num_in_flight: int = 1
+) -> None:
     """Forward and backward from a fixed random state.
 
-    Of the loss where the output has one, else of all that requires a gradient.
+    Of the loss where the output has one, else of all that requires a gradient. With several in
+    flight, so many forwards run first, and then their backwards in the same order.
     """
     args, kwargs = sample_call(sample_input)
     torch.manual_seed(seed)
-    outputs = call(*args, **kwargs)
-    ends = differentiated(outputs, has_labels=kwargs.get("labels") is not None)
-    torch.autograd.backward(
-        ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends]
-    )
+    waiting = deque(call(*args, **kwargs) for _ in range(num_in_flight))
+    while waiting:
+        outputs = waiting.popleft()
+        ends = differentiated(outputs, has_labels=kwargs.get("labels") is not None)
+        torch.autograd.backward(
+            ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends]
+        )
 
 
 def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
@@ -194,17 +200,22 @@ class SideBySide:
         eager_peak_bytes: eager's activation peak; None if it ran out of memory.
     """
 
-    def __init__(self, model: nn.Module, sample_input: Any, *, num_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, sample_input: Any, *, num_steps: int, num_in_flight: int = 1
+    ) -> None:
         """Measures eager's peak.
 
         Args:
             model: in training mode.
             sample_input: as for `Planner`.
             num_steps: that are timed and compared for each planned module.
+            num_in_flight: forwards before the first backward. A step is then so many of both, and
+                its time is that of one.
         """
         self._model = model
         self._sample = sample_input
         self._num_steps = num_steps
+        self._num_in_flight = num_in_flight
         self._device = next(iter(model.parameters())).device
         with state_kept(model):
             try:
@@ -241,9 +252,12 @@ class SideBySide:
         )
 
     def _peak(self, call: Callable[..., Any]) -> int:
-        run_step(call, self._sample, seed=0)  # makes `.grad` and library buffers
+        self._run(call, seed=0)  # makes `.grad` and library buffers
         self._model.zero_grad(set_to_none=False)
-        return activation_peak(lambda: run_step(call, self._sample, seed=0), self._device)
+        return activation_peak(lambda: self._run(call, seed=0), self._device)
+
+    def _run(self, call: Callable[..., Any], *, seed: int) -> None:
+        run_step(call, self._sample, seed=seed, num_in_flight=self._num_in_flight)
 
     def _train(
         self, module: RockmateModule
@@ -273,9 +287,9 @@ class SideBySide:
         )  # what the last step left; the older objects of planner and model need no walk
         _wait_for(self._device)
         begin = time.perf_counter()
-        run_step(call, self._sample, seed=seed)
+        self._run(call, seed=seed)
         _wait_for(self._device)
-        return (time.perf_counter() - begin) * 1e3
+        return (time.perf_counter() - begin) * 1e3 / self._num_in_flight
 
 
 def _tolerance(model: nn.Module) -> float:

@@ -19,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rockmate.budget import Budget, budgets_in_bytes, check_budgets, parse_budgets
+from rockmate.capture.options import num_in_flight_of
 from rockmate.errors import InfeasibleBudgetError, SolverLimitError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
@@ -120,7 +121,12 @@ def run_sweep(
             _measure(
                 state,
                 planner,
-                SideBySide(model, sample_input, num_steps=options.num_steps),
+                SideBySide(
+                    model,
+                    sample_input,
+                    num_steps=options.num_steps,
+                    num_in_flight=num_in_flight_of(state.baseline.options.get("in_flight", 1)),
+                ),
                 options,
                 folder,
             )

@@ -96,3 +96,49 @@ def test_refusals(
 def test_sizes_below_one(config: str, arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["fit", config, "--memory", "1GiB", *arguments])
+
+
+TWO_AXES = """
+import torch
+from torch import nn
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, queries, keys):
+        rows = torch.tanh(self.layer(queries)).transpose(0, 1)
+        return (rows @ keys.exp()).square().mean()
+
+
+def net():
+    return Scores(), {"queries": torch.randn(5, 4, 16), "keys": torch.randn(4, 16, 3)}
+"""
+
+
+def test_a_batch_axis_that_has_to_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"axes_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(TWO_AXES, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    command = ["fit", f"{name}:net", "--memory", "1MiB", "--reserve", "1KiB", "--machine"]
+    command += ["cpu-avx2", "--quiet"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "sizes [4, 5] differ" in said
+    assert "--batch-axis pixel_values=0,labels=0" in said
+    assert main([*command, "--batch-axis", "queries=1,keys=0", "--json", "fit.json"]) == 0
+    rows = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        assert row["input_bytes"] == row["batch_size"] * (5 * 16 + 16 * 3) * 4
+    assert main([*command, "--batch-axis", "query=1"]) == 2
+    assert "Its inputs are 'keys', 'queries'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["queries", "queries=", "=1", "queries=one"])
+def test_axes_that_cannot_be_read(text: str, config: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", config, "--memory", "1GiB", "--batch-axis", text])

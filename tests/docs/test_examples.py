@@ -46,6 +46,8 @@ def losses_of(printed: str) -> list[float]:
         ("causal_lm.py", [], r"saved and loaded: [\d,]+ parameters"),
         ("causal_lm.py", ["--memory-limit", "64GiB", "--steps", "4"], r"recomputed +0 of"),
         ("lora.py", ["--steps", "24"], r"saved: adapters of [\d,]+ bytes"),
+        ("accelerate_loop.py", ["--steps", "16"], r"loss "),
+        ("lightning_trainer.py", ["--steps", "16"], r"loss "),
         ("sequence_classification.py", ["--steps", "40"], r"accuracy (0\.[89]\d|1\.00)"),
         ("image_classification.py", ["--steps", "40"], r"accuracy (0\.[3-9]\d|1\.00)"),
     ],
@@ -57,6 +59,8 @@ def test_example(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if script == "lightning_trainer.py":
+        pytest.importorskip("lightning")
     torch.manual_seed(0)
     run_example(script, arguments, monkeypatch)
     printed = capsys.readouterr().out
@@ -121,7 +125,7 @@ def test_by_torchrun(script: str) -> None:
 
 def test_every_example_is_on_the_page_and_runs_as_the_others() -> None:
     page = (EXAMPLES / "README.md").read_text()
-    assert len(SCRIPTS) == 5
+    assert len(SCRIPTS) == 7
     assert all(f"`{name}`" in page for name in SCRIPTS)
     assert all(
         (EXAMPLES / name).read_text().endswith("    run(main)\n") for name in SCRIPTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from fine_tuning import gpt2, llama
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import rockmate
 from rockmate import FitError, FitRow, InvalidBudgetError, MachineError, NothingFitsError, Planner
@@ -100,6 +102,62 @@ def test_steps_from_one_capture_are_those_of_their_own(build: Any, kind: Any, ma
     assert steps.num_captures == 1
     assert steps.step(1).call.tensors[0].shape == ((1, 16) if kind == "batch" else (4, 1))
     assert steps.num_captures == 2
+
+
+class Marked(nn.Module):
+    """Checkpointed blocks with a named value each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def block(self, layer: nn.Module, values: Tensor) -> Tensor:
+        return torch.sin(rockmate.name(torch.tanh(layer(values)), "hidden").exp())
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = checkpoint(self.block, layer, values, use_reentrant=False)
+        return values.square().mean()
+
+
+def _saves_large(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy that reads a size."""
+    is_large = args and isinstance(args[0], Tensor) and args[0].shape[0] > 8
+    return CheckpointPolicy.MUST_SAVE if is_large else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("options", "num_captures"),
+    [
+        ({"marks": {"hidden": "recompute", "aten.sin": "save"}}, 1),
+        ({"existing_checkpoints": "honour", "in_flight": 3}, 1),
+        ({"policy": _saves_large}, 2),
+    ],
+)
+def test_marks_are_those_of_a_capture_at_that_size(
+    options: dict[str, Any], num_captures: int
+) -> None:
+    model, target = on_meta(Marked), load_machine("cpu-avx2")
+    sample = read_sample(model, torch.zeros(4, 16), target.torch_device)
+    axis = SizeAxis.of(sample.call, "batch")
+    steps = SizedSteps(model, sample, torch.zeros(4, 16), axis, target, options)
+    for size in (4, 12):
+        step = steps.step(size)
+        alone = capture_step(model, torch.zeros(size, 16), machine=target, **options)
+        assert dict(step.options) == dict(alone.options)
+        found = snapshot_of(step.graph, step.call)
+        assert not snapshot_of(alone.graph, alone.call).difference(found)
+        marks = {storage.mark for storage in found.storages if storage.mark}
+        assert marks or size == 4
+    assert steps.num_captures == num_captures
+
+
+def test_lifted_checkpoints_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        rockmate.fit(on_meta(Marked), torch.zeros(4, 16), "1MiB", machine="cpu-avx2", reserve=1)
+    lines = [record.message for record in caplog.records if "are lifted" in record.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("3 checkpointed calls")
 
 
 # --- the largest batch ----------------------------------------------------------------------------

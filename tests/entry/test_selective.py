@@ -1,0 +1,233 @@
+"""Behaviours of selective checkpointing that PyTorch promises, for policies of plans.
+
+What is saved runs once, also with several results, random or changed in place afterwards; decisions
+may depend on what a policy counts; checkpoints nest; values are those of eager. A policy that a
+model's own checkpoint has is held against that checkpoint in eager mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import REGIMES, budget_for, check_against_eager
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from rockmate import InvalidSampleError, Planner, RockmateModule
+
+_aten = torch.ops.aten
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+PREFER = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func).split(".")[1].rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts_of(module: nn.Module, x: Tensor) -> Counter[str]:
+    """How often each op runs in one forward and backward."""
+    with _Counter() as counter:
+        module(x).backward()
+    return counter.counts
+
+
+def sample() -> Tensor:
+    return torch.randn(64, 32)
+
+
+def check(model: nn.Module, **options: Any) -> None:
+    x = sample()
+    check_against_eager(model, x, lambda module, _: ((), module(x)), **options)
+
+
+def saving(*ops: Any, other: CheckpointPolicy = RECOMPUTE) -> Callable[..., CheckpointPolicy]:
+    return lambda context, op, *args, **kwargs: SAVE if op in ops else other
+
+
+class Mixed(nn.Module):
+    """Products, an op with several results, a split, dropout, and a change in place."""
+
+    def __init__(self, wrap: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(64)
+        self.wrap = wrap
+
+    def inner(self, x: Tensor) -> Tensor:
+        left, right = self.norm(self.first(x)).split(32, 1)
+        hidden = nn.functional.dropout(torch.tanh(left) * torch.sigmoid(right), 0.25)
+        hidden.mul_(2.0)  # PyTorch's policies refuse this of a value that they save
+        return torch.sin(self.second(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x) if self.wrap is None else self.wrap(self.inner, x)
+        return out.square().mean()
+
+
+@pytest.mark.parametrize(
+    "op",
+    [_aten.addmm.default, _aten.native_layer_norm.default, _aten.tanh.default],
+    ids=["product", "several results", "elementwise"],
+)
+def test_what_must_be_saved_runs_once(op: Any) -> None:
+    name = str(op).split(".")[1]
+    model, x = Mixed(), sample()
+    expected = counts_of(copy.deepcopy(model), x)[name]
+    planner = Planner(model, x, policy=saving(op, other=PREFER))
+    for regime in REGIMES:
+        assert counts_of(planner.module(budget_for(planner, regime)), x)[name] == expected
+    check(model, policy=saving(op, other=PREFER))
+
+
+def test_all_decisions_are_kept_and_values_are_eagers() -> None:
+    """Of a policy that recomputes all but products: random ops draw the same numbers again."""
+    check(Mixed(), policy=saving(_aten.addmm.default))
+
+
+def test_a_policy_that_counts() -> None:
+    """Every second product is saved, as the policy's own state says."""
+    seen: list[Any] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is not _aten.addmm.default:
+            return PREFER
+        seen.append(op)
+        return SAVE if len(seen) % 2 else RECOMPUTE
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x).exp())
+            return x.mean()
+
+    plan = Planner(Chain(), sample(), policy=policy).plan(1.0)
+    marks = {each.name: each.mark for each in plan.snapshot.storages if each.name[:5] == "addmm"}
+    assert list(marks.values()) == ["save", "recompute", "save", "recompute"]
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("answer", "mark"), [(True, "save"), (False, None)])
+def test_the_older_form_of_a_policy(answer: bool, mark: str | None) -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer if op is _aten.tanh.default else PREFER
+
+    plan = Planner(Mixed(), sample(), policy=policy).plan(1.0)
+    (storage,) = (each for each in plan.snapshot.storages if each.name == "tanh")
+    assert (storage.mark or None) == mark
+
+
+def contexts_of(policy: Any) -> Callable[..., Any]:
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def selectively(policy: Any) -> Callable[..., Any]:
+    """Wraps a call as one that PyTorch checkpoints selectively."""
+    contexts = contexts_of(policy)
+    return lambda run, *args: checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def nested(run: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint of a checkpoint."""
+    inner = functools.partial(checkpoint, run, use_reentrant=False)
+    return checkpoint(lambda *given: inner(*given), *args, use_reentrant=False)
+
+
+def later_dropout(run: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint that leaves the generator as it is in its recomputation."""
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True)
+
+
+WRAPS = {
+    "plain": later_dropout,
+    "nested": nested,
+    "products": selectively([_aten.addmm.default]),
+    "all but products": selectively(saving(_aten.tanh.default, _aten.sigmoid.default)),
+}
+
+
+@pytest.mark.parametrize("existing", ["lift", "honour"])
+@pytest.mark.parametrize("name", WRAPS)
+def test_checkpoints_of_each_kind_train_as_in_eager(name: str, existing: str) -> None:
+    check(Mixed(WRAPS[name]), existing_checkpoints=existing)
+
+
+@pytest.mark.parametrize("name", ["plain", "products", "all but products"])
+def test_an_honoured_checkpoint_runs_what_eagers_does(name: str) -> None:
+    """With memory to spare, no op runs more often than under PyTorch's own checkpoint.
+
+    And those do that its policy saves: as often as without a checkpoint.
+    """
+    model, x = Mixed(WRAPS[name]), sample()
+    theirs = counts_of(copy.deepcopy(model), x)
+    plain = counts_of(Mixed(), x)
+    ours = counts_of(RockmateModule(model, x, 1.0, existing_checkpoints="honour"), x)
+    for op in ("addmm", "native_layer_norm", "tanh", "sigmoid", "sin"):
+        assert plain[op] <= ours[op] <= theirs[op], op
+    if name == "products":
+        assert ours["addmm"] == plain["addmm"] == 2
+    if name == "all but products":
+        assert ours["tanh"] == plain["tanh"] == 1
+        assert ours["native_layer_norm"] == 2
+
+
+def test_lifted_checkpoints_recompute_nothing_with_memory_to_spare() -> None:
+    x = sample()
+    for wrap in WRAPS.values():
+        ours = counts_of(RockmateModule(Mixed(wrap), x, 1.0), x)
+        assert ours["native_layer_norm"] == ours["tanh"] == 1
+
+
+def test_a_checkpoint_with_outputs_that_are_no_tensors() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def inner(self, x: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+            hidden = torch.tanh(self.layer(x)).exp()
+            return hidden, x.shape[1], {"other": hidden.sin()}
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden, width, others = checkpoint(self.inner, x, use_reentrant=False)
+            return (hidden + others["other"]).square().mean() / width
+
+    for existing in ("lift", "honour"):
+        check(Several(), existing_checkpoints=existing)
+
+
+def test_a_policy_is_not_asked_where_nothing_is_planned() -> None:
+    asked: list[Any] = []
+    model = Mixed()
+    module = RockmateModule(model, sample(), 1.0, policy=lambda *args, **_: asked.append(1) or SAVE)
+    number = len(asked)
+    module.eval()
+    with torch.no_grad():
+        module(sample())
+    assert len(asked) == number > 0
+
+
+def test_a_policy_for_a_model_that_needs_no_gradient() -> None:
+    model = Mixed().requires_grad_(False)
+    with pytest.raises(InvalidSampleError):
+        Planner(model, sample(), policy=saving(_aten.tanh.default))

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.strategies import STRATEGIES
+    from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sweeps.row import SweepRow
     from rockmate.sweeps.run import sweep
 
@@ -89,6 +90,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "fit",
+    "fully_shard",
     "name",
     "planned_graphs",
     "recompute",
@@ -116,6 +118,7 @@ _LAZY_NAMES = {
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
     "wrap_trainer": "rockmate.hf.trainer",
+    "fully_shard": "rockmate.sharding.fully_shard",
     "sweep": "rockmate.sweeps.run",
 }
 

@@ -14,17 +14,20 @@ another would wait for ever. So the time is that of a ring (Thakur, Rabenseifner
 Latency and bandwidth are of the kind of device, not measured. They decide how soon a planner would
 rather recompute something else, and nothing about what is right.
 
-The workspace on a CPU is an upper limit: gloo copies what it gathers or scatters. On a GPU NCCL's
-buffers are its own, made once.
+The workspace on a CPU includes that gloo copies what it gathers or scatters; of other collectives
+than those on shards it is an upper limit. On a GPU NCCL's buffers are its own, made once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from rockmate.costs.cost import Cost
+from rockmate.ops.collectives import collective
+from rockmate.ops.shards import gather_shards
 
 # Collectives that send a value twice: once to reduce it, once to spread the result.
 _TWICE = "all_reduce"
@@ -39,11 +42,13 @@ _LINKS = {"cpu": _Link(0.5, 1.0), "cuda": _Link(0.03, 100.0)}
 
 
 def collective_cost(node: fx.Node) -> Cost:
-    """The cost of one call of `rockmate.ops.collectives.collective`.
+    """The cost of one call for which `is_communication` holds.
 
     Args:
         node: with the fake values of its argument and of its result.
     """
+    if node.target is not collective:
+        return _shards_cost(node)
     op, given = node.args[:2]
     assert isinstance(given, fx.Node)
     before, after = given.meta["val"].nbytes, node.meta["val"].nbytes
@@ -53,7 +58,31 @@ def collective_cost(node: fx.Node) -> Cost:
     if _TWICE in name:
         share = 2.0  # of many ranks: their number does not show in the sizes
     device = node.meta["val"].device
-    link = _LINKS.get(device.type, _LINKS["cuda"])
-    time_ms = link.latency_ms + share * value_bytes / (link.gb_per_s * 1e6)
     copies = device.type == "cpu" and ("gather" in name or "scatter" in name)
-    return Cost(time_ms=time_ms, overhead_bytes=value_bytes if copies else 0)
+    return Cost(
+        time_ms=_time_ms(device, share * value_bytes),
+        overhead_bytes=value_bytes if copies else 0,
+    )
+
+
+def _shards_cost(node: fx.Node) -> Cost:
+    """The cost of a call of `rockmate.ops.shards`, whose docstring has what it allocates."""
+    operands: Any = node.args[0]
+    dims: Any = node.args[1]
+    num_ranks: Any = node.args[2]
+    dtypes: Any = node.args[4:]
+    given = [operand.meta["val"] for operand in operands]
+    device, is_gather = given[0].device, node.target is gather_shards
+    dtype = dtypes[0] or given[0].dtype
+    elements = sum(each.numel() for each in given) * (num_ranks if is_gather else 1)
+    value_bytes = elements * dtype.itemsize
+    # Of a single one that is cut along the first dimension, the collective's memory is the result.
+    has_own_memory = not is_gather or len(given) > 1 or dims[0] != 0
+    overhead_bytes = value_bytes if has_own_memory or device.type == "cpu" else 0
+    share = (num_ranks - 1) / num_ranks
+    return Cost(time_ms=_time_ms(device, share * value_bytes), overhead_bytes=overhead_bytes)
+
+
+def _time_ms(device: torch.device, sent_bytes: float) -> float:
+    link = _LINKS.get(device.type, _LINKS["cuda"])
+    return link.latency_ms + sent_bytes / (link.gb_per_s * 1e6)

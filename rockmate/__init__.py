@@ -18,6 +18,7 @@ from rockmate._torch.version import check_torch_version
 
 check_torch_version()
 
+from rockmate.capture.opaque_functions import register_opaque  # noqa: E402
 from rockmate.costs.machine import Machine  # noqa: E402
 from rockmate.errors import (  # noqa: E402
     BackwardError,
@@ -94,6 +95,7 @@ __all__ = [
     "name",
     "planned_graphs",
     "recompute",
+    "register_opaque",
     "save",
     "sweep",
     "timeline",

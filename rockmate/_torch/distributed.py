@@ -164,3 +164,16 @@ def strided_shard(dim: int, num_cuts: int) -> Any:
 def num_cuts(tensor: Any, dim: int) -> int:
     """Into how many parts a `DTensor` is cut along a dimension."""
     return tensor._spec.num_shards_map[dim]
+
+
+def timeout_s() -> float:
+    """After how long a collective of the default process group fails; no public getter."""
+    found = torch.distributed.distributed_c10d._get_default_timeout(distributed.get_backend())
+    group: Any = distributed.group.WORLD
+    for name in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(name)).options
+            return options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):
+            continue
+    return found.total_seconds()

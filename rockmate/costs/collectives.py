@@ -76,9 +76,9 @@ def _shards_cost(node: fx.Node) -> Cost:
     dtype = dtypes[0] or given[0].dtype
     elements = sum(each.numel() for each in given) * (num_ranks if is_gather else 1)
     value_bytes = elements * dtype.itemsize
-    # Of a single one that is cut along the first dimension, the collective's memory is the result.
-    has_own_memory = not is_gather or len(given) > 1 or dims[0] != 0
-    overhead_bytes = value_bytes if has_own_memory or device.type == "cpu" else 0
+    # Else the collective's memory is the result.
+    has_own_memory = not is_gather or len(given) > 1 or dims[0] != 0 or device.type == "cpu"
+    overhead_bytes = value_bytes if has_own_memory else 0
     share = (num_ranks - 1) / num_ranks
     return Cost(time_ms=_time_ms(device, share * value_bytes), overhead_bytes=overhead_bytes)
 

@@ -9,9 +9,12 @@ Each is a custom op in a trace and a plain function in a plan: `function_of` giv
 other. What they return shares no memory, so each whole parameter is released after its own last
 reader.
 
+On a GPU, what is gathered by itself along its first dimension is the collective's memory. On a CPU
+it is copied out, since a thread of gloo holds that memory for a while after the collective.
+
 | | allocates beside its results, on a CPU |
 |---|---|
-| `gather_shards` | gloo's copy of what is gathered, and for several the collective's memory before |
+| `gather_shards` | the collective's memory, with gloo's copy of it before, without the results |
 | `reduce_to_shards` | the collective's memory, of the gradients' size |
 """
 
@@ -53,7 +56,7 @@ def gather_shards(
     for part, shard in zip(own.split(sizes), shards, strict=True):
         part.view(shard.shape).copy_(shard)
     all_gather_into(memory, own, num_ranks, group)
-    if len(shards) == 1 and dims[0] == 0:
+    if len(shards) == 1 and dims[0] == 0 and memory.device.type != "cpu":
         return [memory.view(_whole_shape(shards[0], 0, num_ranks))]
     rows = memory.view(num_ranks, total).split(sizes, dim=1)
     whole = [

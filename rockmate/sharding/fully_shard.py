@@ -8,18 +8,20 @@ op of the backward. A gathered parameter is a value: a plan keeps it, or gathers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 
 from rockmate._torch.distributed import group_name_of, is_gathered_by_fsdp
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import UnsupportedModelError
+from rockmate.sharding.mark import sharded_model_of
 from rockmate.sharding.parameter import dim_to_cut, sharded
-from rockmate.sharding.sharded_class import put_sharded_class, sharded_model_of
+from rockmate.sharding.sharded_class import put_sharded_class
 from rockmate.sharding.unit import Place, Policy, ShardedModel, Unit
 
 if TYPE_CHECKING:
@@ -86,13 +88,24 @@ def fully_shard(
             'shards over one. Give one of them: mesh["name"].'
         )
         raise UnsupportedModelError(msg)
-    unknown = sorted(set(ignored) - {name for name, _ in module.named_parameters()})
-    if unknown:
-        msg = f"ignored names {unknown[0]!r}, which is no parameter of {type(module).__name__}."
-        raise UnsupportedModelError(msg)
     policy = Policy.of(mp_policy, bucket_bytes)
-    model = ShardedModel(policy, mesh.size(), group_name_of(mesh, 0), frozenset(ignored))
-    _shard(module, mesh, model, tuple(units))
+    whole = _named(module, ignored)
+    model = ShardedModel(policy, mesh.size(), group_name_of(mesh, 0), whole)
+    parameters = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if not any(parameter is each for each in whole)
+    ]
+    for name, parameter in parameters:
+        _refuse_undivided(name, parameter, model.num_ranks)
+    heads = set(_heads(module, tuple(units)))
+    unit_of = dict(_units(module, heads, Unit(model)))
+    readers = _sharded_places(module, [parameter for _, parameter in parameters], mesh, unit_of)
+    for part in module.modules():
+        if part in readers or part in heads or part is module:
+            is_head, is_root = part in heads or part is module, part is module
+            own = readers.get(part, {})
+            put_sharded_class(part, unit_of[part], own, is_head=is_head, is_root=is_root)
     return module
 
 
@@ -114,100 +127,95 @@ def _refuse(module: nn.Module) -> None:
         raise UnsupportedModelError(msg)
 
 
-def _shard(
-    module: nn.Module, mesh: DeviceMesh, model: ShardedModel, kinds: tuple[type[nn.Module], ...]
-) -> None:
-    """Replaces the parameters of a model, and the classes of what has them."""
-    heads = dict(_heads(module, kinds))
-    names = {id(p): name for name, p in module.named_parameters()}
-    _refuse_undivided(module, model)
-    made: dict[int, nn.Parameter] = {}
-    dims: dict[int, int] = {}
-    places: dict[int, Place] = {}
-    # Each place of a tied parameter stands for the first.
+def _named(module: nn.Module, names: Collection[str]) -> tuple[nn.Parameter, ...]:
+    present = dict(module.named_parameters(remove_duplicate=False))
+    unknown = sorted(set(names) - present.keys())
+    if unknown:
+        msg = f"ignored names {unknown[0]!r}, which is no parameter of {type(module).__name__}."
+        raise UnsupportedModelError(msg)
+    return tuple(present[name] for name in names)
+
+
+def _refuse_undivided(name: str, parameter: torch.Tensor, num_ranks: int) -> None:
+    """Raises for a parameter that cannot be cut into equal parts."""
+    if is_subclassed(parameter) and not hasattr(parameter, "device_mesh"):
+        kind = type(parameter).__name__
+        msg = f"{name} is a {kind}, which cannot be sharded. Leave it out: ignored=[{name!r}]."
+        raise UnsupportedModelError(msg)
+    local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if dim_to_cut(local.shape, num_ranks) is None:
+        msg = (
+            f"{name} of shape {tuple(local.shape)} has no dimension that {num_ranks} ranks divide. "
+            "Pad it, use another number of ranks, or leave it whole, and average its gradient over "
+            f"the ranks yourself: ignored=[{name!r}]."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def _sharded_places(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    mesh: DeviceMesh,
+    unit_of: Mapping[nn.Module, Unit],
+) -> dict[nn.Module, dict[str, tuple[Unit, Place]]]:
+    """Puts sharded parameters into all places of whole ones.
+
+    Returns:
+        For each module with some: name -> the unit that gathers it, and its first place, which the
+        other places of a tied one stand for.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    first: dict[int, tuple[Unit, Place, nn.Parameter]] = {}
     readers: dict[nn.Module, dict[str, tuple[Unit, Place]]] = {}
-    unit_of = dict(_units(module, heads, model))
-    owners: dict[int, Unit] = {}
-    found: dict[Unit, list[Place]] = {}
     for part in module.modules():
         table, _ = tensor_tables(part)
-        for key, parameter in list(table.items()):
-            if parameter is None or names[id(parameter)] in model.ignored:
+        for key, parameter in table.items():
+            if parameter is None or id(parameter) not in wanted:
                 continue
-            address = id(parameter)
-            if address not in places:
-                local = sharded(parameter, mesh)
-                made[address], dims[address] = local.parameter, local.dim
-                place = Place(part, key, local.dim, _gathered_bytes(parameter, model), local.rest)
-                places[address], owners[address] = place, unit_of[part]
-                found.setdefault(unit_of[part], []).append(place)
-            readers.setdefault(part, {})[key] = owners[address], places[address]
-    addresses = {
-        (part, key): id(table[key])
-        for part in readers
-        for table in (tensor_tables(part)[0],)
-        for key in readers[part]
-    }
-    for (part, key), address in addresses.items():
-        tensor_tables(part)[0][key] = made[address]
-    for unit, own in found.items():
+            unit = unit_of[part]
+            if id(parameter) not in first:
+                own = sharded(parameter, mesh)
+                num_bytes = _gathered_bytes(parameter, unit.model.policy.dtype)
+                place = Place(part, key, own.dim, num_bytes, own.rest)
+                first[id(parameter)] = unit, place, own.parameter
+            owner, place, _ = first[id(parameter)]
+            readers.setdefault(part, {})[key] = owner, place
+    for part in readers:
+        table, _ = tensor_tables(part)
+        table.update({key: first[id(table[key])][2] for key in readers[part]})
+    places: dict[Unit, list[Place]] = {}
+    for unit, place, _ in first.values():
+        places.setdefault(unit, []).append(place)
+    for unit, own in places.items():
         unit.add(own)
-    for part in module.modules():
-        if part in readers or part in heads or part is module:
-            put_sharded_class(
-                part,
-                unit_of[part],
-                readers.get(part, {}),
-                is_head=part in heads or part is module,
-                is_root=part is module,
-            )
+    return readers
 
 
-def _gathered_bytes(parameter: torch.Tensor, model: ShardedModel) -> int:
-    dtype = model.policy.dtype if parameter.is_floating_point() else None
+def _gathered_bytes(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
+    dtype = dtype if parameter.is_floating_point() else None
     return parameter.numel() * (dtype or parameter.dtype).itemsize
 
 
-def _heads(
-    module: nn.Module, kinds: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[nn.Module, None]]:
-    """The modules that are units, from the outermost lists inwards."""
+def _heads(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """The submodules that are units, by class or as items of the outermost lists."""
     if kinds:
-        yield from ((part, None) for part in module.modules() if isinstance(part, kinds))
-        return
-    for child in [*module.children()] if not isinstance(module, _LISTS) else []:
-        yield from _heads(child, kinds)
-    if isinstance(module, _LISTS):
-        yield from ((item, None) for item in module.children() if next(item.parameters(), None) is not None)
+        yield from (part for part in module.modules() if isinstance(part, kinds))
+    elif isinstance(module, _LISTS):
+        yield from (item for item in module.children() if _has_parameters(item))
+    else:
+        for child in module.children():
+            yield from _heads(child, kinds)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _units(
-    module: nn.Module, heads: dict[nn.Module, None], model: ShardedModel
+    module: nn.Module, heads: Container[nn.Module], unit: Unit
 ) -> Iterator[tuple[nn.Module, Unit]]:
-    """Each module with its unit: the innermost around it."""
-
-    def walk(part: nn.Module, unit: Unit) -> Iterator[tuple[nn.Module, Unit]]:
-        unit = Unit(model) if part in heads else unit
-        yield part, unit
-        for child in part.children():
-            yield from walk(child, unit)
-
-    yield from walk(module, Unit(model))
-
-
-def _refuse_undivided(module: nn.Module, model: ShardedModel) -> None:
-    for name, parameter in module.named_parameters():
-        if name in model.ignored:
-            continue
-        if is_subclassed(parameter) and not hasattr(parameter, "device_mesh"):
-            kind: Any = type(parameter).__name__
-            msg = f"{name} is a {kind}, which cannot be sharded. Leave it whole: ignored=[{name!r}]."
-            raise UnsupportedModelError(msg)
-        local = getattr(parameter, "to_local", lambda p=parameter: p)()
-        if dim_to_cut(local.shape, model.num_ranks) is None:
-            msg = (
-                f"{name} of shape {tuple(local.shape)} has no dimension that {model.num_ranks} "
-                "ranks divide. Pad it, use another number of ranks, or leave it whole: "
-                f"ignored=[{name!r}], and average its gradient over the ranks yourself."
-            )
-            raise UnsupportedModelError(msg)
+    """Each module with its unit, which begins at the innermost head around it."""
+    unit = Unit(unit.model) if module in heads else unit
+    yield module, unit
+    for child in module.children():
+        yield from _units(child, heads, unit)

@@ -10,14 +10,8 @@ import torch
 from torch import nn
 
 from rockmate._torch.pytree import tree_map_only
-from rockmate.sharding.unit import Place, ShardedModel, Unit
-
-_MARK = "_rockmate_sharded_model"
-
-
-def sharded_model_of(module: nn.Module) -> ShardedModel | None:
-    """What the units of a model share, if `fully_shard` has given this module a class."""
-    return getattr(type(module), _MARK, None)
+from rockmate.sharding.mark import MARK
+from rockmate.sharding.unit import Place, Unit
 
 
 def put_sharded_class(
@@ -42,7 +36,7 @@ def put_sharded_class(
         name: _property(owner, place) for name, (owner, place) in readers.items()
     }
     members["forward"] = _forward(kind.forward, unit, is_head=is_head, is_root=is_root)
-    members.update({_MARK: unit.model, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    members.update({MARK: unit.model, "__module__": kind.__module__, "__doc__": kind.__doc__})
     made: Any = type(f"Sharded{kind.__name__}", (kind,), members)
     module.__class__ = made
 

@@ -62,14 +62,14 @@ class ShardedModel:
         policy: of the model.
         num_ranks: that share each parameter.
         group: name of their process group.
-        ignored: names of the parameters that stay whole, as the user asked.
+        ignored: the parameters that stay whole, as the user asked.
         depth: number of forwards of its modules that are running.
     """
 
     policy: Policy
     num_ranks: int
     group: str
-    ignored: frozenset[str] = frozenset()
+    ignored: tuple[nn.Parameter, ...] = ()
     depth: int = 0
 
 

@@ -90,9 +90,9 @@ def caller_of(function: type) -> FunctionCaller | None:
 
 
 @contextlib.contextmanager
-def calls_seen(see: Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any]) -> (
-    Iterator[None]
-):
+def calls_seen(
+    see: Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any],
+) -> Iterator[None]:
     """Has `see` called for each call of a registered function, for its result."""
 
     def replacement(cls: type, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:

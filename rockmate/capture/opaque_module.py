@@ -77,17 +77,10 @@ def record_calls(
         return {}
     seen: list[_Seen] = []
     running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
-
-    def see(caller: FunctionCaller, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if running:
-            return run(*args)
-        name = caller.function.__qualname__
-        result = refuse_written(name, args, lambda: run(*args))
-        seen.append(_Seen(name, caller, (args, {}), result, autocast_dtypes()))
-        return result
-
     handles = [
-        handle for path, module in modules.items() for handle in _watch_calls(module, path, seen, running)
+        handle
+        for path, module in modules.items()
+        for handle in _watch_calls(module, path, seen, running)
     ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
@@ -99,7 +92,7 @@ def record_calls(
             torch.random.fork_rng(devices=devices),
             torch.enable_grad(),
             nothing_saved(),
-            calls_seen(see),
+            calls_seen(_note_functions(seen, running)),
         ):
             functional_call(model, by_place(model, buffers), args, kwargs, tie_weights=False)
     finally:
@@ -131,6 +124,22 @@ class _Seen(NamedTuple):
     arguments: tuple[Any, Any]
     result: Any
     autocast: dict[str, torch.dtype]
+
+
+def _note_functions(
+    seen: list[_Seen], running: Sequence[Any]
+) -> Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any]:
+    """Has each call of a registered function added to `seen`, but not those in opaque modules."""
+
+    def see(caller: FunctionCaller, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if running:
+            return run(*args)
+        name = caller.function.__qualname__
+        result = refuse_written(name, args, lambda: run(*args))
+        seen.append(_Seen(name, caller, (args, {}), result, autocast_dtypes()))
+        return result
+
+    return see
 
 
 def _watch_calls(

@@ -1,4 +1,4 @@
-"""`rockmate.fully_shard` under a plan, against PyTorch's own `fully_shard` in the same processes."""
+"""`rockmate.fully_shard` under a plan, against `torch.distributed.fsdp` in the same processes."""
 
 from __future__ import annotations
 
@@ -197,6 +197,12 @@ def check_checkpoints(mesh: DeviceMesh) -> None:
     theirs.load_state_dict(state)
     assert_equal([*map(whole, theirs.parameters())], [*map(whole, ours.parameters())])
 
+    plain = net()
+    state = plain.state_dict()
+    load(state, checkpoint_id=f"{folders[0]}/ours")
+    plain.load_state_dict(state)
+    assert_equal([*map(whole, plain.parameters())], [*map(whole, ours.parameters())])
+
     trained(theirs, theirs, rank)
     save(theirs.state_dict(), checkpoint_id=f"{folders[0]}/theirs")
     with torch.device("meta"):
@@ -333,6 +339,78 @@ def check_two_dimensions(_: DeviceMesh) -> None:
     assert_equal(*found)
 
 
+def check_architectures(mesh: DeviceMesh) -> None:
+    """Losses, norms and parameters of architectures from configurations, dropout on."""
+    import transformers
+
+    common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    configs = [
+        # Without a plan's sharding, too, its attention with dropout rounds otherwise than eager.
+        transformers.GPT2Config(
+            vocab_size=NUM_TOKENS, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, **common
+        ),
+        transformers.LlamaConfig(
+            vocab_size=NUM_TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1, **common,
+        ),
+        transformers.ViTConfig(
+            image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_labels=8,
+            num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1, problem_type="single_label_classification",
+        ),
+    ]  # fmt: skip
+    for config in configs:
+        found = []
+        for is_ours in (False, True):
+            torch.manual_seed(0)
+            is_text = config.model_type != "vit"
+            name = "AutoModelForCausalLM" if is_text else "AutoModelForImageClassification"
+            model = getattr(transformers, name).from_config(config).train()
+            make = text_batch if is_text else image_batch
+            if is_ours:
+                fully_shard(model, mesh)
+                module = RockmateModule(model, make(0), 0.5, allow_chunking=False)
+                assert module.plan.predicted_peak_bytes < module.plan.baseline_peak_bytes
+            else:
+                for layer in layers_of(model):
+                    fully_shard_of_torch(layer, mesh=mesh)
+                module = fully_shard_of_torch(model, mesh=mesh)
+            found.append(trained_by_loss(module, model, make, mesh.get_local_rank()))
+        assert_equal(*found)
+
+
+def text_batch(seed: int) -> dict[str, Tensor]:
+    tokens = batch(seed, size=4)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def image_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(4, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 8, (4,), generator=generator)}
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+    return [*next(lists)]
+
+
+def trained_by_loss(
+    module: nn.Module, model: nn.Module, make: Callable[[int], dict[str, Tensor]], seed: int
+) -> list[Tensor]:
+    """As `trained`, for models that return their loss."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Tensor]()
+    for step in range(3):
+        torch.manual_seed(100 * step + seed)
+        loss = module(**make(10 * step + seed)).loss
+        loss.backward()
+        found.append(loss.detach().clone())
+        found.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *map(whole, model.parameters())]
+
+
 def trained_by_sgd(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
     """As `trained`; foreach kernels take no parameters of two meshes together."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), list[Tensor]()
@@ -358,6 +436,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_other_budgets: 2,
     check_interleaved_groups: 2,
     check_death: 2,
+    check_architectures: 2,
     check_two_dimensions: 4,
 }
 

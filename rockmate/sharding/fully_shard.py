@@ -70,24 +70,11 @@ def fully_shard(
 
     Raises:
         UnsupportedModelError: the mesh does not divide a parameter along any dimension, or has
-            several dimensions; the model is sharded already, by either generation of FSDP too; or a
-            layer keeps its weights elsewhere.
+            several dimensions or is on another device; the model is sharded already, by either
+            generation of FSDP too; or a layer keeps its weights elsewhere.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     _refuse(module)
-    if not (distributed.is_available() and distributed.is_initialized()):
-        msg = "fully_shard needs a process group: call torch.distributed.init_process_group first."
-        raise UnsupportedModelError(msg)
-    if mesh is None:
-        device = next((p.device.type for p in module.parameters() if not p.is_meta), "cpu")
-        mesh = init_device_mesh(device, (distributed.get_world_size(),))
-    if mesh.ndim != 1:
-        msg = (
-            f"fully_shard was given a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}, and "
-            'shards over one. Give one of them: mesh["name"].'
-        )
-        raise UnsupportedModelError(msg)
+    mesh = _mesh_for(module, mesh)
     policy = Policy.of(mp_policy, bucket_bytes)
     whole = _named(module, ignored)
     model = ShardedModel(policy, mesh.size(), group_name_of(mesh, 0), whole)
@@ -97,7 +84,7 @@ def fully_shard(
         if not any(parameter is each for each in whole)
     ]
     for name, parameter in parameters:
-        _refuse_undivided(name, parameter, model.num_ranks)
+        _refuse_undivided(name, parameter, mesh)
     heads = set(_heads(module, tuple(units)))
     unit_of = dict(_units(module, heads, Unit(model)))
     readers = _sharded_places(module, [parameter for _, parameter in parameters], mesh, unit_of)
@@ -127,6 +114,25 @@ def _refuse(module: nn.Module) -> None:
         raise UnsupportedModelError(msg)
 
 
+def _mesh_for(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh that was given, of one dimension, or that of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        msg = "fully_shard needs a process group: call torch.distributed.init_process_group first."
+        raise UnsupportedModelError(msg)
+    if mesh is None:
+        device = next((p.device.type for p in module.parameters() if not p.is_meta), "cpu")
+        mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    if mesh.ndim != 1:
+        msg = (
+            f"fully_shard was given a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}, and "
+            'shards over one. Give one of them: mesh["name"].'
+        )
+        raise UnsupportedModelError(msg)
+    return mesh
+
+
 def _named(module: nn.Module, names: Collection[str]) -> tuple[nn.Parameter, ...]:
     present = dict(module.named_parameters(remove_duplicate=False))
     unknown = sorted(set(names) - present.keys())
@@ -136,13 +142,20 @@ def _named(module: nn.Module, names: Collection[str]) -> tuple[nn.Parameter, ...
     return tuple(present[name] for name in names)
 
 
-def _refuse_undivided(name: str, parameter: torch.Tensor, num_ranks: int) -> None:
-    """Raises for a parameter that cannot be cut into equal parts."""
+def _refuse_undivided(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raises for a parameter that cannot be cut into equal parts on the mesh."""
+    if parameter.device.type not in (mesh.device_type, "meta"):
+        msg = (
+            f"{name} is on {parameter.device.type} and the mesh on {mesh.device_type}. Move the "
+            "model first, or make it on the meta device."
+        )
+        raise UnsupportedModelError(msg)
     if is_subclassed(parameter) and not hasattr(parameter, "device_mesh"):
         kind = type(parameter).__name__
         msg = f"{name} is a {kind}, which cannot be sharded. Leave it out: ignored=[{name!r}]."
         raise UnsupportedModelError(msg)
     local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    num_ranks = mesh.size()
     if dim_to_cut(local.shape, num_ranks) is None:
         msg = (
             f"{name} of shape {tuple(local.shape)} has no dimension that {num_ranks} ranks divide. "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.pytree import tree_map_only
+from rockmate.errors import UnsupportedModelError
 from rockmate.sharding.mark import MARK
 from rockmate.sharding.unit import Place, Unit
 
@@ -35,10 +36,21 @@ def put_sharded_class(
     members: dict[str, Any] = {
         name: _property(owner, place) for name, (owner, place) in readers.items()
     }
+    members["__deepcopy__"] = _refuse_copy
     members["forward"] = _forward(kind.forward, unit, is_head=is_head, is_root=is_root)
     members.update({MARK: unit.model, "__module__": kind.__module__, "__doc__": kind.__doc__})
     made: Any = type(f"Sharded{kind.__name__}", (kind,), members)
     module.__class__ = made
+
+
+def _refuse_copy(self: nn.Module, _: Any) -> nn.Module:
+    """A copy would read the parameters of the original."""
+    kind = type(self).__name__
+    msg = (
+        f"a {kind} that fully_shard has made cannot be copied. Make the model anew, shard it, and "
+        "load the state_dict of this one."
+    )
+    raise UnsupportedModelError(msg)
 
 
 def _property(unit: Unit, place: Place) -> property:

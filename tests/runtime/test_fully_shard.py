@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import warnings
@@ -258,6 +259,8 @@ def check_refusals(mesh: DeviceMesh) -> None:
         fully_shard(nn.Sequential(nn.LSTM(4, 4)), mesh)
     with pytest.raises(UnsupportedModelError, match="sharded already"):
         fully_shard(fully_shard(net(), mesh), mesh)
+    with pytest.raises(UnsupportedModelError, match="cannot be copied"):
+        copy.deepcopy(fully_shard(net(), mesh))
     theirs = sharded_by_torch(net(), mesh)
     with pytest.raises(UnsupportedModelError, match="sharded by PyTorch's FSDP"):
         fully_shard(theirs, mesh)

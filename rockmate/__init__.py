@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sharding.fully_shard import fully_shard
+    from rockmate.sharding.simulated import simulated_ranks
     from rockmate.sweeps.row import SweepRow
     from rockmate.sweeps.run import sweep
 
@@ -97,6 +98,7 @@ __all__ = [
     "recompute",
     "register_opaque",
     "save",
+    "simulated_ranks",
     "sweep",
     "timeline",
     "wrap_trainer",
@@ -121,6 +123,7 @@ _LAZY_NAMES = {
     "timeline": "rockmate._torch.allocator",
     "wrap_trainer": "rockmate.hf.trainer",
     "fully_shard": "rockmate.sharding.fully_shard",
+    "simulated_ranks": "rockmate.sharding.simulated",
     "sweep": "rockmate.sweeps.run",
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -177,3 +179,18 @@ def timeout_s() -> float:
         except (RuntimeError, AttributeError):
             continue
     return found.total_seconds()
+
+
+@contextlib.contextmanager
+def fake_group(num_ranks: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this process is the first.
+
+    Its collectives do nothing. PyTorch has it for its own tests only.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

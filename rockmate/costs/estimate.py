@@ -141,7 +141,7 @@ def estimate_costs(graph: Graph, machine: Machine) -> Costs:
         key = call_key(target, op.node.args, op.node.kwargs)
         if key not in known:
             known[key] = (
-                collective_cost(op.node)
+                collective_cost(op.node, machine)
                 if is_communication(target)
                 else _cost(op.node, target, machine)
             )

@@ -45,6 +45,7 @@ from rockmate._torch.distributed import (
     active_data_parallel,
     all_gather_into,
     default_store,
+    fake_group,
     first_offer,
     free,
     group_name_of,
@@ -507,6 +508,13 @@ class TestDistributed:
         )
         assert (num_cuts(tensor, 0), num_cuts(tensor, 1)) == (1, 1)
         assert strided_shard(0, 2).dim == 0
+
+
+def test_a_group_of_ranks_that_are_not_there() -> None:
+    with fake_group(8):
+        assert torch.distributed.get_world_size() == 8
+        assert torch.distributed.get_rank() == 0
+    assert not torch.distributed.is_initialized()
 
 
 def test_applications_of_autograd_functions() -> None:

@@ -470,7 +470,7 @@ def test_processes(index: int) -> None:
         ({0: "ab", 1: "ab"}, {}),
         ({0: "ab", 1: "ba"}, {0: "a", 1: "b"}),
         ({0: "aab", 1: "aab"}, {}),
-        ({0: "aab", 1: "ab"}, {0: "a"}),
+        ({0: "aab", 1: "ab"}, {0: "a", 1: "b"}),
     ],
 )
 def test_orders_of_two_groups(orders: dict[int, str], blocked: dict[int, str]) -> None:

@@ -14,7 +14,7 @@ Fragile ones say so: they have changed between releases, or stand on undocumente
 | `engine` | questions to the running backward; gradients added from within it |
 | `dispatch` | which op a call reaches; generated functions of ops |
 | `graphs` | code generation of fx graphs; the tracer's node creation |
-| `distributed` | collectives, meshes, the group's store; marks of FSDP and DistributedDataParallel |
+| `distributed` | collectives, meshes, the group's store; marks of FSDP and of DDP |
 | `functions` | calls of autograd functions, seen or replaced |
 | `allocator` | allocations while a function runs |
 | `autocast` | autocast switched off |

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rockmate import (
+    Plan,
     PlanMismatchError,
     Planner,
     RockmateModule,
@@ -276,7 +277,12 @@ def check_refusals(mesh: DeviceMesh) -> None:
 
 
 def check_plan_of_another_mesh(mesh: DeviceMesh) -> None:
-    plan = Planner(fully_shard(net(), mesh), batch()).plan(0.5)
+    texts: list[Any] = [None]
+    if mesh.get_local_rank() == 0:
+        texts[0] = Planner(fully_shard(net(), mesh), batch()).plan(0.5).to_text()
+    # Each rank measures its own op times, and its plans differ from those of others.
+    distributed.broadcast_object_list(texts)
+    plan = Plan.from_text(texts[0])
     module = RockmateModule(fully_shard(net(), mesh), batch(), plan=plan)
     module(batch()).backward()
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))["shard"]
@@ -340,6 +346,13 @@ def check_two_dimensions(_: DeviceMesh) -> None:
         assert placements[0] == (Shard(0),)
         found[-1].append(torch.tensor([len(each) for each in placements]))
     assert_equal(*found)
+
+
+def check_four_ranks(mesh: DeviceMesh) -> None:
+    theirs = sharded_by_torch(net(2), mesh)
+    expected = trained(theirs, theirs, mesh.get_local_rank())
+    model = fully_shard(net(2), mesh)
+    assert_equal(trained(planned(model, 0.4), model, mesh.get_local_rank()), expected)
 
 
 def check_architectures(mesh: DeviceMesh) -> None:
@@ -441,6 +454,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_death: 2,
     check_architectures: 2,
     check_two_dimensions: 4,
+    check_four_ranks: 4,
 }
 
 

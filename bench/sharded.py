@@ -211,7 +211,7 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=128)

@@ -28,8 +28,8 @@ def collective_text(node: fx.Node) -> tuple[str, str]:
     Args:
         node: a call of `collective` or of an op on shards, with the fake values of its arguments.
     """
-    arguments = [node.target.__name__, *node.args] if node.target in ON_SHARDS else node.args
-    op, *args = arguments
+    target: Any = node.target
+    op, *args = (target.__name__, *node.args) if target in ON_SHARDS else node.args
     return f"{op}({', '.join(map(_argument_text, args))})", group_of(node)
 
 

@@ -113,6 +113,11 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)].count(False) == 0
 
 
+def placements(model: nn.Module) -> list[tuple[str, Any]]:
+    named: Any = model.named_parameters()
+    return [(name, parameter.placements) for name, parameter in named]
+
+
 def collectives_of(module: RockmateModule) -> list[str]:
     program = module._plans.runnables[0].runner.program
     return [text for text, _ in program.collectives]
@@ -128,8 +133,7 @@ def check_training(mesh: DeviceMesh) -> None:
         assert fully_shard(model, mesh) is model
         module = model if budget is None else planned(model, budget)
         assert_equal(trained(module, model, rank), expected)
-        names = [(name, p.placements) for name, p in theirs.named_parameters()]
-        assert [(name, p.placements) for name, p in model.named_parameters()] == names
+        assert placements(model) == placements(theirs)
         if isinstance(module, RockmateModule):
             check_number_of_gathers(module, budget)
 
@@ -227,8 +231,9 @@ def check_evaluation(mesh: DeviceMesh) -> None:
         first = timeline(lambda: model(batch())).peak_bytes
         largest = max(sum(p.numel() * 4 for p in layer.parameters()) for layer in plain.layers)
         assert first < 4 * largest
-    assert model.embed.weight.shape == (NUM_TOKENS, WIDTH)
-    assert isinstance(model.embed.weight, DTensor)
+    weight = model.get_parameter("embed.weight")
+    assert weight.shape == (NUM_TOKENS, WIDTH)
+    assert isinstance(weight, DTensor)
 
 
 def check_frozen(mesh: DeviceMesh) -> None:
@@ -306,7 +311,8 @@ def check_interleaved_groups(mesh: DeviceMesh) -> None:
     other = init_device_mesh("cpu", (2,))
     names = [mesh.get_group().group_name, other.get_group().group_name]
     if names[0] == names[1]:
-        names[1] = distributed.new_group([0, 1]).group_name
+        made: Any = distributed.new_group([0, 1])
+        names[1] = made.group_name
     texts = [("first", names[0]), ("second", names[1])]
     plan_agreement.confirm_collectives(texts)
     rank = mesh.get_local_rank()
@@ -342,9 +348,9 @@ def check_two_dimensions(_: DeviceMesh) -> None:
         else:
             module = sharded_by_torch(model, across)
         found.append(trained_by_sgd(module, model, rank))
-        placements = [parameter.placements for parameter in model.parameters()]
-        assert placements[0] == (Shard(0),)
-        found[-1].append(torch.tensor([len(each) for each in placements]))
+        layouts = [layout for _, layout in placements(model)]
+        assert layouts[0] == (Shard(0),)
+        found[-1].append(torch.tensor([len(layout) for layout in layouts]))
     assert_equal(*found)
 
 
@@ -359,6 +365,7 @@ def check_architectures(mesh: DeviceMesh) -> None:
     """Losses, norms and parameters of architectures from configurations, dropout on."""
     import transformers
 
+    classify = "single_label_classification"
     common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     configs = [
         # Without a plan's sharding, too, its attention with dropout rounds otherwise than eager.
@@ -370,9 +377,9 @@ def check_architectures(mesh: DeviceMesh) -> None:
             num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1, **common,
         ),
         transformers.ViTConfig(
-            image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_labels=8,
+            image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2,
             num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.1,
-            attention_probs_dropout_prob=0.1, problem_type="single_label_classification",
+            attention_probs_dropout_prob=0.1, **{"num_labels": 8, "problem_type": classify},
         ),
     ]  # fmt: skip
     for config in configs:

@@ -36,6 +36,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.fake import is_fake
 from rockmate.capture.opaque_call import (
     OpaqueCall,
     by_place,
@@ -73,7 +74,9 @@ def record_calls(
         UnsupportedModelError: an argument or result is no nesting of tensors and constants.
     """
     modules = opaque_modules(model, names)
-    if not modules and not has_functions():
+    # A model that is elsewhere cannot run.
+    is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))
+    if not modules and (is_elsewhere or not has_functions()):
         return {}
     seen: list[_Seen] = []
     running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs

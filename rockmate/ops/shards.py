@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rockmate._torch.distributed import all_gather_into, free, rank_in, reduce_in_place
+from rockmate._torch.fake import is_fake
 
 # Types whose sums cannot overflow, so that the division may come last.
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
@@ -48,6 +49,8 @@ def gather_shards(
         group: name of the process group.
         dtype: of the results; None: that of the shards.
     """
+    if is_fake(shards[0]):
+        return _fake_whole(shards, dims, num_ranks, dtype)
     dtype = dtype or shards[0].dtype
     sizes = [shard.numel() for shard in shards]
     total = sum(sizes)
@@ -86,6 +89,8 @@ def reduce_to_shards(
         dtype: of the results.
     """
     first = gradients[0]
+    if is_fake(first):
+        return _fake_parts(gradients, dims, num_ranks, dtype)
     reduce_dtype = reduce_dtype or first.dtype
     sizes = [gradient.numel() // num_ranks for gradient in gradients]
     before, after = _divisors(num_ranks, reduce_dtype)
@@ -126,6 +131,22 @@ def _whole_shape(shard: Tensor, dim: int, num_ranks: int) -> list[int]:
 
 def _part_shape(whole: Tensor, dim: int, num_ranks: int) -> list[int]:
     return [size // num_ranks if d == dim else size for d, size in enumerate(whole.shape)]
+
+
+def _fake_whole(
+    shards: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """What `gather_shards` returns, without numbers."""
+    pairs = zip(shards, dims, strict=True)
+    return [each.new_empty(_whole_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+
+
+def _fake_parts(
+    gradients: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """What `reduce_to_shards` returns, without numbers."""
+    pairs = zip(gradients, dims, strict=True)
+    return [each.new_empty(_part_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
 
 
 def _joined(row: Tensor, shard: Tensor, dim: int, num_ranks: int) -> Tensor:
@@ -179,8 +200,7 @@ def _(
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    pairs = zip(shards, dims, strict=True)
-    return [each.new_empty(_whole_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+    return _fake_whole(shards, dims, num_ranks, dtype)
 
 
 @_reduce.register_fake
@@ -192,8 +212,7 @@ def _(
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    pairs = zip(gradients, dims, strict=True)
-    return [each.new_empty(_part_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+    return _fake_parts(gradients, dims, num_ranks, dtype)
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -85,15 +85,26 @@ def fully_shard(
     ]
     for name, parameter in parameters:
         _refuse_undivided(name, parameter, mesh)
-    heads = set(_heads(module, tuple(units)))
+    _shard(module, [parameter for _, parameter in parameters], mesh, model, tuple(units))
+    return module
+
+
+def _shard(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    mesh: DeviceMesh,
+    model: ShardedModel,
+    kinds: tuple[type[nn.Module], ...],
+) -> None:
+    """Puts sharded parameters, and classes that gather them, in their places."""
+    heads = set(_heads(module, kinds))
     unit_of = dict(_units(module, heads, Unit(model)))
-    readers = _sharded_places(module, [parameter for _, parameter in parameters], mesh, unit_of)
+    readers = _sharded_places(module, parameters, mesh, unit_of)
     for part in module.modules():
         if part in readers or part in heads or part is module:
             is_head, is_root = part in heads or part is module, part is module
             own = readers.get(part, {})
             put_sharded_class(part, unit_of[part], own, is_head=is_head, is_root=is_root)
-    return module
 
 
 def _refuse(module: nn.Module) -> None:

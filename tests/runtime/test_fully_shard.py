@@ -379,7 +379,7 @@ def check_architectures(mesh: DeviceMesh) -> None:
         transformers.ViTConfig(
             image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2,
             num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.1,
-            attention_probs_dropout_prob=0.1, **{"num_labels": 8, "problem_type": classify},
+            attention_probs_dropout_prob=0.1, num_labels=8, problem_type=classify,
         ),
     ]  # fmt: skip
     for config in configs:

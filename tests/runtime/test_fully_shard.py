@@ -370,7 +370,8 @@ def check_architectures(mesh: DeviceMesh) -> None:
     configs = [
         # Without a plan's sharding, too, its attention with dropout rounds otherwise than eager.
         transformers.GPT2Config(
-            vocab_size=NUM_TOKENS, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, **common
+            vocab_size=NUM_TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4,
+            attn_pdrop=0.0, **common,
         ),
         transformers.LlamaConfig(
             vocab_size=NUM_TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

@@ -18,6 +18,7 @@ from rockmate._torch.version import check_torch_version
 
 check_torch_version()
 
+from rockmate.capture.opaque_functions import register_opaque  # noqa: E402
 from rockmate.costs.machine import Machine  # noqa: E402
 from rockmate.errors import (  # noqa: E402
     BackwardError,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.strategies import STRATEGIES
+    from rockmate.sharding.fully_shard import fully_shard
+    from rockmate.sharding.simulated import simulated_ranks
     from rockmate.sweeps.row import SweepRow
     from rockmate.sweeps.run import sweep
 
@@ -89,10 +92,13 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "fit",
+    "fully_shard",
     "name",
     "planned_graphs",
     "recompute",
+    "register_opaque",
     "save",
+    "simulated_ranks",
     "sweep",
     "timeline",
     "wrap_trainer",
@@ -116,6 +122,8 @@ _LAZY_NAMES = {
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
     "wrap_trainer": "rockmate.hf.trainer",
+    "fully_shard": "rockmate.sharding.fully_shard",
+    "simulated_ranks": "rockmate.sharding.simulated",
     "sweep": "rockmate.sweeps.run",
 }
 

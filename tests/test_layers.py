@@ -21,6 +21,7 @@ ORDER = (
     "budget",
     "_torch",
     "ops",
+    "sharding",
     "capture",
     "graph",
     "costs",

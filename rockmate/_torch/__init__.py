@@ -14,7 +14,8 @@ Fragile ones say so: they have changed between releases, or stand on undocumente
 | `engine` | questions to the running backward; gradients added from within it |
 | `dispatch` | which op a call reaches; generated functions of ops |
 | `graphs` | code generation of fx graphs; the tracer's node creation |
-| `distributed` | marks of FSDP and of DistributedDataParallel; the group's key-value store |
+| `distributed` | collectives, meshes, the group's store; marks of FSDP and of DDP |
+| `functions` | calls of autograd functions, seen or replaced |
 | `allocator` | allocations while a function runs |
 | `autocast` | autocast switched off |
 | `pytree` | nested containers as PyTorch takes them apart |

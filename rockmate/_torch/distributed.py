@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,6 +102,95 @@ def wait_for(tensor: torch.Tensor) -> torch.Tensor:
 
 def ranks_of(group_name: str) -> list[int]:
     """The global ranks of a process group, which ops know by its name alone."""
+    return distributed.get_process_group_ranks(_group_named(group_name))
+
+
+def _group_named(name: str) -> Any:
+    """The process group that ops know by a name."""
     resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
-    group = resolve(group_name)
-    return distributed.get_process_group_ranks(group)
+    return resolve(name)
+
+
+def rank_in(group: str) -> int:
+    """The rank of this process in a process group, by the group's name."""
+    return _group_named(group).rank()
+
+
+def all_gather_into(memory: torch.Tensor, part: torch.Tensor, num_ranks: int, group: str) -> None:
+    """Gathers the parts of all ranks, in the order of ranks; `part` may lie in its own place."""
+    functional = torch.ops._c10d_functional
+    wait_for(functional.all_gather_into_tensor_out(part, num_ranks, group, out=memory))
+
+
+def reduce_in_place(memory: torch.Tensor, how: str, num_ranks: int, group: str) -> torch.Tensor:
+    """This rank's part of the sum ("sum") or mean ("avg") of equal tensors along dimension 0.
+
+    `memory` is overwritten, and the result may be a view of it. On a CPU, gloo reduces a copy of
+    the whole tensor when it is asked to reduce and scatter. Here it reduces the tensor itself, in
+    the same order.
+    """
+    functional = torch.ops._c10d_functional
+    if memory.device.type == "cpu":
+        wait_for(functional.all_reduce_(memory, how, group))
+        return memory.chunk(num_ranks)[rank_in(group)]
+    return wait_for(functional.reduce_scatter_tensor(memory, how, num_ranks, group))
+
+
+def free(memory: torch.Tensor) -> None:
+    """Frees the memory of a tensor that nobody reads.
+
+    A thread of gloo holds the tensors of a collective for a while after its end.
+    """
+    memory.untyped_storage().resize_(0)
+
+
+def group_name_of(mesh: Any, dim: int) -> str:
+    """The name of the process group of one dimension of a device mesh."""
+    return mesh.get_group(dim).group_name
+
+
+def joined_mesh(first: Any, second: Any) -> Any:
+    """The mesh of the dimensions of two, as PyTorch's `fully_shard` joins them."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, num_cuts: int) -> Any:
+    """The placement of a cut within so many parts of one dimension that others have made."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=num_cuts)
+
+
+def num_cuts(tensor: Any, dim: int) -> int:
+    """Into how many parts a `DTensor` is cut along a dimension."""
+    return tensor._spec.num_shards_map[dim]
+
+
+def timeout_s() -> float:
+    """After how long a collective of the default process group fails; no public getter."""
+    found = torch.distributed.distributed_c10d._get_default_timeout(distributed.get_backend())
+    group: Any = distributed.group.WORLD
+    for name in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(name)).options
+            return options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):
+            continue
+    return found.total_seconds()
+
+
+@contextlib.contextmanager
+def fake_group(num_ranks: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this process is the first.
+
+    Its collectives do nothing. PyTorch has it for its own tests only.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

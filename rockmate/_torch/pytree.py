@@ -4,6 +4,13 @@ Libraries register their containers here (Hugging Face its model outputs), so no
 library sees the same leaves. The public `torch.utils.pytree` is missing in some known versions.
 """
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
-__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]

@@ -13,6 +13,7 @@ from torch import fx
 from rockmate._torch.distributed import is_collective, is_wait
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.collectives import collective
+from rockmate.ops.shards import function_of, gather_shards
 
 
 def wait_for_collectives(graph: fx.Graph) -> None:
@@ -22,6 +23,12 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         UnsupportedModelError: a collective returns several tensors.
     """
     for node in list(graph.nodes):
+        function = function_of(node.target)
+        if function is not None:
+            node.target = function
+            if function is gather_shards:
+                node.args = node.args[:-1]  # how its gradient is reduced
+            continue
         if not is_collective(node.target):
             continue
         waits = [user for user in node.users if is_wait(user.target)]

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from rockmate._torch import fake as fake_tensors
 from rockmate._torch.fake import FakeTensor, FakeTensorMode
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.subclasses import is_wrapper
+from rockmate._torch.subclasses import is_wrapper, wrapped_parts
 from rockmate.capture.tensor_parts import has_attributes
 from rockmate.errors import UnsupportedModelError
 
@@ -115,7 +115,9 @@ class _StandIns:
             )
             raise UnsupportedModelError(msg)
         if is_wrapper(tensor):
-            return self._made.setdefault(id(tensor), self._mode.from_tensor(tensor))
+            if id(tensor) not in self._made:
+                self._made[id(tensor)] = self._wrapper(tensor)
+            return self._made[id(tensor)]
         if id(tensor) not in self._made:
             with self._mode:
                 fake = torch.empty_strided(
@@ -128,6 +130,20 @@ class _StandIns:
                 else fake.requires_grad_(tensor.requires_grad)
             )
         return self._made[id(tensor)]
+
+    def _wrapper(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a wrapper. What it wraps on the meta device has one on the CPU."""
+        if not tensor.is_meta:
+            return self._mode.from_tensor(tensor)
+        parts, context = wrapped_parts(tensor)
+        inner = {
+            name: self.of(part) if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
+        kind: Any = type(tensor)
+        made = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
 class _GpuAttention(TorchFunctionMode):

@@ -37,6 +37,7 @@ from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
+from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
@@ -134,18 +135,24 @@ def _captured(
     keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
-    # A checkpoint would run what is opaque without gradients, unlike the trace.
-    with attributes_kept(model), training_only_features_off(model):
-        calls = record_calls(model, tensors, make().structure, untraced)
-
     wrapped: list[tuple[Any, torch.Tensor]] = []
+    functions = ForeignFunctions()
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
+        # A checkpoint would run what is opaque without gradients, unlike the trace.
+        with attributes_kept(model), training_only_features_off(model):
+            calls = record_calls(model, tensors, make().structure, untraced)
         forward = make()
-        joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
+        with functions.traced():
+            joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 
-    joint, forward = trace()
+    try:
+        joint, forward = trace()
+    except (InvalidSampleError, UnsupportedModelError) as error:
+        if any(map(is_fake, (*tensors, *model.parameters()))) or not functions.register(error):
+            raise
+        joint, forward = trace()
     wrappings = _wrappings(wrapped)
     if forward.notice:
         logger.warning(

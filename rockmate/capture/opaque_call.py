@@ -101,7 +101,9 @@ class OpaqueCall:
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
         with self.random_state_kept():
-            self.saved_bytes = self._measured_bytes(self.copied_buffers())
+            # Memory of another allocator, such as NumPy's, is seen to be saved and not measured.
+            measured_bytes = self._measured_bytes(self.copied_buffers())
+            self.saved_bytes = max(self.saved_bytes, measured_bytes)
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""
@@ -122,6 +124,8 @@ class OpaqueCall:
         run = self.run(inputs, buffers=buffers, borrowed=range(self.num_arguments), note=saved.note)
         self._refuse_foreign(run)
         values = run.values(inputs, self.outputs)
+        others = {*storage_keys(inputs), *storage_keys(values), *storage_keys(run.outputs)}
+        self.saved_bytes = 1 + sum(saved.num_bytes[key] for key in saved.keys - others)
         self.saved_outputs = tuple(
             index
             for index, (value, output) in enumerate(

@@ -145,15 +145,20 @@ class HeldMemory:
 
 @dataclass(slots=True)
 class SavedStorages:
-    """What an autograd graph saves: the storages, and how many tensors."""
+    """What an autograd graph saves: the storages with their bytes, and how many tensors."""
 
-    keys: set[int] = field(default_factory=set)
+    num_bytes: dict[int, int] = field(default_factory=dict)
     count: int = 0
+
+    @property
+    def keys(self) -> set[int]:
+        """What tells the storages apart."""
+        return set(self.num_bytes)
 
     def note(self, tensor: Tensor) -> None:
         """Adds a tensor that is saved."""
         self.count += 1
-        self.keys.add(storage_id(tensor))
+        self.num_bytes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
 
 
 def storage_keys(tensors: Iterable[Tensor]) -> list[int]:

@@ -1,6 +1,7 @@
 """Opaque modules: submodules that are not traced and run as they are.
 
-They are the submodules that the user names, recurrent layers, and bitsandbytes' 8-bit layers.
+They are the submodules that the user names, those of registered classes, recurrent layers, and
+bitsandbytes' 8-bit layers. An autograd function that is registered is treated as a submodule.
 
 An opaque module is one op of the graph, and its backward is another. The forward op runs the module
 with gradients enabled. It returns the outputs and a *handle*: a small tensor that holds the
@@ -26,7 +27,7 @@ depends on values may fail on synthetic ones.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,20 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.fake import is_fake
 from rockmate.capture.opaque_call import (
     OpaqueCall,
     by_place,
     input_change_error,
     nothing_saved,
     versions_of,
+)
+from rockmate.capture.opaque_functions import (
+    FunctionCaller,
+    calls_seen,
+    has_functions,
+    is_registered,
+    refuse_written,
 )
 from rockmate.capture.opaque_graph import Layout
 from rockmate.capture.structure import Structure, flatten
@@ -65,11 +74,16 @@ def record_calls(
         UnsupportedModelError: an argument or result is no nesting of tensors and constants.
     """
     modules = opaque_modules(model, names)
-    if not modules:
+    # A model that is elsewhere cannot run.
+    is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))
+    if not modules and (is_elsewhere or not has_functions()):
         return {}
     seen: list[_Seen] = []
+    running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
     handles = [
-        handle for path, module in modules.items() for handle in _watch_calls(module, path, seen)
+        handle
+        for path, module in modules.items()
+        for handle in _watch_calls(module, path, seen, running)
     ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
@@ -77,7 +91,12 @@ def record_calls(
         {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
     )
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), nothing_saved():
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.enable_grad(),
+            nothing_saved(),
+            calls_seen(_note_functions(seen, running)),
+        ):
             functional_call(model, by_place(model, buffers), args, kwargs, tie_weights=False)
     finally:
         for handle in handles:
@@ -110,9 +129,29 @@ class _Seen(NamedTuple):
     autocast: dict[str, torch.dtype]
 
 
-def _watch_calls(module: nn.Module, path: str, seen: list[_Seen]) -> list[RemovableHandle]:
-    """Has each call of a submodule added to `seen`; a call that changes an input is refused."""
-    given_versions: list[list[int]] = []
+def _note_functions(
+    seen: list[_Seen], running: Sequence[Any]
+) -> Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any]:
+    """Has each call of a registered function added to `seen`, but not those in opaque modules."""
+
+    def see(caller: FunctionCaller, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if running:
+            return run(*args)
+        name = caller.function.__qualname__
+        result = refuse_written(name, args, lambda: run(*args))
+        seen.append(_Seen(name, caller, (args, {}), result, autocast_dtypes()))
+        return result
+
+    return see
+
+
+def _watch_calls(
+    module: nn.Module, path: str, seen: list[_Seen], given_versions: list[list[int]]
+) -> list[RemovableHandle]:
+    """Has each call of a submodule added to `seen`; a call that changes an input is refused.
+
+    While it runs, the versions of its inputs stand in `given_versions`.
+    """
 
     def versions(args: Any, kwargs: Any) -> list[int]:
         return versions_of(flatten((args, kwargs), what=f"the arguments of {path}")[0])
@@ -168,7 +207,9 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
 
 def _is_never_traced(module: nn.Module) -> bool:
     """Whether a module is of a known class that a trace cannot follow."""
-    return any((kind.__module__, kind.__name__) in _NEVER_TRACED for kind in type(module).__mro__)
+    return is_registered(module) or any(
+        (kind.__module__, kind.__name__) in _NEVER_TRACED for kind in type(module).__mro__
+    )
 
 
 def _recorded(

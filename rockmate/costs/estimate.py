@@ -48,7 +48,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op, call_key
 from rockmate.ops import kernels
-from rockmate.ops.collectives import collective
+from rockmate.ops.collectives import is_communication
 
 _aten = torch.ops.aten
 _GPU_ATTENTION_BACKWARD = {
@@ -141,8 +141,8 @@ def estimate_costs(graph: Graph, machine: Machine) -> Costs:
         key = call_key(target, op.node.args, op.node.kwargs)
         if key not in known:
             known[key] = (
-                collective_cost(op.node)
-                if target is collective
+                collective_cost(op.node, machine)
+                if is_communication(target)
                 else _cost(op.node, target, machine)
             )
         return known[key]

@@ -23,6 +23,12 @@ memory = 0.85
 transcendental = 2.0         # gelu, softmax, exp and similar ops, per element written
 normalization = 1.0          # layer and batch normalisation
 random = 5.0                 # drawing a dropout mask
+
+[link]                       # between ranks, for collectives; left out: the assumed rates of
+latency_us = 30.0            # `rockmate.costs.collectives`
+gb_per_s = 370               # that a rank sends and receives within a node
+ranks_in_node = 8
+gb_per_s_between_nodes = 40  # of each rank, for a group of more ranks than that
 ```
 """
 
@@ -43,7 +49,8 @@ _DEVICES = ("cpu", "cuda")
 _EFFICIENCIES = ("matmul", "convolution", "attention", "memory")
 _ELEMENT_KINDS = ("transcendental", "normalization", "random")
 _NUMBERS = ("launch_us", "bandwidth_gb_per_s", "allocation_bytes")
-_TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element")
+_LINK_KEYS = ("latency_us", "gb_per_s", "ranks_in_node", "gb_per_s_between_nodes")
+_TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element", "link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,7 @@ class Machine:
         efficiency: share of a peak that ops reach: "matmul", "convolution", "attention", "memory".
         nanoseconds_per_element: least time for an element that an op writes: "transcendental",
             "normalization", "random".
+        link: latency and bandwidth between ranks; empty: those that are assumed of the device.
     """
 
     name: str
@@ -70,6 +78,7 @@ class Machine:
     peak_tflops: Mapping[str, float]
     efficiency: Mapping[str, float]
     nanoseconds_per_element: Mapping[str, float] = field(default_factory=dict)
+    link: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def torch_device(self) -> torch.device:
@@ -209,6 +218,8 @@ def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> Non
     elements = tables["nanoseconds_per_element"]
     _check_keys(origin, "[efficiency]", efficiency, _EFFICIENCIES, are_required=True)
     _check_keys(origin, "[nanoseconds_per_element]", elements, _ELEMENT_KINDS)
+    link = tables["link"]
+    _check_keys(origin, "[link]", link, _LINK_KEYS, are_required=bool(link))
     msg = ""
     if not peaks:
         msg = (

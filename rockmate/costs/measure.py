@@ -36,7 +36,7 @@ from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
-from rockmate.ops.collectives import collective
+from rockmate.ops.collectives import is_communication
 from rockmate.ops.rng import is_random
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -86,7 +86,7 @@ def measure_costs(
     ]
     state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
     costs = {} if known is None else known
-    on_link = [call for call in calls.values() if call.target is collective]
+    on_link = [call for call in calls.values() if is_communication(call.target)]
     costs.update({call.key: collective_cost(call.op.node) for call in on_link})
     unknown = [call for key, call in calls.items() if key not in costs]
     cuda = sorted({call.device.index or 0 for call in unknown if call.device.type == "cuda"})

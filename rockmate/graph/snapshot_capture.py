@@ -27,6 +27,7 @@ from rockmate.graph.snapshot import (
     StepSnapshot,
     StorageKind,
 )
+from rockmate.ops.collectives import group_of, is_communication
 
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
@@ -62,6 +63,7 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
     # Equal layers share their stack traces.
     traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
     source_of = {trace: _source(trace) for trace in traces}
+    groups = _group_numbers(graph)
     return StepSnapshot(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
@@ -73,7 +75,7 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
         ),
         updates=tuple(storage.index for storage in graph.updates),
         storages=tuple(storages),
-        ops=tuple(_snapshot_op(op, source_of) for op in graph.ops),
+        ops=tuple(_snapshot_op(op, source_of, groups) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
     )
 
@@ -105,10 +107,10 @@ def _keywords(call: CallSignature) -> dict[int, str]:
     }
 
 
-def _snapshot_op(op: Op, source_of: Mapping[str, str]) -> SnapshotOp:
+def _snapshot_op(op: Op, source_of: Mapping[str, str], groups: Mapping[str, int]) -> SnapshotOp:
     return SnapshotOp(
         name=op.name,
-        call=_call_text(op.node),
+        call=_call_text(op.node, groups),
         phase=op.phase.value,
         module=op.module,
         source=source_of[op.node.meta.get("stack_trace") or ""],
@@ -139,9 +141,21 @@ def _role_text(role: Role) -> str:
     return f"{role.kind.value.replace('_', ' ')} {which}"
 
 
-def _call_text(node: fx.Node) -> str:
-    arguments = [_value_text(value) for value in node.args]
-    arguments += [f"{name}={_value_text(value)}" for name, value in sorted(node.kwargs.items())]
+def _group_numbers(graph: Graph) -> dict[str, int]:
+    """Process groups by their first collective. Their names differ from rank to rank."""
+    nodes = [op.node for op in graph.ops if is_communication(op.node.target)]
+    names = dict.fromkeys(map(group_of, nodes))
+    return {name: number for number, name in enumerate(names)}
+
+
+def _call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
+    given = {**dict(enumerate(node.args)), **node.kwargs}
+    if is_communication(node.target):
+        name = group_of(node)
+        numbered = f"group {groups[name]}"
+        given = {key: numbered if value == name else value for key, value in given.items()}
+    arguments = [_value_text(given[index]) for index in range(len(node.args))]
+    arguments += [f"{name}={_value_text(given[name])}" for name in sorted(node.kwargs)]
     return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")
 
 

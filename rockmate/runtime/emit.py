@@ -22,7 +22,7 @@ from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Graph, Storage
-from rockmate.ops.collectives import collective, collective_text
+from rockmate.ops.collectives import collective_text, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
@@ -118,7 +118,7 @@ def _wrappings(graph: Graph) -> dict[str, Wrapping]:
 def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
     """The collectives of a schedule in their order; see `Program.collectives`."""
     nodes = [graph.ops[index].node for index in schedule.steps]
-    return tuple(collective_text(node) for node in nodes if node.target is collective)
+    return tuple(collective_text(node) for node in nodes if is_communication(node.target))
 
 
 def _write_forward(

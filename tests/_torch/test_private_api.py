@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed.tensor
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,13 +43,23 @@ from rockmate._torch.dispatch import (
 )
 from rockmate._torch.distributed import (
     active_data_parallel,
+    all_gather_into,
     default_store,
+    fake_group,
     first_offer,
+    free,
+    group_name_of,
     holds_sharded_parameters,
     is_collective,
     is_gathered_by_fsdp,
     is_wait,
+    joined_mesh,
+    num_cuts,
+    rank_in,
     ranks_of,
+    reduce_in_place,
+    strided_shard,
+    timeout_s,
     wait_for,
 )
 from rockmate._torch.dynamo import (
@@ -91,6 +102,7 @@ from rockmate._torch.fake import (
     mode_of,
     move_to,
 )
+from rockmate._torch.functions import applications_replaced
 from rockmate._torch.graphs import boxed_module, module_without_code, on_node_created
 from rockmate._torch.inductor import (
     CompilationError,
@@ -474,8 +486,60 @@ class TestDistributed:
             assert ranks_of(group.group_name) == [0]
             assert wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist() == [1.0] * 3
             default_store().set("key", "value")
+            self.check_shards(group.group_name)
         finally:
             torch.distributed.destroy_process_group()
+
+    @staticmethod
+    def check_shards(group: str) -> None:
+        assert rank_in(group) == 0
+        memory, part = torch.zeros(2), torch.ones(2)
+        all_gather_into(memory, part, 1, group)
+        assert memory.tolist() == [1.0, 1.0]
+        assert reduce_in_place(memory, "avg", 1, group).tolist() == [1.0, 1.0]
+        free(memory)
+        assert memory.untyped_storage().nbytes() == 0
+        assert 0 < timeout_s() < 1e5
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        assert group_name_of(mesh["a"], 0) == mesh.get_group("a").group_name
+        assert joined_mesh(mesh["a"], mesh["b"]).ndim == 2
+        tensor = torch.distributed.tensor.distribute_tensor(
+            torch.ones(2, 2), mesh["b"], [torch.distributed.tensor.Shard(0)]
+        )
+        assert (num_cuts(tensor, 0), num_cuts(tensor, 1)) == (1, 1)
+        assert strided_shard(0, 2).dim == 0
+
+
+def test_a_group_of_ranks_that_are_not_there() -> None:
+    with fake_group(8):
+        assert torch.distributed.get_world_size() == 8
+        assert torch.distributed.get_rank() == 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_applications_of_autograd_functions() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    apply, seen, x = Double.apply, [], torch.ones(1, requires_grad=True)
+
+    def replacement(kind: type, run: Any, args: tuple[Any, ...]) -> Any:
+        seen.append(kind)
+        return run(*args) + 1
+
+    with applications_replaced(replacement):
+        assert Double.apply(x).item() == 3  # pyright: ignore
+        apply(x).backward()  # pyright: ignore
+    assert x.grad is not None
+    assert x.grad.item() == 2
+    assert Double.apply(x).item() == 2  # pyright: ignore
+    assert seen == [Double, Double]
 
 
 class TestSubclasses:

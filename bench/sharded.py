@@ -1,0 +1,231 @@
+"""Time at equal peak memory per rank: plans of a sharded model against PyTorch's `fully_shard`.
+
+    python -m bench.sharded [--layers 4] [--width 128] [--rounds 5]
+
+Two gloo processes train a GPT-2 from a configuration, with dropout. PyTorch's `fully_shard` has two
+settings, `reshard_after_forward` with and without a checkpoint around each layer. For each of the
+four, a plan gets its measured peak as the budget. One more budget is below all four. All modules
+then take turns, step by step, and the median of each is compared. Peaks are those of the
+allocator's events on rank 0, with gradients in place: activations and gathered parameters.
+
+Prints a table in Markdown and, with `--output`, adds a JSON line for each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+from rockmate import RockmateModule, fully_shard, timeline
+
+NUM_RANKS = 2
+VOCABULARY = 512
+# Below the least peak of the four settings.
+LEAST_SHARE = 0.85
+# For the solves of one plan.
+TIME_LIMIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting of PyTorch's, and the plan at its peak."""
+
+    setting: str
+    peak_bytes: int
+    step_ms: float
+    plan_predicted_bytes: int
+    plan_peak_bytes: int
+    plan_ms: float
+    ratio: float
+    num_gathers: int
+
+
+def gpt2(options: argparse.Namespace) -> nn.Module:
+    """A GPT-2 with dropout, the same on all ranks."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=options.length,
+        n_embd=options.width,
+        n_layer=options.layers,
+        n_head=4,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def sharded_by_torch(
+    options: argparse.Namespace, mesh: DeviceMesh, *, reshards: bool, has_checkpoints: bool
+) -> nn.Module:
+    """The model in one of the four settings."""
+    model: Any = gpt2(options)
+    if has_checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.transformer.h:
+        fully_shard_of_torch(layer, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard_of_torch(model, mesh=mesh, reshard_after_forward=reshards)
+    return model
+
+
+def stepper(module: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
+    """A forward and backward of a module, whose gradients are in place."""
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        module(**batch).loss.backward()
+
+    return step
+
+
+def largest_over_ranks(value: int) -> int:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor(value)
+    distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
+    return int(found)
+
+
+def peak_of(step: Callable[[], None], *, num_runs: int = 3) -> int:
+    """The median of several runs: gloo's threads free a little later in some."""
+    step()
+    return largest_over_ranks(
+        int(statistics.median_low(timeline(step).peak_bytes for _ in range(num_runs)))
+    )
+
+
+def medians(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+    """Milliseconds of each, measured in turn, the order reversed in every other round."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(num_rounds + 1):
+        for name in list(steps)[:: 1 - 2 * (number % 2)]:
+            distributed.barrier()
+            begin = time.perf_counter()
+            steps[name]()
+            distributed.barrier()
+            if number:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def planned(
+    options: argparse.Namespace, mesh: DeviceMesh, batch: dict[str, Tensor], budget: int
+) -> RockmateModule:
+    """The model under a plan."""
+    model = fully_shard(gpt2(options), mesh)
+    # Chunks add a loss in another order: bits are those of PyTorch's without them.
+    return RockmateModule(
+        model, batch, budget, allow_chunking=False, time_limit_s=TIME_LIMIT_S, on_infeasible="least"
+    )
+
+
+def measured(options: argparse.Namespace, rank: int) -> list[Row]:
+    """A row for each setting, and one below them."""
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, VOCABULARY, (options.batch, options.length), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens}
+    settings = {
+        f"{'reshard' if reshards else 'keep'}{', checkpoints' if has_checkpoints else ''}": partial(
+            sharded_by_torch, options, mesh, reshards=reshards, has_checkpoints=has_checkpoints
+        )
+        for has_checkpoints in (False, True)
+        for reshards in (False, True)
+    }
+    steps = {name: stepper(make(), batch) for name, make in settings.items()}
+    peaks = {name: peak_of(step) for name, step in steps.items()}
+    budgets = {**peaks, "none of the four": int(LEAST_SHARE * min(peaks.values()))}
+    modules = {name: planned(options, mesh, batch, bytes_) for name, bytes_ in budgets.items()}
+    plans = {f"plan: {name}": stepper(module, batch) for name, module in modules.items()}
+    plan_peaks = {name: peak_of(step) for name, step in plans.items()}
+    times = medians({**steps, **plans}, options.rounds)
+    rows = []
+    for name, module in modules.items():
+        step_ms, plan_ms = times.get(name, float("nan")), times[f"plan: {name}"]
+        collectives = module._plans.runnables[0].runner.program.collectives
+        rows.append(
+            Row(
+                setting=name,
+                peak_bytes=budgets[name],
+                step_ms=step_ms,
+                plan_predicted_bytes=module.plan.predicted_peak_bytes,
+                plan_peak_bytes=plan_peaks[f"plan: {name}"],
+                plan_ms=plan_ms,
+                ratio=plan_ms / step_ms,
+                num_gathers=sum(text.startswith("gather") for text, _ in collectives),
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| setting of PyTorch's | its peak (budget) | its step | plan's peak | predicted | "
+        "plan's step | ratio | gathers |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        has_step = row.step_ms == row.step_ms
+        lines.append(
+            f"| {row.setting} | {row.peak_bytes / 2**20:.2f} MiB "
+            f"| {f'{row.step_ms:.0f} ms' if has_step else '-'} "
+            f"| {row.plan_peak_bytes / 2**20:.2f} MiB | {row.plan_predicted_bytes / 2**20:.2f} MiB "
+            f"| {row.plan_ms:.0f} ms | {f'{row.ratio:.2f}x' if has_step else '-'} "
+            f"| {row.num_gathers} |"
+        )
+    return "\n".join(lines)
+
+
+def enter(rank: int, store: str, options: argparse.Namespace) -> None:
+    """One rank."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
+    )
+    rows = measured(options, rank)
+    if rank == 0:
+        print(table(rows), flush=True)  # noqa: T201
+        if options.output:
+            with Path(options.output).open("a", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(asdict(row))}\n" for row in rows)
+    distributed.barrier()
+    # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
+    os._exit(0)
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(enter, (f"{folder}/store", options), nprocs=NUM_RANKS)
+
+
+if __name__ == "__main__":
+    main()

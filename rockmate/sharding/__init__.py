@@ -1,0 +1,1 @@
+"""Sharding a model's parameters over ranks, gathered where the forward reads them."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rockmate.cli import fit_command
 from rockmate.cli.arguments import (
     add_model_arguments,
+    add_search_arguments,
     at_least_two,
     fraction,
     names,
@@ -135,6 +136,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
     )
     add_model_arguments(sweep)
+    add_search_arguments(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -173,6 +175,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "write the plan to a file.",
     )
     add_model_arguments(plan)
+    add_search_arguments(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -280,6 +283,8 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             machine=arguments.machine,
             allow_chunking=arguments.allow_chunking,
+            gap_tolerance=arguments.gap_tolerance,
+            time_limit_s=arguments.time_limit,
             untraced=arguments.untraced,
             kernels=arguments.kernels,
         )
@@ -344,6 +349,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet and is_terminal(),
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
+        gap_tolerance=arguments.gap_tolerance,
+        time_limit_s=arguments.time_limit,
         untraced=arguments.untraced,
         kernels=arguments.kernels,
     )

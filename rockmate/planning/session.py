@@ -54,6 +54,7 @@ from rockmate.planning.mark_prices import (
     price_within,
     variants_without_each,
 )
+from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -84,6 +85,7 @@ class PlanningSession:
         outputs: Literal["all", "loss"] = "all",
         gradients: Literal["accumulated", "returned"] = "accumulated",
         time_limit_s: float = 30.0,
+        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
@@ -97,6 +99,7 @@ class PlanningSession:
         if kernels not in ("eager", "fused", "auto"):
             msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
             raise ValueError(msg)
+        rule = StoppingRule(gap_tolerance, time_limit_s)
         target = None if machine is None else load_machine(machine)
         self.model = model
         model = plain_model(model)
@@ -124,7 +127,7 @@ class PlanningSession:
             timings,
             machine=target,
             allow_chunking=allow_chunking,
-            time_limit_s=time_limit_s,
+            rule=rule,
             progress=progress,
             tries_fused=kernels == "auto",
         )
@@ -135,11 +138,13 @@ class PlanningSession:
         step: CapturedStep,
         *,
         time_limit_s: float = 30.0,
+        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         allow_chunking: bool | None = None,
     ) -> Self:
         """A session for a captured step; arguments and errors as for the class."""
+        rule = StoppingRule(gap_tolerance, time_limit_s)
         session = cls.__new__(cls)
         session.model = step.model
         session._begin(
@@ -147,7 +152,7 @@ class PlanningSession:
             {},
             machine=None if machine is None else load_machine(machine),
             allow_chunking=allow_chunking,
-            time_limit_s=time_limit_s,
+            rule=rule,
             progress=progress,
         )
         return session
@@ -159,7 +164,7 @@ class PlanningSession:
         *,
         machine: Machine | None,
         allow_chunking: bool | None,
-        time_limit_s: float,
+        rule: StoppingRule,
         progress: bool,
         tries_fused: bool = False,
     ) -> None:
@@ -167,7 +172,7 @@ class PlanningSession:
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step
-        self._time_limit_s = time_limit_s
+        self._rule = rule
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         measured: dict[Hashable, Cost] = {}
@@ -180,8 +185,7 @@ class PlanningSession:
         steps = [step, *(_fused(step, timings, progress=progress) if tries_fused else ())]
         with _timed(timings, "costs"):
             forms = [
-                Variants(each, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
-                for each in steps
+                Variants(each, costs_of, allow_chunking=allow_chunking, rule=rule) for each in steps
             ]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
@@ -264,7 +268,7 @@ class PlanningSession:
             ms_with = inf if found is None else found.time_ms
             return tuple(
                 price_within(source, variant, budget_bytes, strategy, ms_with)
-                for source, variant in variants_without_each(unchunked, self._time_limit_s)
+                for source, variant in variants_without_each(unchunked, self._rule.time_limit_s)
             )
 
     def _advice_on_marks(self, strategy: str) -> str:
@@ -273,7 +277,7 @@ class PlanningSession:
             peaks = [
                 (variant.search(strategy).minimum().peak_bytes, source)
                 for source, variant in variants_without_each(
-                    self._variants.unchunked, self._time_limit_s, most=MAX_EXPLAINED
+                    self._variants.unchunked, self._rule.time_limit_s, most=MAX_EXPLAINED
                 )
             ]
         if not peaks:
@@ -284,6 +288,7 @@ class PlanningSession:
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
             with gc_paused():
+                self._rule.begin()
                 best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
@@ -324,6 +329,7 @@ class PlanningSession:
     def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""
         with gc_paused():
+            self._rule.begin(max(1, len(budgets)))
             found = self._variants.best_within_each(budgets, progress=progress)
             return {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
@@ -406,6 +412,8 @@ class PlanningSession:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
+            gap_tolerance=self._rule.gap_tolerance,
+            is_cut_short=self._rule.is_late,
             bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )

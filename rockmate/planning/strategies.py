@@ -15,6 +15,7 @@ from rockmate.planning.chen_family import chen_family
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.starts import SolverWarmStarts
+from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
@@ -30,6 +31,7 @@ def make_search(
     lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
+    rule: StoppingRule | None = None,
 ) -> Searcher:
     """The search of a strategy, for any budget.
 
@@ -50,6 +52,7 @@ def make_search(
         lower_bound: of its schedules' times; "rockmate" stops near it.
         solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
         solved: block options of other graphs of the same step; those solved here are added.
+        rule: when the search of "rockmate" ends; None for the default tolerance and no limit.
 
     Raises:
         ValueError: the strategy is unknown, or plans one forward in flight and more are asked for.
@@ -75,7 +78,13 @@ def make_search(
         )
         return FamilySearch(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
     return make_local_search(
-        graph, chain, costs, lower_bound=lower_bound, solver_time=solver_time, solved=solved
+        graph,
+        chain,
+        costs,
+        lower_bound=lower_bound,
+        solver_time=solver_time,
+        solved=solved,
+        rule=rule,
     )
 
 
@@ -87,6 +96,7 @@ def make_local_search(
     lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
+    rule: StoppingRule | None = None,
 ) -> LocalSearch:
     """The search of "rockmate"; arguments as for `make_search`."""
     backward = memory_minimizing_order(graph, costs)
@@ -101,7 +111,7 @@ def make_local_search(
         solver_time=solver_time,
         solved=solved,
     )
-    return LocalSearch(graph, costs, starts, backward=backward)
+    return LocalSearch(graph, costs, starts, rule, backward=backward)
 
 
 def _baseline_peak_bytes(graph: Graph, costs: Costs) -> int:

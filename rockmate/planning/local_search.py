@@ -7,15 +7,18 @@ Stages, each skipped where the incumbent is near the lower bound (`search_proble
 3. Starts from rotor's table, for tight budgets where a value is recomputed more than once.
 4. Deferral, tightening paths without deferral, and strategic oscillation of the best
    (`oscillation`).
-5. The best schedule of a slightly smaller budget as one more start.
+5. Random rounds until they gain nothing: the budget is relaxed, prices are perturbed, and the
+   schedule is tightened again (`perturbation`).
 
 The moves are those of `moves` and `deferral`: remove a recomputation, evict a value, defer a weight
 gradient. The simulator judges every schedule. The search is a heuristic: it proves nothing, and the
 gap to the lower bound tells how good a result is. Nearest in the literature is local search with
 strategic oscillation and warm starts (Glover 1977).
 
-The answer depends on the budget alone, not on earlier questions. Caches only save time. A long step
-(`refine.LONG_STEP_OPS`) leaves out stages 2 and 5 and most of stage 4.
+It ends earlier where the incumbent is within the gap tolerance of the lower bound, and when its
+time is over (`stopping_rule`). The answer depends on the budget alone, not on earlier questions,
+unless the clock ends a search. Caches only save time. A long step (`refine.LONG_STEP_OPS`) leaves
+out stage 2 and most of stage 4, and has few rounds or none.
 
 Many budgets together: `joint_search`. `search_trace` logs each stage: the incumbent's time and gap.
 """
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 from rockmate.costs.cost import Costs
@@ -45,6 +48,7 @@ from rockmate.planning.candidate import (
 from rockmate.planning.family import Family
 from rockmate.planning.min_peak import MinPeakPool
 from rockmate.planning.oscillation import StrategicOscillation
+from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import (
     SKIP_DISTANT_STARTS_BELOW_GAP,
     SKIP_REFINEMENT_BELOW_GAP,
@@ -67,8 +71,6 @@ _MAX_REPAIR_STARTS = 3
 _TIGHT_BUDGET_FACTOR = 1.5
 # Number of starts that are repaired at such a tight budget.
 _NUM_TIGHT_STARTS = 6
-# Ratio between neighbouring budgets; the best schedule of one starts the search at the next.
-_BUDGET_RATIO_NEIGHBOUR = 1.04
 # Ratio by which the baseline is tightened step by step, with weight gradients deferred each time.
 _BUDGET_RATIO_TIGHTEN_DEFERRED = 1.05
 # Ratios by which the baseline is tightened step by step, without deferral.
@@ -78,6 +80,14 @@ _BUDGET_RATIOS_TIGHTEN_LONG = (1.6, 2.0)
 # The fastest schedule at the minimum budget sometimes fits in less, in practice never below this
 # fraction of it.
 _MIN_BUDGET_FRACTION = 0.9
+# The search has stalled after so many rounds that have gained nothing, and of so many ops together;
+# steps of more ops have none. Nearer to the bound than `_FULL_EFFORT_GAP` it is less, in proportion
+# to what can still be gained.
+_STALL_ROUNDS = 24
+_STALL_OPS = 6_000
+_FULL_EFFORT_GAP = 1e-2
+# A round counts as a gain if it takes more than this fraction off the baseline's time.
+_MIN_GAIN = 1e-5
 
 
 class StartGroup(NamedTuple):
@@ -140,6 +150,7 @@ class LocalSearch:
         self.oscillation = StrategicOscillation(self.problem)
         self._refiner = self.problem.refiner
         self.traces: dict[int, SearchTrace] = {}
+        self._num_ops = len(graph.ops)
         self._num_in_flight = graph.num_in_flight
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, InitialCandidates] = {}
@@ -157,7 +168,7 @@ class LocalSearch:
         """
         minimum_bytes = self.minimum().peak_bytes
         if budget_bytes >= minimum_bytes:
-            return self._best_above_minimum(budget_bytes)
+            return self._solve(budget_bytes)
         if (
             budget_bytes < _MIN_BUDGET_FRACTION * minimum_bytes
             or self._best_at_minimum.peak_bytes > budget_bytes
@@ -185,26 +196,7 @@ class LocalSearch:
 
     @cached_property
     def _best_at_minimum(self) -> Candidate:
-        return self._best_above_minimum(self.minimum().peak_bytes)
-
-    def _best_above_minimum(self, budget_bytes: int) -> Candidate:
-        """The best of the budget's own search and of a start from the next smaller budget."""
-        best = self._solve(budget_bytes)
-        if self.problem.is_long or self._is_within(
-            best, budget_bytes, SKIP_DISTANT_STARTS_BELOW_GAP
-        ):
-            return best
-        neighbour = self._solve(self._smaller_neighbour(budget_bytes))
-        best = fastest(best, self._refiner.repair_and_refine(neighbour, budget_bytes))
-        self._note("neighbouring budget", best, budget_bytes)
-        return best
-
-    def _smaller_neighbour(self, budget_bytes: int) -> int:
-        """The next smaller budget of a geometric sequence that begins at the minimum."""
-        smaller_bytes = next_bytes = self.minimum().peak_bytes
-        while next_bytes < budget_bytes:
-            smaller_bytes, next_bytes = next_bytes, ceil(next_bytes * _BUDGET_RATIO_NEIGHBOUR)
-        return smaller_bytes
+        return self._solve(self.minimum().peak_bytes)
 
     def _solve(self, budget_bytes: int) -> Candidate:
         """The best of all stages but the start from a smaller budget; cached."""
@@ -212,6 +204,7 @@ class LocalSearch:
             from_starts, best = self._initial_candidates(budget_bytes)
             if not self._is_within(best, budget_bytes, SKIP_ROTOR_BELOW_GAP):
                 best = fastest(self._intensify(from_starts, budget_bytes), best)
+                best = self._perturb(best, budget_bytes)
             self._solved[budget_bytes] = best
         return self._solved[budget_bytes]
 
@@ -400,15 +393,29 @@ class LocalSearch:
             return found
         tightened = min(self._tightened_from_above(best, budget_bytes), key=by_time, default=best)
         self._note("tightening from above", tightened, budget_bytes)
-        faster, slower = sorted([best, tightened], key=by_time)
-        found = fastest(found, self.oscillation.run(faster, budget_bytes))
-        self._note("oscillation of the faster", found, budget_bytes)
-        if (
-            self.problem.is_long
-            or self._is_within(found, budget_bytes, SKIP_DISTANT_STARTS_BELOW_GAP)
-            or slower.schedule == faster.schedule
-        ):
-            return found
-        found = fastest(found, self.oscillation.run(slower, budget_bytes))
-        self._note("oscillation of the slower", found, budget_bytes)
+        oscillated = self.oscillation.run(fastest(best, tightened), budget_bytes)
+        found = fastest(found, oscillated)
+        self._note("oscillation", found, budget_bytes)
         return found
+
+    def _perturb(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """The fastest of an incumbent and of random rounds, until they gain nothing."""
+        others = [self.problem.baseline, *self._rotor_family.grid()]
+        perturbation = Perturbation(
+            self._refiner,
+            self.problem.costs,
+            [other for other in others if other.peak_bytes > budget_bytes],
+            budget_bytes,
+        )
+        min_gain_ms = _MIN_GAIN * self.problem.baseline.time_ms
+        max_idle = min(_STALL_ROUNDS, _STALL_OPS // self._num_ops)
+        num_idle = 0
+        while not self._is_within(best, budget_bytes, SKIP_ROTOR_BELOW_GAP):
+            effort = min(1.0, self.problem.gap(best, budget_bytes) / _FULL_EFFORT_GAP)
+            if num_idle + 1 > effort * max_idle:
+                break
+            before_ms = best.time_ms
+            best = fastest(best, perturbation.round(best))
+            self._note("round", best, budget_bytes)
+            num_idle = 0 if best.time_ms < before_ms - min_gain_ms else num_idle + 1
+        return best

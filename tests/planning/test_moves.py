@@ -217,6 +217,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
         assert backwards[budget_bytes] == plan.schedule
         with monkeypatch.context() as patch:
             patch.setattr("rockmate.planning.oscillation.SKIP_OSCILLATION_BELOW_GAP", inf)
+            patch.setattr("rockmate.planning.local_search._STALL_OPS", 0)
             shares.append(plan.predicted_ms / greedy.plan(budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99

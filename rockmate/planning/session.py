@@ -54,6 +54,7 @@ from rockmate.planning.mark_prices import (
     price_within,
     variants_without_each,
 )
+from rockmate.planning.monotone import never_slower
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
@@ -101,8 +102,7 @@ class PlanningSession:
             raise ValueError(msg)
         rule = StoppingRule(gap_tolerance, time_limit_s)
         target = None if machine is None else load_machine(machine)
-        self.model = model
-        model = plain_model(model)
+        self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
         with _timed(timings, "capture"), _frames_advised():
             step = capture_step(
@@ -298,14 +298,12 @@ class PlanningSession:
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
         """Plans of the default strategy for many budgets, by budget in bytes.
 
-        From twenty feasible budgets on, they are planned jointly: each search starts from the
-        schedules of neighbouring budgets. This takes much less time than one by one, and a larger
-        budget never takes longer. Near the lower bound, the plans are as fast as those of `plan`.
-        Far from it, close to the smallest peak, some are a few percent of a step slower or faster,
-        and up to a fifth slower at the smallest peak itself.
-
-        Plans that may run in chunks are made one by one; with `allow_chunking=True` all are.
-        Infeasible budgets are left out. `Planner.module_of` trains a plan.
+        A larger budget never takes longer: it gets the plan of a smaller one where that is faster.
+        From twenty feasible budgets on, they are planned jointly, which takes much less time. Near
+        the lower bound, these are as fast as those of `plan`; close to the smallest peak some are a
+        few percent slower or faster, and up to a fifth at the smallest peak itself. Plans that may
+        run in chunks are made one by one; with `allow_chunking=True` all are, else plans in chunks
+        are not handed on. Infeasible budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -315,16 +313,17 @@ class PlanningSession:
             InvalidBudgetError: a budget cannot be read.
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
-        wanted = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in listed})
+        wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         plans = self.plan_many(wanted, progress=progress)
-        one_by_one = [budget_bytes for budget_bytes in wanted if budget_bytes not in plans]
+        one_by_one = [budget for budget in wanted if budget not in plans]
         for budget_bytes in tqdm(
             one_by_one, desc="planning", unit="budget", disable=not (progress and one_by_one)
         ):
-            plan = self._plan_within(budget_bytes, "rockmate")
-            if plan is not None:
+            if (plan := self._plan_within(budget_bytes, "rockmate")) is not None:
                 plans[budget_bytes] = plan
-        return dict(sorted(plans.items()))
+        plans = never_slower(plans, allow_chunking=self.allow_chunking)
+        self._plans |= {(each, "rockmate"): plans[each] for each in one_by_one if each in plans}
+        return plans
 
     def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""

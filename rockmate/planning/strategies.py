@@ -35,14 +35,11 @@ def make_search(
 ) -> Searcher:
     """The search of a strategy, for any budget.
 
-    * "none" recomputes nothing.
-    * "chen" saves one boundary in every sqrt(n) blocks.
-    * "rotor" chooses, by a dynamic program, which blocks save everything and which are recomputed
-      as a whole.
+    * "none" recomputes nothing; "chen" saves one boundary in every sqrt(n) blocks.
+    * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
-    * "rockmate", the default, solves the whole graph as a knapsack. Where that is not near enough
-      to the lower bound, it gives blocks and spans of blocks several options (rotor). A local
-      search improves the result.
+    * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
+      rotor with several options for blocks and spans of blocks.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -60,10 +57,9 @@ def make_search(
     if strategy not in STRATEGIES:
         msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
         raise ValueError(msg)
-    if strategy == "none":
-        return FamilySearch(graph, costs, [])
-    if strategy == "chen":
-        return FamilySearch(graph, costs, [[chen_family(graph, chain)]])
+    if strategy in ("none", "chen"):
+        families = [[chen_family(graph, chain)]] if strategy == "chen" else []
+        return FamilySearch(graph, costs, families)
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":

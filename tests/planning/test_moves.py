@@ -239,6 +239,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     num_simulated = []
     for most_ops in (1_000_000, 10):
         monkeypatch.setattr("rockmate.planning.refine.LONG_STEP_OPS", most_ops)
+        monkeypatch.setattr("rockmate.planning.local_search._STALL_OPS", most_ops)
         planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
         budgets = budgets_between(
             planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4

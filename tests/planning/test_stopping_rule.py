@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from math import nan
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rockmate.planning.search_trace import SearchTrace
 from rockmate.planning.stopping_rule import StoppingRule
 
 
-def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: float) -> Planner:
+def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Planner:
     monkeypatch.setattr(rockmate.planning.session, "measure_costs", no_clock)
     workload = models.build(name, tiny=True)
     return Planner(workload.model, workload.sample, **options)
@@ -29,7 +30,7 @@ def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: float) -> 
     [(0.0, ValueError), (-1, ValueError), (nan, ValueError), ("5", TypeError), (True, TypeError),
      (None, TypeError)],
 )  # fmt: skip
-def test_bad_values_are_refused_by_name(name: str, value: object, error: type[Exception]) -> None:
+def test_bad_values_are_refused_by_name(name: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{name} is .*above 0"):
         Planner(torch.nn.Linear(2, 2), torch.ones(2, 2), **{name: value})
 
@@ -105,7 +106,8 @@ def test_each_improving_schedule_is_a_line_in_the_log(
     budget = planner.minimum_peak_bytes * 11 // 10
     with caplog.at_level(logging.INFO, logger="rockmate.planning.search_trace"):
         plan = planner.plan(budget)
-    lines = [record.getMessage() for record in caplog.records]
+    records = [record for record in caplog.records if record.name.endswith("search_trace")]
+    lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
     trace = planner._variants.unchunked.local_search.traces[budget]
     improving = [step for step in trace.steps if step.gain is None or step.gain > 0]
     assert len(lines) == len(improving) >= 2

@@ -71,8 +71,11 @@ def few_plans() -> tuple[list[int], list[Plan]]:
 def test_a_faster_plan_is_handed_on() -> None:
     budgets, (slowest, slow, fast, fastest) = few_plans()
     assert slowest.predicted_ms > slow.predicted_ms > fast.predicted_ms > fastest.predicted_ms
-    found = never_slower(dict(zip(budgets, (slow, slowest, fastest, fast), strict=True)),
-                         allow_chunking=None)  # fmt: skip
+    given = {
+        budget: replace(plan, budget_bytes=budget)
+        for budget, plan in zip(budgets, (slow, slowest, fastest, fast), strict=True)
+    }
+    found = never_slower(given, allow_chunking=None)
     assert [plan.schedule for plan in found.values()] == [
         plan.schedule for plan in (slow, slow, fastest, fastest)
     ]

@@ -14,6 +14,12 @@ chord between two known ones, whose slope is its lambda, or proves the chord an 
 Cuts are found by Dinic's algorithm (1970), part by part; the hull of the whole is the Minkowski sum
 of the parts' hulls: all their steps, cheapest time per byte first.
 
+Divided by lambda, only the capacities into the sink depend on it, and they fall as it grows. So the
+source sides of least cuts are nested: what is recomputed at one price of a byte is recomputed at
+every higher one (Gallo, Grigoriadis and Tarjan, 1989). A cut between two known vertices therefore
+decides about those ops alone that the leaner one recomputes and the faster one does not. The
+others are contracted into the source and the sink, and the networks of a walk shrink as it goes on.
+
 A cut that proves nothing more than that a chord lies within a tolerance of the hull may end the
 walk there as well: the cut is a supporting line below the chord, and the hull lies between the two
 (the sandwich algorithm: Burkard, Hamacher and Rote, 1991). Hybrid models have parts of a thousand
@@ -160,7 +166,9 @@ def part_hull(ops: tuple[PartOp, ...], tolerance: float = 0.0) -> tuple[Vertex, 
     while pending:
         left, right = pending.pop()
         ticks_weight, bytes_weight = left.saved_bytes - right.saved_bytes, right.ticks - left.ticks
-        between = _min_cut(ops, ticks_weight=ticks_weight, bytes_weight=bytes_weight)
+        between = _min_cut(
+            ops, ticks_weight=ticks_weight, bytes_weight=bytes_weight, between=(left, right)
+        )
         chord = left.ticks * ticks_weight + left.saved_bytes * bytes_weight
         below = chord - between.ticks * ticks_weight - between.saved_bytes * bytes_weight
         if below > tolerated_ticks * ticks_weight:
@@ -175,23 +183,67 @@ def _min_bytes_vertex(ops: tuple[PartOp, ...]) -> Vertex:
     return _min_cut(ops, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in ops))
 
 
-def _min_cut(ops: tuple[PartOp, ...], *, ticks_weight: int, bytes_weight: int) -> Vertex:
-    """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part."""
-    source, sink = len(ops), len(ops) + 1
-    num_links = sum(len(op.links_out) for op in ops)
-    network = _Network(len(ops) + 2 + num_links)
-    infinite = 1 + sum(
-        op.ticks * ticks_weight + (op.kept_bytes + sum(op.link_bytes)) * bytes_weight for op in ops
-    )
-    for node, op in enumerate(ops):
-        network.add(source, node, op.kept_bytes * bytes_weight)
-        network.add(node, sink, op.ticks * ticks_weight if op.recomputable else infinite)
+def _min_cut(
+    ops: tuple[PartOp, ...],
+    *,
+    ticks_weight: int,
+    bytes_weight: int,
+    between: tuple[Vertex, Vertex] | None = None,
+) -> Vertex:
+    """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part.
+
+    Args:
+        ops: The part's ops.
+        ticks_weight: At least 1.
+        bytes_weight: At least 1.
+        between: Vertices of a lower and of a higher price of a byte: what the first recomputes is
+            recomputed, and nothing that the second does not. None if none are known.
+    """
+    surely = between[0].recomputed if between else frozenset[int]()
+    open_nodes = sorted(between[1].recomputed - surely) if between else range(len(ops))
+    side = _cut_between(ops, open_nodes, surely, ticks_weight, bytes_weight)
+    return _vertex(ops, surely.union(side))
+
+
+def _cut_between(
+    ops: tuple[PartOp, ...],
+    open_nodes: Sequence[int],
+    surely: frozenset[int],
+    ticks_weight: int,
+    bytes_weight: int,
+) -> list[int]:
+    """Those of `open_nodes` on the source side of the least cut, all else being decided."""
+    place = {node: index for index, node in enumerate(open_nodes)}
+    is_needed = {link for node in surely for link in ops[node].links_in}
+    # A link has a node if an open op reads it, and nothing that is decided needs it.
+    links = sorted({v for node in open_nodes for v in ops[node].links_in} - is_needed)
+    link_place = {link: len(place) + index for index, link in enumerate(links)}
+    source, sink = len(place) + len(links), len(place) + len(links) + 1
+    network = _Network(sink + 1)
+    total = sum(op.ticks * ticks_weight for op in ops)
+    total += sum((op.kept_bytes + sum(op.link_bytes)) * bytes_weight for op in ops)
+    infinite = 1 + total
+    for node, index in place.items():
+        op = ops[node]
+        sizes = zip(op.links_out, op.link_bytes, strict=True)
+        needed_bytes = op.kept_bytes + sum(size for link, size in sizes if link in is_needed)
+        network.add(source, index, needed_bytes * bytes_weight)
+        network.add(index, sink, op.ticks * ticks_weight if op.recomputable else infinite)
         for link in op.links_in:
-            network.add(node, sink + 1 + link, infinite)
-        for link, size in zip(op.links_out, op.link_bytes, strict=True):
-            network.add(sink + 1 + link, node, size * bytes_weight)
+            if link in link_place:
+                network.add(index, link_place[link], infinite)
+    for node, op in enumerate(ops):
+        # Of what is recomputed for sure, no link has to be saved.
+        if node not in surely:
+            for link, size in zip(op.links_out, op.link_bytes, strict=True):
+                if link in link_place:
+                    network.add(link_place[link], place.get(node, sink), size * bytes_weight)
     side = network.source_side(source, sink)
-    recomputed = frozenset(node for node in range(len(ops)) if side[node])
+    return [node for node, index in place.items() if side[index]]
+
+
+def _vertex(ops: tuple[PartOp, ...], recomputed: frozenset[int]) -> Vertex:
+    """The costs of recomputing these ops."""
     needed = {link for node in recomputed for link in ops[node].links_in}
     saved_bytes = 0
     for node, op in enumerate(ops):

@@ -34,10 +34,16 @@ class Planner(PlanningSession):
         gradients: "accumulated" adds each parameter's gradient to `.grad` as soon as it is final.
             "returned" returns all gradients at the end of the backward, which
             `torch.autograd.grad` needs. They are then all in memory together.
-        time_limit_s: wall time of all solves of the default strategy together, those for chunks
-            included. One solve takes at most half of the rest. A problem cut short is answered from
-            its convex hull, found in polynomial time. The lower bound of a budget may take
-            as long again, and so may each budget of "checkmate".
+        time_limit_s: seconds of wall time, for two things. The search for one plan of the default
+            strategy stops looking for faster schedules after it, and `Plan.status` is then
+            "time_limit". However short the limit, a budget that is feasible has a plan: the
+            smallest peak is found beforehand, and a schedule of that search is the least that is
+            returned. And all solves of the default strategy together take it, those for chunks
+            included: one takes at most half of the rest, and a problem cut short is answered from
+            its convex hull, found in polynomial time. The lower bound of a budget may take as long
+            again, and so may each budget of "checkmate".
+        gap_tolerance: distance to the lower bound, as a fraction of the time without recomputation,
+            at which a search ends. A larger one plans faster, a smaller one searches longer.
         progress: shows a progress bar while ops are measured.
         machine: estimates costs for a machine instead of measuring them here: a name as "h100", or
             the path of a description (see `rockmate.costs.machine`). For a model on another kind of
@@ -67,6 +73,8 @@ class Planner(PlanningSession):
             the saved values of all of them.
 
     Raises:
+        TypeError: `time_limit_s` or `gap_tolerance` is no number.
+        ValueError: one of them is not above 0, or `kernels` has none of its values.
         MissingCompilerError: "fused" needs a compiler that is not there.
         MarkError: a mark or the policy cannot be read or kept.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.

@@ -7,6 +7,8 @@ from typing import Any
 
 # As in `rockmate.hf.model_source`, which imports torch.
 DTYPES = ("float32", "bfloat16", "float16")
+# As in `rockmate.planning.stopping_rule`, which imports more than an argument needs.
+GAP_TOLERANCE = 1e-3
 MODEL_HELP = (
     "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
     "configuration is ever fetched); or "
@@ -134,6 +136,33 @@ def fraction(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def add_search_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds what tells when the search for a plan ends."""
+    command.add_argument(
+        "--gap-tolerance",
+        type=above_zero,
+        default=GAP_TOLERANCE,
+        metavar="FRACTION",
+        help="end a search this near to the lower bound, as a fraction of the time without "
+        "recomputation (default: %(default)s)",
+    )
+    command.add_argument(
+        "--time-limit",
+        type=above_zero,
+        default=30.0,
+        metavar="SECONDS",
+        help="end the search for one plan after so many seconds (default: %(default)s)",
+    )
+
+
+def above_zero(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 

@@ -20,6 +20,7 @@ from rockmate.cli import fit_command
 from rockmate.cli.arguments import (
     add_mark_arguments,
     add_model_arguments,
+    add_search_arguments,
     at_least_two,
     fraction,
     mark_options,
@@ -138,6 +139,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
     )
     add_model_arguments(sweep)
+    add_search_arguments(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -176,6 +178,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "write the plan to a file.",
     )
     add_model_arguments(plan)
+    add_search_arguments(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -288,6 +291,8 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             machine=arguments.machine,
             allow_chunking=arguments.allow_chunking,
+            gap_tolerance=arguments.gap_tolerance,
+            time_limit_s=arguments.time_limit,
             untraced=arguments.untraced,
             kernels=arguments.kernels,
             in_flight=arguments.in_flight,
@@ -355,6 +360,8 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet and is_terminal(),
         machine=arguments.machine,
         allow_chunking=arguments.allow_chunking,
+        gap_tolerance=arguments.gap_tolerance,
+        time_limit_s=arguments.time_limit,
         untraced=arguments.untraced,
         kernels=arguments.kernels,
         in_flight=arguments.in_flight,

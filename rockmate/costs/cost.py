@@ -83,6 +83,15 @@ def unit_times(costs: Costs) -> Costs:
     return Costs(first=first, recompute=recompute, num_distinct=costs.num_distinct)
 
 
+def scaled_recompute_times(costs: Costs, factors: Floats) -> Costs:
+    """The same costs with the time of each recomputation multiplied by a factor, by `Op.index`."""
+    scaled = tuple(
+        replace(cost, time_ms=cost.time_ms * factor)
+        for cost, factor in zip(costs.recompute, factors.tolist(), strict=True)
+    )
+    return replace(costs, recompute=scaled)
+
+
 def _arrays_of(costs: Sequence[Cost]) -> CostArrays:
     return CostArrays(
         time_ms=np.array([cost.time_ms for cost in costs], dtype=np.float64),

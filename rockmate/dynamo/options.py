@@ -26,6 +26,7 @@ _CHOICES = {
 _KINDS: dict[str, tuple[type, ...]] = {
     "time_limit_s": (int, float),
     "compile_limit_s": (int, float),
+    "gap_tolerance": (int, float),
     "progress": (bool,),
     "allow_chunking": (bool, type(None)),
 }

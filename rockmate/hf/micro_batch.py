@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PLANNER_OPTIONS = (
     "differentiable", "outputs", "gradients", "time_limit_s", "progress", "untraced",
-    "allow_chunking", "kernels", "compile_limit_s",
+    "allow_chunking", "gap_tolerance", "kernels", "compile_limit_s",
 )  # fmt: skip
 _OWN_BATCHES = ("get_train_dataloader", "get_batch_samples", "_inner_training_loop")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.costs.cost import Costs
@@ -25,6 +26,11 @@ from rockmate.schedule.simulate import Simulation
 
 # Outputs beside the loss are reported if they take at least one part in so many of the peak.
 _REPORTED_OUTPUTS_PART = 10
+# Sums of the same times in another order differ by less than this fraction: 10,000 ops at 1e-16
+# each leave it a wide margin.
+_ROUNDING = 1e-9
+
+PlanStatus = Literal["optimal", "within_gap", "time_limit", "stalled"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -56,6 +62,9 @@ class PlanRecord:
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
         num_unproved_blocks: number of solves without a proof of optimality: stopped at their time
             limit, or made for a smaller budget.
+        gap_tolerance: distance to the lower bound, as a fraction of the baseline's time, at which
+            the search stopped looking for faster schedules.
+        is_cut_short: whether the search ran out of time; see `status`.
         machine: name of the machine that times were estimated for; None if they were measured.
         chunking_notes: how blocks run that may run in chunks; see `loss_block`, `feed_forward`.
         fusion: what fusing groups of ops has brought; None where they run one by one, and for a
@@ -78,6 +87,8 @@ class PlanRecord:
     strategy: str = "rockmate"
     bounds: Bounds = field(default_factory=StoredBound)
     num_unproved_blocks: int = 0
+    gap_tolerance: float = 1e-3
+    is_cut_short: bool = False
     machine: str | None = None
     chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
     fusion: FusionReport | None = None
@@ -129,6 +140,26 @@ class PlanRecord:
         """Distance to `lower_bound_ms`, as a share of the time without recomputation."""
         gap_ms = self.predicted_ms - self.lower_bound_ms
         return gap_ms / self.baseline_ms if self.baseline_ms else 0.0
+
+    @cached_property
+    def status(self) -> PlanStatus:
+        """Why the search ended, by `quick_lower_bound_ms`.
+
+        | status | the plan |
+        |---|---|
+        | "optimal" | takes the time of the lower bound |
+        | "within_gap" | is within `gap_tolerance` of it |
+        | "time_limit" | is what the search had found when its time was over |
+        | "stalled" | is further away, and the search has nothing more to try |
+
+        The last two may be optimal as well: the bound does not prove it.
+        """
+        gap_ms = self.predicted_ms - self.quick_lower_bound_ms
+        if gap_ms <= _ROUNDING * self.baseline_ms:
+            return "optimal"
+        if gap_ms <= self.gap_tolerance * self.baseline_ms:
+            return "within_gap"
+        return "time_limit" if self.is_cut_short else "stalled"
 
     # --- chunks -------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ _PLAIN_FIELDS = (
     "num_unproved_blocks",
     "machine",
 )
+# The same for fields that files of earlier releases lack; those have the default.
+_OPTIONAL_FIELDS = ("gap_tolerance", "is_cut_short")
 
 
 def plan_text(plan: PlanRecord) -> str:
@@ -69,7 +71,7 @@ def plan_text(plan: PlanRecord) -> str:
         "call": snapshot.call,
         "fingerprint": {"graph": snapshot.fingerprint, "call": snapshot.call_fingerprint},
         "options": dict(plan.options),
-        **{name: getattr(plan, name) for name in _PLAIN_FIELDS},
+        **{name: getattr(plan, name) for name in (*_PLAIN_FIELDS, *_OPTIONAL_FIELDS)},
         "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
@@ -208,6 +210,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         raise ValueError(fault)
     return PlanRecord(
         **{name: content[name] for name in _PLAIN_FIELDS},
+        **{name: content[name] for name in _OPTIONAL_FIELDS if name in content},
         bounds=StoredBound(content["lower_bound_ms"]),
         schedule=schedule,
         simulation=Residency(snapshot, schedule).simulation(costs),

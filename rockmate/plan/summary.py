@@ -86,6 +86,8 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
             f"{plan.lower_bound_ms:.1f} ms within the budget; "
             f"the plan is {plan.optimality_gap:.1%} above",
         )
+    if plan.is_cut_short and plan.status == "time_limit":
+        yield "search", "ended by time_limit_s; with more time the plan may be faster"
     if plan.num_unproved_blocks:
         yield (
             "solver",

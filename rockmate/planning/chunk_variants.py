@@ -33,6 +33,7 @@ from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import make_local_search, make_search
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
@@ -54,15 +55,22 @@ class Variant:
         costs: of its ops.
         solver_time: the time that all solves share.
         solved: block options that variants share.
+        rule: when the search of the default strategy ends; None for no limit.
     """
 
     def __init__(
-        self, step: CapturedStep, costs: Costs, solver_time: SolverTime, solved: SolvedBlocks
+        self,
+        step: CapturedStep,
+        costs: Costs,
+        solver_time: SolverTime,
+        solved: SolvedBlocks,
+        rule: StoppingRule | None = None,
     ) -> None:
         self.step = step
         self.costs = costs
         self._solver_time = solver_time
         self._solved = solved
+        self._rule = rule
         self._searches: dict[str, Searcher] = {}
 
     @property
@@ -107,6 +115,7 @@ class Variant:
             lower_bound=self.lower_bound,
             solver_time=self._solver_time,
             solved=self._solved,
+            rule=self._rule,
         )
 
     def search(self, strategy: str) -> Searcher:
@@ -133,8 +142,8 @@ class Variants:
         step: as captured.
         costs_of: measures or estimates the costs of a graph.
         allow_chunking: as for `Planner`.
-        time_limit_s: wall time of all solves together, those of every variant included; see
-            `SolverTime`.
+        rule: when a search ends. Its time limit is also that of all solves together, those of
+            every variant included; see `SolverTime`.
 
     Attributes:
         unchunked: the step as captured.
@@ -147,11 +156,12 @@ class Variants:
         costs_of: Callable[[Graph], Costs],
         *,
         allow_chunking: bool | None,
-        time_limit_s: float,
+        rule: StoppingRule,
     ) -> None:
         self._costs_of = costs_of
+        self._rule = rule
         self._allow_chunking = allow_chunking
-        self._solver_time = SolverTime(time_limit_s)
+        self._solver_time = SolverTime(rule.time_limit_s)
         self._solved = SolvedBlocks()
         self._chunked: dict[Chunks, Variant | None] = {}
         self.unchunked = self._new_variant(step)
@@ -160,7 +170,9 @@ class Variants:
         )
 
     def _new_variant(self, step: CapturedStep) -> Variant:
-        return Variant(step, self._costs_of(step.graph), self._solver_time, self._solved)
+        return Variant(
+            step, self._costs_of(step.graph), self._solver_time, self._solved, self._rule
+        )
 
     def _variant(self, chunking: Chunks) -> Variant | None:
         """The step in these chunks; None if it cannot run so."""
@@ -243,6 +255,8 @@ class Variants:
         initial = self.unchunked.local_search.initial_within(budget_bytes)
         found = [] if initial is None else [(self.unchunked, initial)]
         for form in self.chunkable.chunkings:
+            if found and self._rule.is_late:
+                break
             incumbent_ms = min((candidate.time_ms for _, candidate in found), default=inf)
             found += self._initial_candidates_of(form, budget_bytes, incumbent_ms)
         return found
@@ -256,6 +270,8 @@ class Variants:
         for chunking in form:
             if self.chunkable.chunk_bytes(chunking) > budget_bytes:
                 continue
+            if incumbent_ms < inf and self._rule.is_late:
+                return
             variant = self._variant(chunking)
             if variant is None:
                 continue

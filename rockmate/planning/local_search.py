@@ -7,26 +7,27 @@ Stages, each skipped where the incumbent is near the lower bound (`search_proble
 3. Starts from rotor's table, for tight budgets where a value is recomputed more than once.
 4. Deferral, tightening paths without deferral, and strategic oscillation of the best
    (`oscillation`).
-5. The best schedule of a slightly smaller budget as one more start.
+5. Random rounds until they gain nothing: the budget is relaxed, prices are perturbed, and the
+   schedule is tightened again (`perturbation`).
 
 The moves are those of `moves` and `deferral`: remove a recomputation, evict a value, defer a weight
 gradient. The simulator judges every schedule. The search is a heuristic: it proves nothing, and the
 gap to the lower bound tells how good a result is. Nearest in the literature is local search with
 strategic oscillation and warm starts (Glover 1977).
 
-The answer depends on the budget alone, not on earlier questions. Caches only save time. A long step
-(`refine.LONG_STEP_OPS`) leaves out stages 2 and 5 and most of stage 4.
+It ends earlier where the incumbent is within the gap tolerance of the lower bound, and when its
+time is over (`stopping_rule`). The answer depends on the budget alone, not on earlier questions,
+unless the clock ends a search. Caches only save time. A long step (`refine.LONG_STEP_OPS`) leaves
+out stage 2 and most of stage 4, and has few rounds or none.
 
-Many budgets together: `joint_search`. The log of this module at level DEBUG has a line for each
-stage: the incumbent's time and gap.
+Many budgets together: `joint_search`. `search_trace` logs each stage: the incumbent's time and gap.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 from rockmate.costs.cost import Costs
@@ -47,6 +48,7 @@ from rockmate.planning.candidate import (
 from rockmate.planning.family import Family
 from rockmate.planning.min_peak import MinPeakPool
 from rockmate.planning.oscillation import StrategicOscillation
+from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import (
     SKIP_DISTANT_STARTS_BELOW_GAP,
     SKIP_REFINEMENT_BELOW_GAP,
@@ -54,10 +56,10 @@ from rockmate.planning.search_problem import (
     SKIP_STARTS_BELOW_GAP,
     SearchProblem,
 )
+from rockmate.planning.search_trace import SearchTrace
 from rockmate.planning.starts import WarmStarts
+from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.tightening import TighteningPath
-
-logger = logging.getLogger(__name__)
 
 # Number of limits on saved bytes tried to find the knapsack schedule that just fits.
 _MAX_KNAPSACK_LIMITS = 3
@@ -69,8 +71,6 @@ _MAX_REPAIR_STARTS = 3
 _TIGHT_BUDGET_FACTOR = 1.5
 # Number of starts that are repaired at such a tight budget.
 _NUM_TIGHT_STARTS = 6
-# Ratio between neighbouring budgets; the best schedule of one starts the search at the next.
-_BUDGET_RATIO_NEIGHBOUR = 1.04
 # Ratio by which the baseline is tightened step by step, with weight gradients deferred each time.
 _BUDGET_RATIO_TIGHTEN_DEFERRED = 1.05
 # Ratios by which the baseline is tightened step by step, without deferral.
@@ -80,16 +80,26 @@ _BUDGET_RATIOS_TIGHTEN_LONG = (1.6, 2.0)
 # The fastest schedule at the minimum budget sometimes fits in less, in practice never below this
 # fraction of it.
 _MIN_BUDGET_FRACTION = 0.9
+# The search has stalled after so many rounds that have gained nothing, and of so many ops together;
+# steps of more ops have none. Nearer to the bound than `_FULL_EFFORT_GAP` it is less, in proportion
+# to what can still be gained.
+_STALL_ROUNDS = 24
+_STALL_OPS = 6_000
+_FULL_EFFORT_GAP = 1e-2
+# A round counts as a gain if it takes more than this fraction off the baseline's time.
+_MIN_GAIN = 1e-5
 
 
 class StartGroup(NamedTuple):
     """Candidate starts, of which the first that can be made feasible is refined.
 
     Attributes:
+        source: name of the group in the trace.
         skip_below_gap: the incumbent's gap below which this group and all later ones are skipped.
         starts: the candidates in the order in which they are tried.
     """
 
+    source: str
     skip_below_gap: float
     starts: Sequence[Candidate]
 
@@ -115,12 +125,14 @@ class LocalSearch:
         graph: ops and storages.
         costs: of its ops.
         starts: the warm starts, and the lower bound.
+        rule: when the search ends; None for the default tolerance and no limit.
         backward: late and backward ops in the baseline's order; None for the graph's order.
 
     Attributes:
         problem: the graph with its baseline, starts and refiner.
         min_peak: the schedules of small peaks.
         oscillation: the strategic oscillation of this problem.
+        traces: what the search for each budget did, by budget.
     """
 
     def __init__(
@@ -128,13 +140,17 @@ class LocalSearch:
         graph: Graph,
         costs: Costs,
         starts: WarmStarts,
+        rule: StoppingRule | None = None,
         *,
         backward: Sequence[Op] | None = None,
     ) -> None:
-        self.problem = SearchProblem(graph, costs, starts, backward=backward)
+        rule = rule or StoppingRule()
+        self.problem = SearchProblem(graph, costs, starts, rule, backward=backward)
         self.min_peak = MinPeakPool(self.problem)
         self.oscillation = StrategicOscillation(self.problem)
         self._refiner = self.problem.refiner
+        self.traces: dict[int, SearchTrace] = {}
+        self._num_ops = len(graph.ops)
         self._num_in_flight = graph.num_in_flight
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, InitialCandidates] = {}
@@ -152,7 +168,7 @@ class LocalSearch:
         """
         minimum_bytes = self.minimum().peak_bytes
         if budget_bytes >= minimum_bytes:
-            return self._best_above_minimum(budget_bytes)
+            return self._solve(budget_bytes)
         if (
             budget_bytes < _MIN_BUDGET_FRACTION * minimum_bytes
             or self._best_at_minimum.peak_bytes > budget_bytes
@@ -180,26 +196,7 @@ class LocalSearch:
 
     @cached_property
     def _best_at_minimum(self) -> Candidate:
-        return self._best_above_minimum(self.minimum().peak_bytes)
-
-    def _best_above_minimum(self, budget_bytes: int) -> Candidate:
-        """The best of the budget's own search and of a start from the next smaller budget."""
-        best = self._solve(budget_bytes)
-        if self.problem.is_long or self._is_within(
-            best, budget_bytes, SKIP_DISTANT_STARTS_BELOW_GAP
-        ):
-            return best
-        neighbour = self._solve(self._smaller_neighbour(budget_bytes))
-        best = fastest(best, self._refiner.repair_and_refine(neighbour, budget_bytes))
-        self._log_incumbent("neighbouring budget", best, budget_bytes)
-        return best
-
-    def _smaller_neighbour(self, budget_bytes: int) -> int:
-        """The next smaller budget of a geometric sequence that begins at the minimum."""
-        smaller_bytes = next_bytes = self.minimum().peak_bytes
-        while next_bytes < budget_bytes:
-            smaller_bytes, next_bytes = next_bytes, ceil(next_bytes * _BUDGET_RATIO_NEIGHBOUR)
-        return smaller_bytes
+        return self._solve(self.minimum().peak_bytes)
 
     def _solve(self, budget_bytes: int) -> Candidate:
         """The best of all stages but the start from a smaller budget; cached."""
@@ -207,33 +204,33 @@ class LocalSearch:
             from_starts, best = self._initial_candidates(budget_bytes)
             if not self._is_within(best, budget_bytes, SKIP_ROTOR_BELOW_GAP):
                 best = fastest(self._intensify(from_starts, budget_bytes), best)
-                self._log_incumbent("deferral and oscillation", best, budget_bytes)
+                best = self._perturb(best, budget_bytes)
             self._solved[budget_bytes] = best
         return self._solved[budget_bytes]
 
     def _initial_candidates(self, budget_bytes: int) -> InitialCandidates:
         if budget_bytes not in self._initial:
-            best = self._refine_starts(
-                self.min_peak.fastest_within(budget_bytes),
-                self._knapsack_starts(budget_bytes),
-                budget_bytes,
-            )
-            self._log_incumbent("relaxation and knapsack", best, budget_bytes)
+            best = self.min_peak.fastest_within(budget_bytes)
+            self._note("smallest peaks", best, budget_bytes)
+            best = self._refine_starts(best, self._knapsack_starts(budget_bytes), budget_bytes)
             overall = self._tighten_with_deferral(best, budget_bytes)
-            self._log_incumbent("tightening path", overall, budget_bytes)
             if not self._is_within(overall, budget_bytes, SKIP_ROTOR_BELOW_GAP):
                 best = self._refine_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
-                self._log_incumbent("rotor", best, budget_bytes)
             self._initial[budget_bytes] = InitialCandidates(best, overall)
         return self._initial[budget_bytes]
 
     def _is_within(self, candidate: Candidate, budget_bytes: int, gap: float) -> bool:
         return self.problem.is_within_gap(candidate, budget_bytes, gap)
 
-    def _log_incumbent(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
-        gap = self.problem.gap(candidate, budget_bytes)
-        message = "budget %d bytes, after %s: %.3f ms, gap %.3f %%"
-        logger.debug(message, budget_bytes, source, candidate.time_ms, 100 * gap)
+    def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
+        """Adds a stage to the trace of a budget."""
+        if budget_bytes not in self.traces:
+            self.traces[budget_bytes] = SearchTrace(
+                budget_bytes=budget_bytes,
+                baseline_ms=self.problem.baseline.time_ms,
+                bound_ms=self.problem.starts.bound_ms(budget_bytes),
+            )
+        self.traces[budget_bytes].note(source, candidate)
 
     # --- warm starts ---
 
@@ -245,6 +242,7 @@ class LocalSearch:
             if self._is_within(best, budget_bytes, group.skip_below_gap):
                 return best
             best = fastest(best, self._first_refined(group.starts, budget_bytes, best.time_ms))
+            self._note(group.source, best, budget_bytes)
         return best
 
     def _first_refined(
@@ -255,6 +253,8 @@ class LocalSearch:
         A start above the budget that is no faster than the incumbent is skipped.
         """
         for start in starts:
+            if self.problem.rule.is_late:
+                return None
             if is_worth_refining(start, budget_bytes, incumbent_ms):
                 refined = self._refiner.repair_and_refine(start, budget_bytes)
                 if refined is not None:
@@ -268,7 +268,7 @@ class LocalSearch:
         if schedule is None:
             return
         found = self._refiner.evaluate(schedule)
-        yield StartGroup(SKIP_STARTS_BELOW_GAP, [found])
+        yield StartGroup("relaxation", SKIP_STARTS_BELOW_GAP, [found])
         limit_bytes, low, high = found.simulation.saved_bytes, 0, baseline.simulation.saved_bytes
         tried: list[Candidate] = []
         tolerance_bytes = _LIMIT_SEARCH_TOLERANCE * budget_bytes
@@ -287,8 +287,9 @@ class LocalSearch:
                 low = limit_bytes
             else:
                 high = limit_bytes
-        yield StartGroup(SKIP_STARTS_BELOW_GAP, feasible(tried, budget_bytes)[:1])
-        yield StartGroup(SKIP_STARTS_BELOW_GAP, repairable(tried, budget_bytes)[:1])
+        fits, exceeds = feasible(tried, budget_bytes)[:1], repairable(tried, budget_bytes)[:1]
+        yield StartGroup("knapsack, within", SKIP_STARTS_BELOW_GAP, fits)
+        yield StartGroup("knapsack, above", SKIP_STARTS_BELOW_GAP, exceeds)
 
     @cached_property
     def _rotor_family(self) -> Family:
@@ -300,20 +301,23 @@ class LocalSearch:
         To make a schedule beyond the grid takes as long as to refine one, and seldom gains as much.
         """
         grid = self._rotor_family.grid()
-        yield StartGroup(SKIP_STARTS_BELOW_GAP, repairable(grid, budget_bytes)[:1])
+        above = repairable(grid, budget_bytes)
+        yield StartGroup("rotor's grid, above", SKIP_STARTS_BELOW_GAP, above[:1])
         within = feasible([*self.min_peak.candidates, *grid], budget_bytes)
-        yield StartGroup(SKIP_STARTS_BELOW_GAP, within[:1])
-        yield StartGroup(SKIP_REFINEMENT_BELOW_GAP, [])
+        yield StartGroup("rotor's grid, within", SKIP_STARTS_BELOW_GAP, within[:1])
+        yield StartGroup("rotor's grid, within", SKIP_REFINEMENT_BELOW_GAP, [])
         near_budget = self._rotor_family.near_budget(budget_bytes)
-        yield StartGroup(SKIP_REFINEMENT_BELOW_GAP, feasible(near_budget, budget_bytes)[:1])
+        fits = feasible(near_budget, budget_bytes)[:1]
+        yield StartGroup("rotor, within", SKIP_REFINEMENT_BELOW_GAP, fits)
         above = repairable([*grid, *near_budget], budget_bytes)
-        yield StartGroup(SKIP_REFINEMENT_BELOW_GAP, above[:_MAX_REPAIR_STARTS])
+        first_above = above[:_MAX_REPAIR_STARTS]
+        yield StartGroup("rotor, above", SKIP_REFINEMENT_BELOW_GAP, first_above)
         if budget_bytes < _TIGHT_BUDGET_FACTOR * self.minimum().peak_bytes:
             for index in subsample_indices(len(above), _NUM_TIGHT_STARTS)[1:]:
-                yield StartGroup(SKIP_REFINEMENT_BELOW_GAP, [above[index]])
+                yield StartGroup("rotor, far above", SKIP_REFINEMENT_BELOW_GAP, [above[index]])
         for start in self.min_peak.starts:
             if start.time_ms > self.problem.baseline.time_ms:
-                yield StartGroup(SKIP_DISTANT_STARTS_BELOW_GAP, [start])
+                yield StartGroup("smallest starts", SKIP_DISTANT_STARTS_BELOW_GAP, [start])
 
     # --- tightening from above ---
 
@@ -342,6 +346,7 @@ class LocalSearch:
             start = neighbour_of(budget_bytes)
             if start is not None:
                 best = fastest(best, self._refine_and_defer(start, budget_bytes))
+                self._note("tightening with deferral", best, budget_bytes)
         return best
 
     def _refine_and_defer(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
@@ -369,7 +374,7 @@ class LocalSearch:
         found = (
             self._refiner.repair_and_refine(start, budget_bytes)
             for start in starts
-            if start is not None
+            if start is not None and not self.problem.rule.is_late
         )
         return [candidate for candidate in found if candidate is not None]
 
@@ -383,15 +388,34 @@ class LocalSearch:
         if self._is_within(best, budget_bytes, SKIP_REFINEMENT_BELOW_GAP):
             return best
         found = self._refiner.defer_weight_gradients(best, budget_bytes)
+        self._note("deferral", found, budget_bytes)
         if self.oscillation.is_skipped(found, budget_bytes):
             return found
         tightened = min(self._tightened_from_above(best, budget_bytes), key=by_time, default=best)
-        faster, slower = sorted([best, tightened], key=by_time)
-        found = fastest(found, self.oscillation.run(faster, budget_bytes))
-        if (
-            self.problem.is_long
-            or self._is_within(found, budget_bytes, SKIP_DISTANT_STARTS_BELOW_GAP)
-            or slower.schedule == faster.schedule
-        ):
-            return found
-        return fastest(found, self.oscillation.run(slower, budget_bytes))
+        self._note("tightening from above", tightened, budget_bytes)
+        oscillated = self.oscillation.run(fastest(best, tightened), budget_bytes)
+        found = fastest(found, oscillated)
+        self._note("oscillation", found, budget_bytes)
+        return found
+
+    def _perturb(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """The fastest of an incumbent and of random rounds, until they gain nothing."""
+        others = [self.problem.baseline, *self._rotor_family.grid()]
+        perturbation = Perturbation(
+            self._refiner,
+            self.problem.costs,
+            [other for other in others if other.peak_bytes > budget_bytes],
+            budget_bytes,
+        )
+        min_gain_ms = _MIN_GAIN * self.problem.baseline.time_ms
+        max_idle = min(_STALL_ROUNDS, _STALL_OPS // self._num_ops)
+        num_idle = 0
+        while not self._is_within(best, budget_bytes, SKIP_ROTOR_BELOW_GAP):
+            effort = min(1.0, self.problem.gap(best, budget_bytes) / _FULL_EFFORT_GAP)
+            if num_idle + 1 > effort * max_idle:
+                break
+            before_ms = best.time_ms
+            best = fastest(best, perturbation.round(best))
+            self._note("round", best, budget_bytes)
+            num_idle = 0 if best.time_ms < before_ms - min_gain_ms else num_idle + 1
+        return best

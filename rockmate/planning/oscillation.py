@@ -55,6 +55,8 @@ class StrategicOscillation:
         depths = _RELAX_DEPTHS_LONG if self._problem.is_long else _RELAX_DEPTHS
         budgets = [budget_bytes]
         for depth in range(1, depths[-1] + 1):
+            if self._problem.rule.is_late:
+                return
             budgets.append(int(budgets[-1] * _BUDGET_RATIO_RELAX))
             best = self._refiner.refine(best, budgets[-1])
             for top in self._tops(best, budgets[-1]) if depth in depths else ():

@@ -50,7 +50,9 @@ from rockmate.planning.mark_prices import (
     price_within,
     variants_without_each,
 )
+from rockmate.planning.monotone import never_slower
 from rockmate.planning.step_forms import StepForms
+from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -81,6 +83,7 @@ class PlanningSession:
         outputs: Literal["all", "loss"] = "all",
         gradients: Literal["accumulated", "returned"] = "accumulated",
         time_limit_s: float = 30.0,
+        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
@@ -95,9 +98,9 @@ class PlanningSession:
         if kernels not in ("eager", "fused", "auto"):
             msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
             raise ValueError(msg)
+        rule = StoppingRule(gap_tolerance, time_limit_s)
         target = None if machine is None else load_machine(machine)
-        self.model = model
-        model = plain_model(model)
+        self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
         with _timed(timings, "capture"), _frames_advised():
             step = capture_step(
@@ -123,7 +126,7 @@ class PlanningSession:
             timings,
             machine=target,
             allow_chunking=allow_chunking,
-            time_limit_s=time_limit_s,
+            rule=rule,
             progress=progress,
             fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
             if kernels == "auto"
@@ -136,11 +139,13 @@ class PlanningSession:
         step: CapturedStep,
         *,
         time_limit_s: float = 30.0,
+        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         allow_chunking: bool | None = None,
     ) -> Self:
         """A session for a captured step; arguments and errors as for the class."""
+        rule = StoppingRule(gap_tolerance, time_limit_s)
         session = cls.__new__(cls)
         session.model = step.model
         session._begin(
@@ -148,7 +153,7 @@ class PlanningSession:
             {},
             machine=None if machine is None else load_machine(machine),
             allow_chunking=allow_chunking,
-            time_limit_s=time_limit_s,
+            rule=rule,
             progress=progress,
         )
         return session
@@ -160,7 +165,7 @@ class PlanningSession:
         *,
         machine: Machine | None,
         allow_chunking: bool | None,
-        time_limit_s: float,
+        rule: StoppingRule,
         progress: bool,
         fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
@@ -171,7 +176,7 @@ class PlanningSession:
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step
-        self._time_limit_s = time_limit_s
+        self._rule = rule
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
@@ -188,8 +193,7 @@ class PlanningSession:
                 steps += fuses()
         with _timed(timings, "costs"):
             forms = [
-                Variants(each, costs_of, allow_chunking=allow_chunking, time_limit_s=time_limit_s)
-                for each in steps
+                Variants(each, costs_of, allow_chunking=allow_chunking, rule=rule) for each in steps
             ]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
@@ -283,7 +287,7 @@ class PlanningSession:
             ms_with = inf if found is None else found.time_ms
             return tuple(
                 price_within(source, variant, budget_bytes, strategy, ms_with)
-                for source, variant in variants_without_each(unchunked, self._time_limit_s)
+                for source, variant in variants_without_each(unchunked, self._rule.time_limit_s)
             )
 
     def _advice_on_marks(self, strategy: str) -> str:
@@ -297,7 +301,7 @@ class PlanningSession:
             peaks = [
                 (variant.search(strategy).minimum().peak_bytes, source)
                 for source, variant in variants_without_each(
-                    self._variants.unchunked, self._time_limit_s, most=MAX_EXPLAINED
+                    self._variants.unchunked, self._rule.time_limit_s, most=MAX_EXPLAINED
                 )
             ]
         if not peaks:
@@ -308,6 +312,7 @@ class PlanningSession:
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
             with gc_paused():
+                self._rule.begin()
                 best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
@@ -317,14 +322,12 @@ class PlanningSession:
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
         """Plans of the default strategy for many budgets, by budget in bytes.
 
-        From twenty feasible budgets on, they are planned jointly: each search starts from the
-        schedules of neighbouring budgets. This takes much less time than one by one, and a larger
-        budget never takes longer. Near the lower bound, the plans are as fast as those of `plan`.
-        Far from it, close to the smallest peak, some are a few percent of a step slower or faster,
-        and up to a fifth slower at the smallest peak itself.
-
-        Plans that may run in chunks are made one by one; with `allow_chunking=True` all are.
-        Infeasible budgets are left out. `Planner.module_of` trains a plan.
+        A larger budget never takes longer: it gets the plan of a smaller one where that is faster.
+        From twenty feasible budgets on, they are planned jointly, which takes much less time. Near
+        the lower bound, these are as fast as those of `plan`; close to the smallest peak some are a
+        few percent slower or faster, and up to a fifth at the smallest peak itself. Plans that may
+        run in chunks are made one by one; with `allow_chunking=True` all are, else plans in chunks
+        are not handed on. Infeasible budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -334,20 +337,22 @@ class PlanningSession:
             InvalidBudgetError: a budget cannot be read.
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
-        wanted = sorted({parse_budget(budget, self.baseline_peak_bytes) for budget in listed})
+        wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         plans = self.plan_many(wanted, progress=progress)
-        one_by_one = [budget_bytes for budget_bytes in wanted if budget_bytes not in plans]
+        one_by_one = [budget for budget in wanted if budget not in plans]
         for budget_bytes in tqdm(
             one_by_one, desc="planning", unit="budget", disable=not (progress and one_by_one)
         ):
-            plan = self._plan_within(budget_bytes, "rockmate")
-            if plan is not None:
+            if (plan := self._plan_within(budget_bytes, "rockmate")) is not None:
                 plans[budget_bytes] = plan
-        return dict(sorted(plans.items()))
+        plans = never_slower(plans, allow_chunking=self.allow_chunking)
+        self._plans |= {(each, "rockmate"): plans[each] for each in one_by_one if each in plans}
+        return plans
 
     def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""
         with gc_paused():
+            self._rule.begin(max(1, len(budgets)))
             found = self._variants.best_within_each(budgets, progress=progress)
             return {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
@@ -430,6 +435,8 @@ class PlanningSession:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
+            gap_tolerance=self._rule.gap_tolerance,
+            is_cut_short=self._rule.is_late,
             bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )

@@ -15,6 +15,7 @@ from rockmate.planning.chen_family import chen_family
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.starts import SolverWarmStarts
+from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
@@ -30,17 +31,15 @@ def make_search(
     lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
+    rule: StoppingRule | None = None,
 ) -> Searcher:
     """The search of a strategy, for any budget.
 
-    * "none" recomputes nothing.
-    * "chen" saves one boundary in every sqrt(n) blocks.
-    * "rotor" chooses, by a dynamic program, which blocks save everything and which are recomputed
-      as a whole.
+    * "none" recomputes nothing; "chen" saves one boundary in every sqrt(n) blocks.
+    * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
-    * "rockmate", the default, solves the whole graph as a knapsack. Where that is not near enough
-      to the lower bound, it gives blocks and spans of blocks several options (rotor). A local
-      search improves the result.
+    * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
+      rotor with several options for blocks and spans of blocks.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -50,6 +49,7 @@ def make_search(
         lower_bound: of its schedules' times; "rockmate" stops near it.
         solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
         solved: block options of other graphs of the same step; those solved here are added.
+        rule: when the search of "rockmate" ends; None for the default tolerance and no limit.
 
     Raises:
         ValueError: the strategy is unknown, or plans one forward in flight and more are asked for.
@@ -57,10 +57,9 @@ def make_search(
     if strategy not in STRATEGIES:
         msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
         raise ValueError(msg)
-    if strategy == "none":
-        return FamilySearch(graph, costs, [])
-    if strategy == "chen":
-        return FamilySearch(graph, costs, [[chen_family(graph, chain)]])
+    if strategy in ("none", "chen"):
+        families = [[chen_family(graph, chain)]] if strategy == "chen" else []
+        return FamilySearch(graph, costs, families)
     if strategy == "checkmate":
         return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
     if strategy == "rotor":
@@ -75,7 +74,13 @@ def make_search(
         )
         return FamilySearch(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
     return make_local_search(
-        graph, chain, costs, lower_bound=lower_bound, solver_time=solver_time, solved=solved
+        graph,
+        chain,
+        costs,
+        lower_bound=lower_bound,
+        solver_time=solver_time,
+        solved=solved,
+        rule=rule,
     )
 
 
@@ -87,6 +92,7 @@ def make_local_search(
     lower_bound: LowerBound,
     solver_time: SolverTime,
     solved: SolvedBlocks | None = None,
+    rule: StoppingRule | None = None,
 ) -> LocalSearch:
     """The search of "rockmate"; arguments as for `make_search`."""
     backward = memory_minimizing_order(graph, costs)
@@ -101,7 +107,7 @@ def make_local_search(
         solver_time=solver_time,
         solved=solved,
     )
-    return LocalSearch(graph, costs, starts, backward=backward)
+    return LocalSearch(graph, costs, starts, rule, backward=backward)
 
 
 def _baseline_peak_bytes(graph: Graph, costs: Costs) -> int:

@@ -217,6 +217,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
         assert backwards[budget_bytes] == plan.schedule
         with monkeypatch.context() as patch:
             patch.setattr("rockmate.planning.oscillation.SKIP_OSCILLATION_BELOW_GAP", inf)
+            patch.setattr("rockmate.planning.local_search._STALL_OPS", 0)
             shares.append(plan.predicted_ms / greedy.plan(budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99
@@ -238,6 +239,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     num_simulated = []
     for most_ops in (1_000_000, 10):
         monkeypatch.setattr("rockmate.planning.refine.LONG_STEP_OPS", most_ops)
+        monkeypatch.setattr("rockmate.planning.local_search._STALL_OPS", most_ops)
         planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
         budgets = budgets_between(
             planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4

@@ -1,0 +1,31 @@
+"""More memory never takes longer: a larger budget takes the plan of a smaller one if it is faster.
+
+A search is a heuristic, and now and then the plan that it finds for more memory is a little slower.
+A plan that fits a smaller budget fits a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rockmate.plan.plan import Plan
+
+
+def never_slower(plans: Mapping[int, Plan], *, allow_chunking: bool | None) -> dict[int, Plan]:
+    """The plans by growing budget, none of them slower than one for less memory.
+
+    Args:
+        plans: by budget in bytes.
+        allow_chunking: as for `Planner`. A plan in chunks is handed on only if it is True.
+    """
+    found: dict[int, Plan] = {}
+    fastest: Plan | None = None
+    for budget_bytes, plan in sorted(plans.items()):
+        chosen = plan
+        if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
+            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=plan.bounds)
+        found[budget_bytes] = chosen
+        if allow_chunking or "loss_chunks" not in chosen.options:
+            fastest = chosen
+    return found

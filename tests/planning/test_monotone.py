@@ -1,0 +1,95 @@
+"""More memory never takes longer, chunks included where they are allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_graphs import fixed
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import Planner
+from rockmate.plan.plan import Plan
+from rockmate.planning.candidate import linspace_int
+from rockmate.planning.monotone import never_slower
+from rockmate.schedule.simulate import simulate
+
+
+class Layered(nn.Module):
+    """Residual layers under a head of many logits, in which chunks are faster at tight budgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2048, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 2048, bias=False)
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.words(words)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def layered(allow_chunking: bool | None) -> Planner:
+    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"words": words, "labels": words.flip(0)}
+    return Planner(Layered().train(), batch, machine="cpu-avx2", allow_chunking=allow_chunking)
+
+
+def test_with_chunks_allowed_the_curve_falls() -> None:
+    planner = layered(allow_chunking=True)
+    budgets = linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 9)
+    plans = planner.plans(budgets)
+    assert list(plans) == budgets
+    times_ms = [plan.predicted_ms for plan in plans.values()]
+    assert times_ms == sorted(times_ms, reverse=True)
+    chunked = ["loss_chunks" in plan.options for plan in plans.values()]
+    assert any(chunked)
+    for budget_bytes, plan in plans.items():
+        assert plan.budget_bytes == budget_bytes
+        graph = plan.graph
+        plan.schedule.verify(graph)
+        assert simulate(graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
+        assert planner.plan(budget_bytes) is plan
+
+
+def few_plans() -> tuple[list[int], list[Plan]]:
+    planner = fixed("gpt2").planner
+    low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    plans = [planner.plan(budget_bytes) for budget_bytes in linspace_int(low, high, 9)]
+    distinct = sorted({plan.predicted_ms: plan for plan in plans}.items(), reverse=True)
+    chosen = [plan for _, plan in distinct[:4]]
+    return sorted(plan.budget_bytes for plan in chosen), chosen
+
+
+def test_a_faster_plan_is_handed_on() -> None:
+    budgets, (slowest, slow, fast, fastest) = few_plans()
+    assert slowest.predicted_ms > slow.predicted_ms > fast.predicted_ms > fastest.predicted_ms
+    given = {
+        budget: replace(plan, budget_bytes=budget)
+        for budget, plan in zip(budgets, (slow, slowest, fastest, fast), strict=True)
+    }
+    found = never_slower(given, allow_chunking=None)
+    assert [plan.schedule for plan in found.values()] == [
+        plan.schedule for plan in (slow, slow, fastest, fastest)
+    ]
+    assert [plan.budget_bytes for plan in found.values()] == budgets
+    assert found[budgets[1]].lower_bound_ms == slowest.bounds.tight_bound_ms(budgets[1])
+
+
+@pytest.mark.parametrize("allow_chunking", [None, False, True])
+def test_a_plan_in_chunks_is_handed_on_where_chunks_are_allowed(
+    allow_chunking: bool | None,
+) -> None:
+    budgets, (_, slow, _, fastest) = few_plans()
+    chunked = replace(fastest, options={**fastest.options, "loss_chunks": "4 recompute"})
+    found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)),
+                         allow_chunking=allow_chunking)  # fmt: skip
+    expected = chunked if allow_chunking else slow
+    assert found[budgets[1]].schedule == expected.schedule

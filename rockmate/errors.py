@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RockmateError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -97,6 +100,16 @@ def advise_frames(error: RockmateError) -> None:
     text = str(error)
     if not text.endswith(FRAMES_ADVICE):
         error.args = (f"{text} {FRAMES_ADVICE}",)
+
+
+@contextmanager
+def frames_advised() -> Iterator[None]:
+    """Has the error of a model without a graph end in the line that works."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        advise_frames(error)
+        raise
 
 
 class MachineError(RockmateError, ValueError):

@@ -7,9 +7,7 @@ returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -33,7 +31,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError, advise_frames
+from rockmate.errors import InfeasibleBudgetError, frames_advised
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
@@ -51,6 +49,7 @@ from rockmate.planning.mark_prices import (
     variants_without_each,
 )
 from rockmate.planning.monotone import never_slower
+from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
@@ -102,7 +101,7 @@ class PlanningSession:
         target = None if machine is None else load_machine(machine)
         self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
-        with _timed(timings, "capture"), _frames_advised():
+        with timed(timings, "capture"), frames_advised():
             step = capture_step(
                 model,
                 sample_input,
@@ -189,16 +188,16 @@ class PlanningSession:
 
         steps = [step]
         if fuses is not None:
-            with _timed(timings, "compile"):
+            with timed(timings, "compile"):
                 steps += fuses()
-        with _timed(timings, "costs"):
+        with timed(timings, "costs"):
             forms = [
                 Variants(each, costs_of, allow_chunking=allow_chunking, rule=rule) for each in steps
             ]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
-        with _timed(timings, "solve"):
+        with timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
@@ -440,23 +439,3 @@ class PlanningSession:
             bounds=self._variants.bounds_within(budget_bytes),
             num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
         )
-
-
-@contextmanager
-def _frames_advised() -> Iterator[None]:
-    """Adds to the error of a model without a graph what keeps its budget."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        advise_frames(error)
-        raise
-
-
-@contextmanager
-def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Adds the seconds of a stage to `timings`; garbage collection is paused."""
-    begin = time.perf_counter()
-    with gc_paused():
-        yield
-    timings[stage] = time.perf_counter() - begin
-    logger.debug("%s took %.2f s", stage, timings[stage])

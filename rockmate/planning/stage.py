@@ -1,0 +1,22 @@
+"""A stage of planning, and how long it takes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rockmate.collector import gc_paused
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    """Adds the seconds of a stage to `timings`; garbage collection is paused."""
+    begin = time.perf_counter()
+    with gc_paused():
+        yield
+    timings[stage] = time.perf_counter() - begin
+    logger.debug("%s took %.2f s", stage, timings[stage])

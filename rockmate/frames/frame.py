@@ -25,7 +25,7 @@ from rockmate.frames.part import Part, Result
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import storages_of
 from rockmate.frames.tape import Tape
-from rockmate.frames.views import View
+from rockmate.frames.taped_slots import TapedSlots
 
 
 class Slot:
@@ -76,10 +76,7 @@ class Frame:
         self._running: list[Part] = []
         self._results: dict[int, Result] = {}
         self._num_calls: Counter[str] = Counter()
-        self._tape: Tape | None = None
-        self._slot_states: list[int] = []  # with a tape: of the storage of each saved tensor
-        self._slot_views: list[View] = []
-        self._are_derivable: dict[frozenset[int], bool] = {}
+        self._taped: TapedSlots | None = None
         self._derived: Set[int] = frozenset()  # slots that their ops will make again
         self._begin_s = 0.0
         self.num_bytes, self.seconds = 0, 0.0
@@ -95,11 +92,12 @@ class Frame:
         is_taped, recipe = self._memory.wanted_tape(self.key)
         if is_taped:
             constants = self._call.constant_storages()
-            self._tape = Tape(self.key.path, constants, self._memory.clock, recipe)
+            tape = Tape(self.key.path, constants, self._memory.clock, recipe)
+            self._taped = TapedSlots(tape)
         self._begin_s = self._memory.clock()
         with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
-            if self._tape is not None:
-                stack.enter_context(self._tape.observing())
+            if self._taped is not None:
+                stack.enter_context(self._taped.tape.observing())
             output = self._call.run()
         self.seconds = self._passed_s()
         self._outside, self._held_outside, self._results = frozenset(), {}, {}
@@ -133,7 +131,7 @@ class Frame:
         return output
 
     def _passed_s(self) -> float:
-        noting_s = 0.0 if self._tape is None else self._tape.noting_s
+        noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
         return self._memory.clock() - self._begin_s - noting_s
 
     def _keep_outputs(self, output: Any) -> None:
@@ -158,9 +156,8 @@ class Frame:
         self._shapes.append((tensor.shape, tensor.dtype))
         if self._memory.is_profiling:
             self._saved_s.append(self._passed_s())
-        if self._tape is not None:
-            self._slot_states.append(self._tape.state_of(tensor))
-            self._slot_views.append(View.of(tensor))
+        if self._taped is not None:
+            self._taped.note(tensor)
         self.num_bytes += self._memory.storages.hold(tensor, keys)
         for part in self._running:
             part.note(index, keys)
@@ -183,23 +180,27 @@ class Frame:
             num_bytes=own,
             others=self._call.outside_storages().keys() | (counts.keys() - own.keys()),
             parts={key: part.profile for key, part in self._parts.items()},
-            slot_states=self._slot_states,
-            taped=None if self._tape is None else self._taped(self._tape, own),
+            slot_states=() if self._taped is None else self._taped.states,
+            taped=self._taped_profile(own),
         )
 
-    def _taped(self, tape: Tape, own: Mapping[int, int]) -> TapedFrame:
-        """The tape by states, with the bytes of those that this frame alone holds."""
-        pairs = list(zip(self._slot_states, self._saved, strict=True))
-        held = {state for state, saved in pairs if saved is None or saved.storages[0] not in own}
-        return TapedFrame(
-            ops=tape.ops,
-            states=tuple(tape.states_of_ops),
-            seconds=tuple(tape.seconds),
-            outside=tape.outside_states,
-            num_bytes=tuple(tape.num_bytes),
-            own=frozenset(state for state, _ in pairs if state not in held),
-            held=frozenset(held),
-        )
+    def _taped_profile(self, own: Mapping[int, int]) -> TapedFrame | None:
+        """The tape, without ops that were found not to make again what was saved."""
+        if self._taped is None:
+            return None
+        wrong = self._memory.wrong_ops.get((self.key, self._taped.tape.ops))
+        return None if wrong is None else self._taped.profile(own, self._present(), wrong)
+
+    def check_tape(self) -> None:
+        """Has ops make each saved tensor again, and notes those that do not."""
+        if self._taped is not None:
+            known = (self.key, self._taped.tape.ops)
+            self._memory.wrong_ops[known] = self._taped.wrong_ops(self._present())
+
+    def _present(self) -> dict[int, Saved]:
+        """Saved tensors that are in memory, by their positions."""
+        saved = {index: each for index, each in enumerate(self._saved) if each is not None}
+        return saved | self._returned
 
     # --- the backward -----------------------------------------------------------------------------
 
@@ -268,7 +269,11 @@ class Frame:
 
     def _can_give_up(self, offer: Offer) -> bool:
         if offer.derived:
-            return self.taken is None and self._can_derive(offer.derived)
+            return (
+                self.taken is None
+                and self._taped is not None
+                and self._taped.can_make(offer.derived, self._present())
+            )
         if self.taken is not None and self.taken.derived:
             return offer is self.offers[-1]
         if offer.prefix and not offer.parts:
@@ -339,30 +344,6 @@ class Frame:
             if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
                 del self._parts[key]
 
-    def _can_derive(self, slots: frozenset[int]) -> bool:
-        """Whether the ops of this run, which may be others than those measured, make them again."""
-        if slots not in self._are_derivable:  # asked whenever a frame is chosen
-            self._are_derivable[slots] = (
-                self._tape is not None
-                and max(slots) < len(self._saved)
-                and self._tape.can_make(
-                    {self._slot_states[index] for index in slots}, self._held_states(slots)
-                )
-            )
-        return self._are_derivable[slots]
-
-    def _held_states(self, but: Set[int]) -> dict[int, Saved]:
-        """States of saved tensors that are in memory, without some."""
-        saved = {
-            index: each for index, each in enumerate(self._saved)
-            if each is not None and index not in but
-        }  # fmt: skip
-        return {
-            self._slot_states[index]: each
-            for index, each in (saved | self._returned).items()
-            if version_of(each.tensor) == each.version
-        }
-
     def _drop_derived(self, slots: Set[int]) -> None:
         self._derived = slots
         for index in slots:
@@ -375,15 +356,10 @@ class Frame:
         begin = time.perf_counter()
         slots, self._derived = self._derived, frozenset()
         self.is_made_again = True
-        assert self._tape is not None
-        needed = [index for index in slots if self._is_needed(index)]
-        wanted = {self._slot_states[index] for index in needed}
-        made = self._tape.make(wanted, self._held_states(slots))
-        for index in needed:
-            state = self._slot_states[index]
-            self._fill(
-                index, Saved.of(self._tape.viewed(made[state], state, self._slot_views[index]))
-            )
+        assert self._taped is not None
+        needed = {index for index in slots if self._is_needed(index)}
+        for index, saved in self._taped.make(needed, self._present()).items():
+            self._fill(index, saved)
         self._memory.note_made_again(time.perf_counter() - begin)
 
     def _make_again(self, index: int) -> Saved:

@@ -28,6 +28,7 @@ import torch
 
 from rockmate._torch.allocator import free_bytes
 from rockmate._torch.engine import after_backward, at_end_of_backward
+from rockmate._torch.ops import OpOverload
 from rockmate.frames.ahead import Decision
 from rockmate.frames.menu import FrameProfile, Offer
 from rockmate.frames.menus import Menus
@@ -70,6 +71,7 @@ class Frame(Running, Protocol):
     def drop_all(self) -> None: ...  # noqa: D102
     def everything(self) -> Offer: ...  # noqa: D102
     def profile(self) -> FrameProfile: ...  # noqa: D102
+    def check_tape(self) -> None: ...  # noqa: D102
 
 
 class Kept(Running, Protocol):
@@ -117,6 +119,7 @@ class Memory:
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
         decides_as_others: whether nothing that differs from rank to rank may decide: frames that
             gather sharded parameters run collectives again, in the same order on all ranks.
+        wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
     """
 
@@ -148,6 +151,7 @@ class Memory:
         self.is_inside = False
         self.has_compiled_modules = False
         self.is_profiling = False
+        self.wrong_ops: dict[tuple[FrameKey, tuple[OpOverload, ...]], frozenset[int]] = {}
         self.menus, self.calls = Menus(), KnownCalls()
         self.decision = Decision()
         self.given_up: dict[FrameKey, Offer | None] = {}
@@ -266,6 +270,8 @@ class Memory:
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
+            self.recorder.mark(frame.key, "")  # what the check takes is no need of a step
+            frame.check_tape()
         if self.is_profiling:
             self.menus.note(frame.key, frame.profile())
         known = self.menus.menu_of(frame.key)

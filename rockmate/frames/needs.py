@@ -112,7 +112,7 @@ class StepRecorder:
         self.saved: dict[FrameKey, tuple[int, float]] = {}
 
     def mark(self, key: FrameKey, what: str) -> None:
-        """Begins the stretch of one of a frame's needs."""
+        """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
         gradient_bytes = sum(
             each.grad.nbytes for each in self._without_gradient if each.grad is not None
         )
@@ -140,6 +140,8 @@ class StepRecorder:
         step = StepNeeds(num_elements=num_elements)
         for (key, what, gradient_bytes), stretch in zip(self._labels, stretches, strict=False):
             needs = step.by_key.setdefault(key, Needs())
+            if not what:
+                continue
             peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
             setattr(needs, what, peak)
         for key, (saved_bytes, seconds) in self.saved.items():

@@ -136,23 +136,31 @@ def _captured(
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
     wrapped: list[tuple[Any, torch.Tensor]] = []
-    functions = ForeignFunctions()
+    is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))  # it cannot run
+    functions = ForeignFunctions(are_recorded=is_elsewhere)
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
         # A checkpoint would run what is opaque without gradients, unlike the trace.
         with attributes_kept(model), training_only_features_off(model):
-            calls = record_calls(model, tensors, make().structure, untraced)
+            calls = record_calls(
+                model,
+                tensors,
+                make().structure,
+                untraced,
+                with_functions=functions.are_recorded and not is_elsewhere,
+            )
         forward = make()
         with functions.traced():
             joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 
-    try:
-        joint, forward = trace()
-    except (InvalidSampleError, UnsupportedModelError) as error:
-        if any(map(is_fake, (*tensors, *model.parameters()))) or not functions.register(error):
-            raise
-        joint, forward = trace()
+    while True:
+        try:
+            joint, forward = trace()
+            break
+        except (InvalidSampleError, UnsupportedModelError) as error:
+            if is_elsewhere or not functions.may_be_traced_again(error):
+                raise
     wrappings = _wrappings(wrapped)
     if forward.notice:
         logger.warning(

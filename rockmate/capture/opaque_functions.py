@@ -79,11 +79,6 @@ def is_registered(module: nn.Module) -> bool:
     return isinstance(module, tuple(_modules)) if _modules else False
 
 
-def has_functions() -> bool:
-    """Whether a function is registered."""
-    return bool(_callers)
-
-
 def caller_of(function: type) -> FunctionCaller | None:
     """The stand-in of a registered function; None for any other."""
     return _callers.get(function)
@@ -111,12 +106,17 @@ class ForeignFunctions:
     """Functions of other libraries that a trace has met.
 
     Attributes:
+        are_recorded: whether calls of registered functions are recorded before the trace. It takes
+            a run of the model, so it is done for models that call some.
         met: all that were applied and are not registered.
         failed: those in which an error was raised.
+        calls_registered: whether a registered one was applied.
     """
 
+    are_recorded: bool
     met: dict[type, None] = field(default_factory=dict)
     failed: dict[type, None] = field(default_factory=dict)
+    calls_registered: bool = False
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -125,6 +125,10 @@ class ForeignFunctions:
         def replacement(cls: type, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             caller = _callers.get(cls)
             if caller is not None:
+                self.calls_registered = True
+                if not self.are_recorded:
+                    msg = f"calls of {cls.__qualname__} are not recorded yet"
+                    raise UnsupportedModelError(msg)
                 return caller(*args)
             if cls.__module__.partition(".")[0] in _OWN:
                 return run(*args)
@@ -138,12 +142,17 @@ class ForeignFunctions:
         with applications_replaced(replacement):
             yield
 
-    def register(self, error: Exception) -> bool:
-        """Registers the functions that a trace has failed in; whether there are any.
+    def may_be_traced_again(self, error: Exception) -> bool:
+        """After a trace that has failed: whether calls of functions are recorded from now on.
 
-        An error of a backward is that of no function in particular, so all are registered then.
+        Those that it has failed in are registered. An error of a backward is that of no function in
+        particular, so all are registered then.
         """
-        found = list(self.failed or self.met)
+        if self.calls_registered and not self.are_recorded:
+            self.are_recorded = True
+            return True
+        self.are_recorded = True
+        found = [each for each in self.failed or self.met if each not in _callers]
         for function in found:
             logger.warning(
                 "the autograd function %s.%s runs as one opaque op, since it cannot be traced: %s",

@@ -36,7 +36,6 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.fake import is_fake
 from rockmate.capture.opaque_call import (
     OpaqueCall,
     by_place,
@@ -47,7 +46,6 @@ from rockmate.capture.opaque_call import (
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
     calls_seen,
-    has_functions,
     is_registered,
     refuse_written,
 )
@@ -63,9 +61,14 @@ _NEVER_TRACED = {("bitsandbytes.nn.modules", "Linear8bitLt")}
 
 
 def record_calls(
-    model: nn.Module, tensors: list[Tensor], structure: Structure, names: Sequence[str]
+    model: nn.Module,
+    tensors: list[Tensor],
+    structure: Structure,
+    names: Sequence[str],
+    *,
+    with_functions: bool,
 ) -> dict[str, OpaqueCall]:
-    """The calls of opaque submodules in one run of the model on its sample.
+    """The calls of opaque submodules, and of functions, in one run of the model on its sample.
 
     The run saves nothing for a backward and leaves buffers and random state as they were.
 
@@ -74,9 +77,7 @@ def record_calls(
         UnsupportedModelError: an argument or result is no nesting of tensors and constants.
     """
     modules = opaque_modules(model, names)
-    # A model that is elsewhere cannot run.
-    is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))
-    if not modules and (is_elsewhere or not has_functions()):
+    if not modules and not with_functions:
         return {}
     seen: list[_Seen] = []
     running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs

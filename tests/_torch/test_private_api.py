@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -34,6 +39,12 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.autocast import autocast_dtypes, autocast_off
 from rockmate._torch.checkpoints import checkpoints_observed
+from rockmate._torch.compiler_process import (
+    Deadline,
+    compilers_end_by,
+    in_this_context,
+    watch_compilers,
+)
 from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces, used_bytes
 from rockmate._torch.dispatch import (
     dispatched_call,
@@ -752,7 +763,9 @@ class TestInductor:
         traced, mode = decomposed(self.graph(), self.LAYOUTS)
         x, y = torch.randn(8, 4), torch.randn(8, 4)
         given = [x, y]
-        product, total = compile_graph(traced, mode, self.LAYOUTS).result()(given)
+        product, total = compile_graph(traced, mode, self.LAYOUTS, Deadline.after(300)).result()(
+            given
+        )
         assert given == []
         torch.testing.assert_close(product, x.sin() * y)
         torch.testing.assert_close(total, (x.sin() * y).sum(0))
@@ -780,7 +793,25 @@ class TestInductor:
         # A name that no library has, so that nothing kept on disk serves.
         settings = {"cpp.cxx": (None, "/nowhere/c++"), "force_disable_caches": True}
         with config.patch(settings), pytest.raises(CompilationError):
-            compile_graph(traced, mode, self.LAYOUTS).result()
+            compile_graph(traced, mode, self.LAYOUTS, Deadline.after(300)).result()
+
+
+class TestCompilerProcess:
+    """A module that starts a process, as Inductor's do."""
+
+    def test_a_process_is_stopped_at_the_deadline(self) -> None:
+        module = SimpleNamespace(subprocess=subprocess)
+        watch_compilers(module)
+        command = [sys.executable, "-c", "print('done')"]
+        assert module.subprocess.check_output(command).strip() == b"done"
+        with compilers_end_by(Deadline.after(0.2)):
+            task = in_this_context(
+                lambda: module.subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+            )
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(subprocess.TimeoutExpired):
+            pool.submit(task).result()
+        assert time.monotonic() - begin < 30
 
 
 def test_ops() -> None:

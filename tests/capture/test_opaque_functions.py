@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rockmate import RockmateModule, UnsupportedModelError, register_opaque, timeline
+from rockmate import (
+    InvalidSampleError,
+    RockmateModule,
+    UnsupportedModelError,
+    register_opaque,
+    timeline,
+)
 from rockmate.capture import opaque_functions
 
 
@@ -149,3 +155,26 @@ def test_a_class_of_modules() -> None:
 def test_what_is_no_class_is_refused() -> None:
     with pytest.raises(TypeError, match="register_opaque was given"):
         register_opaque(scaled_tanh)  # pyright: ignore
+
+
+def test_a_model_without_the_function_is_captured_as_ever() -> None:
+    """A registered function changes nothing for others: neither errors nor how often they run."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.num_calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(1)
+            return self.linear(x).square().mean()
+
+    counts: list[int] = []
+    RockmateModule(Counted(), torch.zeros(2, 4), 1.0)
+    num_before = len(counts)
+    counts.clear()
+    register_opaque(functions()[0])
+    RockmateModule(Counted(), torch.zeros(2, 4), 1.0)
+    assert len(counts) == num_before
+    with pytest.raises(InvalidSampleError, match="reduction dim"):
+        RockmateModule(Counted(), torch.zeros(2, 5), 1.0)

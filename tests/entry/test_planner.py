@@ -52,7 +52,7 @@ def test_frontier_is_monotone_and_every_point_is_reachable(name: str) -> None:
     planner = planned(name).planner
     points = planner.frontier()
     assert all(isinstance(point, FrontierPoint) for point in points)
-    assert len(points) >= 5
+    assert len(points) >= 3  # more than its two ends
     budgets = [point.budget_bytes for point in points]
     times = [point.predicted_ms for point in points]
     assert budgets == sorted(set(budgets))

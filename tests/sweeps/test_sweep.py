@@ -205,10 +205,10 @@ def test_weights_move_between_measured_steps(monkeypatch: pytest.MonkeyPatch) ->
     model, x = stack()
     seen = []
 
-    def noted(call: Any, sample: Any, *, seed: int) -> None:
+    def noted(call: Any, sample: Any, **options: Any) -> None:
         if call is model:
             seen.append(model.layers[0][0].weight.detach().clone())  # pyright: ignore
-        real(call, sample, seed=seed)
+        real(call, sample, **options)
 
     real = measurement.run_step
     monkeypatch.setattr(measurement, "run_step", noted)

@@ -1,0 +1,117 @@
+"""The saved tensors of a frame beside its tape: which of them ops make again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+
+from rockmate._torch.storage import version_of
+from rockmate.frames.derivation import TapedFrame
+from rockmate.frames.op_states import OpStates
+from rockmate.frames.saved import Saved
+from rockmate.frames.tape import Tape
+from rockmate.frames.views import View
+
+
+class TapedSlots:
+    """The states and views of the saved tensors of one frame.
+
+    Attributes:
+        tape: of the frame.
+        states: of the storage of each saved tensor.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        """Nothing is saved yet."""
+        self.tape, self.states = tape, list[int]()
+        self._views: list[View] = []
+        self._answers: dict[Set[int], bool] = {}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """A tensor is saved."""
+        self.states.append(self.tape.state_of(tensor))
+        self._views.append(View.of(tensor))
+
+    def can_make(self, slots: frozenset[int], present: Mapping[int, Saved]) -> bool:
+        """Whether the ops of this run, which may be others than those measured, make slots again.
+
+        Args:
+            slots: positions of saved tensors.
+            present: those that are in memory, by their positions.
+        """
+        if slots not in self._answers:  # asked whenever a frame is chosen
+            self._answers[slots] = max(slots) < len(self.states) and self.tape.can_make(
+                {self.states[index] for index in slots}, self._held(slots, present)
+            )
+        return self._answers[slots]
+
+    def make(self, slots: Set[int], present: Mapping[int, Saved]) -> dict[int, Saved]:
+        """Saved tensors that are made again.
+
+        Args:
+            slots: their positions.
+            present: others that are in memory.
+        """
+        wanted = {self.states[index] for index in slots}
+        made = self.tape.make(wanted, self._held(slots, present))
+        return {
+            index: Saved.of(
+                self.tape.viewed(made[self.states[index]], self.states[index], self._views[index])
+            )
+            for index in slots
+        }
+
+    def _held(self, but: Set[int], present: Mapping[int, Saved]) -> dict[int, Saved]:
+        """States that are in memory, without those of some slots."""
+        return {
+            self.states[index]: saved
+            for index, saved in present.items()
+            if index not in but and version_of(saved.tensor) == saved.version
+        }
+
+    def wrong_ops(self, present: Mapping[int, Saved]) -> frozenset[int]:
+        """Positions of ops that do not make again what was saved, bit for bit.
+
+        Not all that changes memory is an op: a kernel of somebody else's, NumPy.
+
+        Args:
+            present: all saved tensors, by their positions.
+        """
+        ops = OpStates(self.tape.states_of_ops)
+        wrong: set[int] = set()
+        for index, saved in present.items():
+            state = self.states[index]
+            others = [each for each in present if self.states[each] == state]
+            held = self._held(frozenset(others), present)
+            order = ops.ops_for({state}, held.keys() | self.tape.outside_states)
+            if order is not None and wrong.isdisjoint(order):
+                again = self.make({index}, {k: v for k, v in present.items() if k not in others})
+                if not torch.equal(again[index].tensor, saved.tensor):
+                    wrong.update(order)
+        return frozenset(wrong)
+
+    def profile(
+        self, own: Mapping[int, int], present: Mapping[int, Saved], wrong_ops: Set[int]
+    ) -> TapedFrame:
+        """The tape by states.
+
+        Args:
+            own: storages that the frame alone holds.
+            present: saved tensors, by their positions.
+            wrong_ops: positions of ops that make nothing again.
+        """
+        saved = [(state, present.get(index)) for index, state in enumerate(self.states)]
+        held = {state for state, each in saved if each is None or each.storages[0] not in own}
+        return TapedFrame(
+            ops=self.tape.ops,
+            states=tuple(
+                op._replace(can_repeat=op.can_repeat and at not in wrong_ops)
+                for at, op in enumerate(self.tape.states_of_ops)
+            ),
+            seconds=tuple(self.tape.seconds),
+            outside=self.tape.outside_states,
+            num_bytes=tuple(self.tape.num_bytes),
+            own=frozenset(state for state, _ in saved if state not in held),
+            held=frozenset(held),
+        )

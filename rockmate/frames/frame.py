@@ -272,7 +272,7 @@ class Frame:
             return (
                 self.taken is None
                 and self._taped is not None
-                and self._taped.can_make(offer.derived, self._present())
+                and self._taped.can_make(offer.derived, self._present)
             )
         if self.taken is not None and self.taken.derived:
             return offer is self.offers[-1]

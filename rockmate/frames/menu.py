@@ -4,8 +4,7 @@ A frame saves tensors one after the other. Three kinds of sets of them can be ma
 
 * a *prefix*: the frame's forward runs again, up to the last tensor of the prefix;
 * what a *part*, the call of a submodule within the frame, saves, and those of its results that are
-  saved after it: the part's forward runs again, from inputs that stay in memory.
-
+  saved after it: the part's forward runs again, from inputs that stay in memory;
 * what *ops* of the frame's forward make, see `derivation`.
 
 Sets of parts are tried greedily, the least seconds for each byte first, and prefixes after them.

@@ -9,7 +9,8 @@ import torch
 
 from rockmate._torch.storage import storage_id
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are no wrappers of others."""
 
 
 class HeldStorages:
@@ -66,6 +67,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Keys of the storages of a tensor, or of the tensors that it is made of."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return (storage_id(tensor),)
     return tuple(storage_id(part) for part in parts_of(tensor))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,10 +28,10 @@ from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.saved import Saved
+from rockmate.frames.storages import PLAIN
 from rockmate.frames.views import View
 
 _aten = torch.ops.aten
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SAME_STORAGE = _aten.detach.default
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 _RUNNING_STATISTICS = (3, 4)
@@ -232,12 +232,24 @@ class Tape:
 
     # --- making again -----------------------------------------------------------------------------
 
+    def ops_for(self, wanted: Iterable[int], held: Set[int]) -> list[int] | None:
+        """Positions of the ops that make states again; None if they cannot. The forward has run.
+
+        Args:
+            wanted: states to make.
+            held: states that are in memory; those from outside are, too.
+        """
+        return self._op_states.ops_for(wanted, held | self._outside.keys())
+
+    @cached_property
+    def _op_states(self) -> OpStates:
+        return OpStates(self.states_of_ops)
+
     def can_make(self, wanted: Set[int], held: Mapping[int, Saved]) -> bool:
         """Whether states can be made again from those that are held."""
         if self._recipe is not None and self._num_seen != len(self._recipe.ops):
             return False
-        present = held.keys() | self._outside.keys()
-        order = OpStates(self.states_of_ops).ops_for(wanted, present)
+        order = self.ops_for(wanted, held.keys())
         return self._is_as_known and order is not None and self._reads_them(order, held)
 
     def _reads_them(self, order: Sequence[int], held: Mapping[int, Saved]) -> bool:
@@ -260,12 +272,11 @@ class Tape:
         Raises:
             UnsupportedModelError: a tensor from outside was changed in place since.
         """
-        ops = OpStates(self.states_of_ops)
-        order = ops.ops_for(wanted, held.keys() | self._outside.keys())
+        order = self.ops_for(wanted, held.keys())
         assert order is not None
         made: dict[int, torch.Tensor] = {}
         with torch.no_grad(), autocast_off():
-            for at, live in zip(order, ops.live_states(order, wanted), strict=True):
+            for at, live in zip(order, self._op_states.live_states(order, wanted), strict=True):
                 needed = live | self._ops[at].states.inputs
                 made = {state: tensor for state, tensor in made.items() if state in needed}
                 self._repeat(self._ops[at], made, held)
@@ -417,4 +428,4 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout == torch.strided
+    return type(tensor) in PLAIN and tensor.layout == torch.strided

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import torch
 
 from rockmate._torch.storage import version_of
 from rockmate.frames.derivation import TapedFrame
-from rockmate.frames.op_states import OpStates
 from rockmate.frames.saved import Saved
 from rockmate.frames.tape import Tape
 from rockmate.frames.views import View
@@ -33,16 +32,16 @@ class TapedSlots:
         self.states.append(self.tape.state_of(tensor))
         self._views.append(View.of(tensor))
 
-    def can_make(self, slots: frozenset[int], present: Mapping[int, Saved]) -> bool:
+    def can_make(self, slots: frozenset[int], present: Callable[[], Mapping[int, Saved]]) -> bool:
         """Whether the ops of this run, which may be others than those measured, make slots again.
 
         Args:
             slots: positions of saved tensors.
-            present: those that are in memory, by their positions.
+            present: gives those that are in memory, by their positions.
         """
         if slots not in self._answers:  # asked whenever a frame is chosen
             self._answers[slots] = max(slots) < len(self.states) and self.tape.can_make(
-                {self.states[index] for index in slots}, self._held(slots, present)
+                {self.states[index] for index in slots}, self._held(slots, present())
             )
         return self._answers[slots]
 
@@ -55,12 +54,11 @@ class TapedSlots:
         """
         wanted = {self.states[index] for index in slots}
         made = self.tape.make(wanted, self._held(slots, present))
-        return {
-            index: Saved.of(
-                self.tape.viewed(made[self.states[index]], self.states[index], self._views[index])
-            )
-            for index in slots
-        }
+        return {index: Saved.of(self._viewed(index, made[self.states[index]])) for index in slots}
+
+    def _viewed(self, index: int, made: torch.Tensor) -> torch.Tensor:
+        """A saved tensor, as a view of its state that was made again."""
+        return self.tape.viewed(made, self.states[index], self._views[index])
 
     def _held(self, but: Set[int], present: Mapping[int, Saved]) -> dict[int, Saved]:
         """States that are in memory, without those of some slots."""
@@ -78,16 +76,15 @@ class TapedSlots:
         Args:
             present: all saved tensors, by their positions.
         """
-        ops = OpStates(self.tape.states_of_ops)
         wrong: set[int] = set()
         for index, saved in present.items():
             state = self.states[index]
-            others = [each for each in present if self.states[each] == state]
-            held = self._held(frozenset(others), present)
-            order = ops.ops_for({state}, held.keys() | self.tape.outside_states)
+            alike = {each for each in present if self.states[each] == state}
+            held = self._held(alike, present)
+            order = self.tape.ops_for({state}, held.keys())
             if order is not None and wrong.isdisjoint(order):
-                again = self.make({index}, {k: v for k, v in present.items() if k not in others})
-                if not torch.equal(again[index].tensor, saved.tensor):
+                again = self._viewed(index, self.tape.make({state}, held)[state])
+                if not torch.equal(again, saved.tensor):
                     wrong.update(order)
         return frozenset(wrong)
 

@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from fused_blocks import assert_trains_alike
 from helpers import REGIMES, budget_for
 from torch import Tensor, nn
 
@@ -163,12 +164,7 @@ def test_other_sizes_and_accumulation() -> None:
     eager = copy.deepcopy(model)
     module = RockmateModule(model, (torch.randn(64, 64),), 0.8, kernels="fused")
     for rows in (64, 48, 64, 80, 16):
-        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
-        for callee in (module, eager):
-            torch.manual_seed(rows)
-            callee(x).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_trains_alike(module, eager, rows)
 
 
 def test_half_precision_under_autocast() -> None:

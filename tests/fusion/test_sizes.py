@@ -8,6 +8,7 @@ import logging
 import models
 import pytest
 import torch
+from fused_blocks import assert_trains_alike
 
 import rockmate.fusion.rewrite
 from rockmate import RockmateModule
@@ -44,12 +45,7 @@ def test_kernels_are_compiled_for_a_few_sizes_and_the_warning_says_what_to_do(
     kernels = []
     for rows in sizes:
         before = len(compilations)
-        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
-        for callee in (module, eager):
-            torch.manual_seed(rows)
-            callee(x).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_trains_alike(module, eager, rows)
         kernels.append(module.plan.options.get("kernels", "eager"))
         if rows in (40, 24, 16):
             assert len(compilations) == before, f"kernels were compiled for {rows} rows"

@@ -5,41 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
+from layered import layered
 from small_graphs import fixed
-from torch import Tensor, nn
-from torch.nn import functional
 
-from rockmate import Planner
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.monotone import never_slower
 from rockmate.schedule.simulate import simulate
-
-
-class Layered(nn.Module):
-    """Residual layers under a head of many logits, in which chunks are faster at tight budgets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(2048, 32)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(32, 2048, bias=False)
-
-    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.words(words)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
-
-
-def layered(allow_chunking: bool | None) -> Planner:
-    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
-    batch = {"words": words, "labels": words.flip(0)}
-    return Planner(Layered().train(), batch, machine="cpu-avx2", allow_chunking=allow_chunking)
 
 
 def test_with_chunks_allowed_the_curve_falls() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rockmate import RockmateModule
+
 
 class Block(nn.Module):
     """An activation in single ops between products."""
@@ -28,3 +30,13 @@ class Scored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x).square().mean()
+
+
+def assert_trains_alike(module: RockmateModule, eager: nn.Module, rows: int) -> None:
+    """A step on a batch of so many rows of 64 values gives a fused module eager's gradients."""
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    for callee in (module, eager):
+        torch.manual_seed(rows)
+        callee(x).square().mean().backward()
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,44 @@
+"""A model in which layers and loss block compete for the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import Planner
+
+
+class Layered(nn.Module):
+    """Two residual layers under a head of many logits.
+
+    Layers and loss block compete for the budget.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2048, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 2048, bias=False)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        hidden = self.words(words)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def layered(allow_chunking: bool | None) -> Planner:
+    """Its planner, with estimated costs: the same in every run."""
+    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    return Planner(
+        Layered().train(),
+        {"words": words, "labels": words.flip(0)},
+        machine="cpu-avx2",
+        allow_chunking=allow_chunking,
+    )

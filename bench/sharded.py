@@ -92,7 +92,9 @@ def stepper(module: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
         parameter.grad = torch.zeros_like(parameter)
 
     def step() -> None:
-        module(**batch).loss.backward()
+        # A plan counts outputs until the backward has ended.
+        output = module(**batch)
+        output.loss.backward()
 
     return step
 

@@ -21,13 +21,16 @@ it is copied out, since a thread of gloo holds that memory for a while after the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rockmate._torch.distributed import all_gather_into, free, rank_in, reduce_in_place
+from rockmate._torch.engine import at_end_of_backward
 from rockmate._torch.fake import is_fake
+from rockmate.ops.held_gradients import HeldGradients, Reduction
 
 # Types whose sums cannot overflow, so that the division may come last.
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
@@ -104,7 +107,7 @@ def reduce_to_shards(
     if after != 1:
         reduced.div_(after)
     parts = [
-        part.to(dtype, copy=True).view(_part_shape(whole, dim, num_ranks))
+        part.to(dtype, copy=True).view(part_shape(whole, dim, num_ranks))
         for part, whole, dim in zip(reduced.split(sizes), gradients, dims, strict=True)
     ]
     free(memory)
@@ -129,7 +132,8 @@ def _whole_shape(shard: Tensor, dim: int, num_ranks: int) -> list[int]:
     return [size * num_ranks if d == dim else size for d, size in enumerate(shard.shape)]
 
 
-def _part_shape(whole: Tensor, dim: int, num_ranks: int) -> list[int]:
+def part_shape(whole: Tensor, dim: int, num_ranks: int) -> list[int]:
+    """The shape of a rank's part of a tensor that is cut along a dimension."""
     return [size // num_ranks if d == dim else size for d, size in enumerate(whole.shape)]
 
 
@@ -146,7 +150,7 @@ def _fake_parts(
 ) -> list[Tensor]:
     """What `reduce_to_shards` returns, without numbers."""
     pairs = zip(gradients, dims, strict=True)
-    return [each.new_empty(_part_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+    return [each.new_empty(part_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
 
 
 def _joined(row: Tensor, shard: Tensor, dim: int, num_ranks: int) -> Tensor:
@@ -215,9 +219,16 @@ def _(
     return _fake_parts(gradients, dims, num_ranks, dtype)
 
 
+class _Owners:
+    """Whose shards the running call of `gathered` has: autograd hands a call's tensors on alone."""
+
+    parameters: Sequence[Any] = ()
+    held: HeldGradients | None = None
+
+
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     shards, ctx.dims, ctx.num_ranks, ctx.group, _, ctx.reduce_dtype = inputs
-    ctx.dtype = shards[0].dtype
+    ctx.dtype, ctx.parameters, ctx.held = shards[0].dtype, _Owners.parameters, _Owners.held
     ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
 
 
@@ -225,15 +236,17 @@ def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any
     given = [index for index, gradient in enumerate(gradients) if gradient is not None]
     parts: list[Tensor | None] = [None] * len(gradients)
     if given:
-        reduced = torch.ops.rockmate.reduce_to_shards(
-            [gradients[index] for index in given],
-            [ctx.dims[index] for index in given],
-            ctx.num_ranks,
-            ctx.group,
-            ctx.reduce_dtype,
-            ctx.dtype,
-        )
-        for index, part in zip(given, reduced, strict=True):
+        dims = [ctx.dims[index] for index in given]
+        settings = ctx.num_ranks, ctx.group, ctx.reduce_dtype, ctx.dtype
+        present: Any = [gradients[index] for index in given]
+        # A trace has the reduction alone. Whether it runs is decided in each backward.
+        if ctx.held is not None and type(present[0]) is Tensor and not is_fake(present[0]):
+            owners = [ctx.parameters[index] for index in given]
+            reduced = reduce_or_hold(ctx.held, owners, present, dims, *settings)
+            at_end_of_backward(partial(reduce_held, ctx.held))
+        else:
+            reduced = torch.ops.rockmate.reduce_to_shards(present, dims, *settings)
+        for index, part in zip(given, reduced or (), strict=False):
             parts[index] = part
     return parts, None, None, None, None, None
 
@@ -248,9 +261,74 @@ def gathered(
     group: str,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    parameters: Sequence[Any],
+    held: HeldGradients,
 ) -> list[Tensor]:
-    """`gather_shards`, whose gradients are reduced to shards."""
-    return torch.ops.rockmate.gather_shards(shards, dims, num_ranks, group, dtype, reduce_dtype)
+    """`gather_shards`, whose gradients are reduced to shards, or held.
+
+    Args:
+        shards: see `gather_shards`.
+        dims: see there.
+        num_ranks: see there.
+        group: see there.
+        dtype: see there.
+        reduce_dtype: see `reduce_to_shards`.
+        parameters: to which the shards belong.
+        held: gradients of the model that are held.
+    """
+    _Owners.parameters, _Owners.held = parameters, held
+    try:
+        return torch.ops.rockmate.gather_shards(shards, dims, num_ranks, group, dtype, reduce_dtype)
+    finally:
+        _Owners.parameters, _Owners.held = (), None
+
+
+# --- gradients that are held ----------------------------------------------------------------------
+
+
+def reduce_or_hold(
+    held: HeldGradients,
+    parameters: Sequence[Any],
+    gradients: Sequence[Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+) -> list[Tensor] | None:
+    """`reduce_to_shards` with what is held of the same parameters; None if they are held now.
+
+    Args:
+        held: of the model.
+        parameters: one for each gradient.
+        gradients: see `reduce_to_shards`.
+        dims: see there.
+        num_ranks: see there.
+        group: see there.
+        reduce_dtype: see there.
+        dtype: see there.
+    """
+    if held.holds:
+        how = [Reduction(dim, num_ranks, group, reduce_dtype, dtype) for dim in dims]
+        held.add(parameters, gradients, how)
+        return None
+    if held:
+        gradients = held.joined(parameters, gradients)
+    return reduce_to_shards(gradients, dims, num_ranks, group, reduce_dtype, dtype)
+
+
+def reduce_held(held: HeldGradients) -> None:
+    """Reduces what a backward that reduces has left: gradients of parameters that had none in it.
+
+    Adds each to the `.grad` of its parameter, a `DTensor`.
+    """
+    if held.holds:
+        return
+    for parameter, gradient, (dim, *settings) in held.take_all():
+        (part,) = reduce_to_shards([gradient], [dim], *settings)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().add_(part)
 
 
 def function_of(target: Any) -> Callable[..., list[Tensor]] | None:

@@ -16,6 +16,7 @@ from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.rng import exchange_random_state, get_random_state
+from rockmate.ops.shards import reduce_to_shards
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
@@ -24,6 +25,7 @@ from rockmate.runtime.gradient_sink import (
 )
 from rockmate.runtime.hook_schedule import HookSchedule
 from rockmate.runtime.program import Argument, ArgumentKind
+from rockmate.runtime.reductions import emit_reduction, reduced_names
 from rockmate.schedule.schedule import Schedule
 
 
@@ -126,6 +128,9 @@ class GraphWriter:
         if op.gradient_sink_form is not None:
             self._emit_without_whole(op, args)
             return
+        if op.node.target is reduce_to_shards:
+            names = reduced_names(self.source, op)
+            target, args = emit_reduction, (self._sink(), names, *args)
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(

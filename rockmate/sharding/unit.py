@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rockmate._torch.members import tensor_tables
+from rockmate.ops.held_gradients import HeldGradients
 from rockmate.ops.shards import gathered
 
 
@@ -64,6 +65,7 @@ class ShardedModel:
         group: name of their process group.
         ignored: the parameters that stay whole, as the user asked.
         depth: number of forwards of its modules that are running.
+        held: gradients that wait for a later backward to reduce them.
     """
 
     policy: Policy
@@ -71,6 +73,7 @@ class ShardedModel:
     group: str
     ignored: tuple[nn.Parameter, ...] = ()
     depth: int = 0
+    held: HeldGradients = field(default_factory=HeldGradients)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,6 +177,8 @@ class Unit:
             model.group,
             policy.dtype if is_floating else None,
             policy.reduce_dtype,
+            [place.parameter for place in places],
+            model.held,
         )
         for place, whole in zip(places, found, strict=True):
             rest = place.rest

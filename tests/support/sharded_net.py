@@ -31,6 +31,8 @@ class Net(nn.Module):
     def __init__(self, num_layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
+        # Wider ones, tied to the head, would know each token from the start: no loss, no gradients.
+        nn.init.normal_(self.embed.weight, std=0.02)
         self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
         self.head.weight = self.embed.weight

@@ -125,6 +125,7 @@ def medians(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, 
             distributed.barrier()
             if number:
                 times[name].append(1e3 * (time.perf_counter() - begin))
+        print({n: [round(t) for t in sorted(f)] for n, f in times.items()})
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rockmate.ops.shards import Reducing, issue_reduction, reduce_to_shards
+
 
 class Reduction(NamedTuple):
     """How a gradient is reduced, as `rockmate.ops.shards.reduce_to_shards` has it."""
@@ -76,3 +78,48 @@ class HeldGradients:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+
+def issue_or_hold(
+    held: HeldGradients,
+    parameters: Sequence[Any],
+    gradients: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+) -> Reducing | None:
+    """`issue_reduction` with what is held of the same parameters; None if they are held now.
+
+    Args:
+        held: of the model.
+        parameters: one for each gradient.
+        gradients: see `rockmate.ops.shards.reduce_to_shards`.
+        dims: see there.
+        num_ranks: see there.
+        group: see there.
+        reduce_dtype: see there.
+        dtype: see there.
+    """
+    if held.holds:
+        how = [Reduction(dim, num_ranks, group, reduce_dtype, dtype) for dim in dims]
+        held.add(parameters, gradients, how)
+        return None
+    if held:
+        gradients = held.joined(parameters, gradients)
+    return issue_reduction(gradients, dims, num_ranks, group, reduce_dtype, dtype)
+
+
+def reduce_held(held: HeldGradients) -> None:
+    """Reduces what a backward that reduces has left: gradients of parameters that had none in it.
+
+    Adds each to the `.grad` of its parameter, a `DTensor`.
+    """
+    if held.holds:
+        return
+    for parameter, gradient, (dim, *settings) in held.take_all():
+        (part,) = reduce_to_shards([gradient], [dim], *settings)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().add_(part)

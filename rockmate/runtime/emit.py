@@ -29,14 +29,21 @@ from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
+from rockmate.schedule.flights import Flights
 from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
+_NO_FLIGHTS = Flights()
 _UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
-def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Program:
+def emit(
+    graph: Graph,
+    schedule: Schedule,
+    owner_of: Mapping[str, str],
+    flights: Flights = _NO_FLIGHTS,
+) -> Program:
     """Writes the two functions of a schedule.
 
     Args:
@@ -44,6 +51,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         schedule: the order in which ops run.
         owner_of: parameter name -> name of the parameter that it is tied to, its own if none. Of
             the gradients that share an owner, only the last one is final.
+        flights: collectives that run beside other ops.
     """
     num_runs = Counter(schedule.steps)
     recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
@@ -55,7 +63,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
     }
 
-    forward = GraphWriter(graph, schedule, ends, recomputed)
+    forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     backward = GraphWriter(
         graph,
@@ -63,7 +71,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         ends,
         recomputed,
         has_run=forward.has_run,
-        hook_schedule=HookSchedule(graph, schedule, owner_of),
+        hook_schedule=HookSchedule(graph, schedule, owner_of, flights),
+        flights=flights,
     )
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
@@ -85,7 +94,7 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
         wrappings=_wrappings(graph),
-        collectives=_collectives(graph, schedule),
+        collectives=_collectives(graph, schedule, flights),
         constants=graph.constants,
         differentiable=_differentiable(graph),
         layouts=_layouts(graph),
@@ -115,9 +124,10 @@ def _wrappings(graph: Graph) -> dict[str, Wrapping]:
     }
 
 
-def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
+def _collectives(graph: Graph, schedule: Schedule, flights: Flights) -> tuple[tuple[str, str], ...]:
     """The collectives of a schedule in their order; see `Program.collectives`."""
-    nodes = [graph.ops[index].node for index in schedule.steps]
+    steps = schedule.steps
+    nodes = [graph.ops[steps[position]].node for position in flights.issue_order(schedule)]
     return tuple(collective_text(node) for node in nodes if is_communication(node.target))
 
 
@@ -125,8 +135,8 @@ def _write_forward(
     writer: GraphWriter, results: Sequence[fx.Node], saved_storages: Sequence[Storage]
 ) -> list[Argument]:
     """Writes the forward; returns the arguments by which the backward takes its further results."""
-    for position, index in enumerate(writer.schedule.forward):
-        writer.run(writer.source.ops[index], position)
+    for position in range(len(writer.schedule.forward)):
+        writer.run(position)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
     returned = [writer.value(node) for node in results]
@@ -144,8 +154,8 @@ def _write_backward(
         writer.add_argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
-    for offset, index in enumerate(schedule.backward):
-        writer.run(source.ops[index], len(schedule.forward) + offset)
+    for offset in range(len(schedule.backward)):
+        writer.run(len(schedule.forward) + offset)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
 

@@ -49,8 +49,7 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
-from rockmate.ops.held_gradients import HeldGradients
-from rockmate.ops.shards import reduce_held
+from rockmate.ops.held_gradients import HeldGradients, reduce_held
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.pending_steps import PartialGradients
 

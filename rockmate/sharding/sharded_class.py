@@ -56,9 +56,7 @@ def _refuse_copy(self: nn.Module, _: Any) -> nn.Module:
     raise UnsupportedModelError(msg)
 
 
-def _set_sync(
-    self: nn.Module, requires_gradient_sync: bool, /, *, recurse: bool = True
-) -> None:
+def _set_sync(self: nn.Module, requires_gradient_sync: bool, /, *, recurse: bool = True) -> None:
     """As that of PyTorch's `FSDPModule`: False lets backwards hold whole gradients.
 
     Args:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rockmate._torch.members import tensor_tables
 from rockmate.ops.held_gradients import HeldGradients
-from rockmate.ops.shards import gathered
+from rockmate.ops.shard_ops import gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

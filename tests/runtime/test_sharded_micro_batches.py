@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def trained(module: nn.Module, model: Any, seed: int) -> list[Tensor]:
-    """Two steps of three micro batches, the first two without a reduction; gradients are clipped."""
+    """Two steps of three micro batches, of which only the last reduces; gradients are clipped."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Tensor]()
     for step in range(2):
         torch.manual_seed(100 * step + seed)
@@ -64,13 +64,13 @@ def check_training(mesh: DeviceMesh) -> None:
 def check_number_of_reductions(mesh: DeviceMesh) -> None:
     """A backward within `no_sync` runs none, also with a batch of another size."""
     num_reduced, rank = [0], mesh.get_local_rank()
-    reduce = shards.reduce_in_place
+    reduce = shards.start_reduction
 
     def counted(*args: Any) -> Tensor:
         num_reduced[0] += 1
         return reduce(*args)
 
-    shards.reduce_in_place = counted
+    shards.start_reduction = counted
     for is_planned in (False, True):
         model: Any = fully_shard(net(), mesh)
         module = planned(model, 0.5) if is_planned else model

@@ -8,11 +8,11 @@ import pytest
 import torch
 from ranks import run_on_ranks
 from sharded_net import assert_equal, batch, net, planned, sharded_by_torch, trained
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockmate import Planner, RockmateModule, fully_shard, simulated_ranks
+from rockmate import Planner, fully_shard, simulated_ranks
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 
 pytestmark = pytest.mark.skipif(
@@ -111,7 +111,7 @@ def check_two_forwards(mesh: DeviceMesh) -> None:
         module = planned(model, 0.5, in_flight=2) if is_ours else model
         seen: list[Any] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+            parameter.register_post_accumulate_grad_hook(seen.append)
         torch.manual_seed(mesh.get_local_rank())
         (module(batch(1)) + module(batch(2))).backward()
         assert len(seen) == len({id(each) for each in seen}) == len(list(model.parameters()))

@@ -118,8 +118,11 @@ def reduce_held(held: HeldGradients) -> None:
     """
     if held.holds:
         return
-    for parameter, gradient, (dim, *settings) in held.take_all():
-        (part,) = reduce_to_shards([gradient], [dim], *settings)
+    for parameter, gradient, how in held.take_all():
+        (part,) = reduce_to_shards(
+            [gradient], [how.dim], how.num_ranks, how.group, how.reduce_dtype, how.dtype
+        )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().add_(part)
+        total: Any = parameter.grad
+        total.to_local().add_(part)

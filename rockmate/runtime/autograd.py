@@ -394,6 +394,15 @@ def _sink(ctx: Any) -> GradientSink:
         return DroppingSink()
     partial, is_last = ctx.runner.pending.begin(ctx)
     wrappings, held = ctx.runner.program.wrappings, ctx.runner.held
+    if ctx.runner.returned_names and held is not None:
+        if held.holds:
+            msg = (
+                "the model holds gradients (no_sync, set_requires_gradient_sync(False)), and "
+                'gradients="returned" has nowhere to add them up. Make the module with '
+                'gradients="accumulated", or reduce in each backward.'
+            )
+            raise BackwardError(msg)
+        held = None
     if ctx.visited:
         return LastHooksSink(ctx.owners, wrappings, held)
     return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings, held=held)

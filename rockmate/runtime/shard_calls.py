@@ -70,7 +70,7 @@ def reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
     roles = {
         node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
     }
-    items = {int(user.args[1]): user for user in op.node.users}
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
     gradients: Any = op.node.args[0]
     return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
 

@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rockmate import RockmateModule, UnsupportedModelError, fully_shard
+from rockmate import BackwardError, RockmateModule, UnsupportedModelError, fully_shard
 from rockmate.ops import shards
 
 pytestmark = pytest.mark.skipif(
@@ -135,6 +135,12 @@ def check_refusals(mesh: DeviceMesh) -> None:
         model.set_requires_gradient_sync(False, recurse=False)
     with pytest.raises(AttributeError):
         model.layers[0].set_requires_gradient_sync(False)
+    module = planned(model, 0.5, gradients="returned")
+    parameters = list(model.parameters())
+    assert all(each is not None for each in torch.autograd.grad(module(batch()), parameters))
+    loss = module(batch())
+    with model.no_sync(), pytest.raises(BackwardError, match="nowhere to add them up"):
+        loss.backward()
 
 
 CHECKS = [check_training, check_number_of_reductions, check_unused, check_refusals]

@@ -2,12 +2,12 @@
 
     python -m bench.sharded [--model gpt2] [--layers 4] [--width 128] [--rounds 5]
 
-Two gloo processes train a GPT-2 or a Llama from a configuration, with dropout. PyTorch's `fully_shard` has two
-settings, `reshard_after_forward` with and without a checkpoint around each layer. For each of the
-four, a plan gets its measured peak as the budget. One more budget is below all four. All modules
-then take turns, step by step. Ratios are the median over rounds of the ratio within a round, times the
-least of all rounds. Peaks are those of the
-allocator's events on rank 0, with gradients in place: activations and gathered parameters.
+Two gloo processes train a GPT-2 or a Llama from a configuration, with dropout. PyTorch's
+`fully_shard` has two settings, `reshard_after_forward` with and without a checkpoint around each
+layer. For each of the four, a plan gets its measured peak as the budget. One more budget is below
+all four. All modules then take turns, step by step. Ratios are the median over rounds of the ratio
+within a round, times the least of all rounds. Peaks are those of the allocator's events, the larger
+of both ranks, with gradients in place: activations and gathered parameters.
 
 Prints a table in Markdown and, with `--output`, adds a JSON line for each row.
 """

@@ -139,8 +139,17 @@ def start_reduction(memory: torch.Tensor, how: str, num_ranks: int, group: str) 
     """
     functional = torch.ops._c10d_functional
     if memory.device.type == "cpu":
-        return functional.all_reduce_(memory, how, group)
+        return start_all_reduce(memory, how, group)
     return functional.reduce_scatter_tensor(memory, how, num_ranks, group)
+
+
+def start_all_reduce(memory: torch.Tensor, how: str, group: str) -> torch.Tensor:
+    """Begins to sum ("sum") or average ("avg") a tensor over ranks, in place.
+
+    Returns:
+        What `wait_for` takes.
+    """
+    return torch.ops._c10d_functional.all_reduce_(memory, how, group)
 
 
 def own_part(reduced: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:

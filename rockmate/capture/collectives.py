@@ -28,7 +28,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         if function is not None:
             node.target = function
             if function is gather_shards:
-                node.args = node.args[:-1]  # how its gradient is reduced
+                node.args = node.args[:-2]  # how its gradient is reduced
             continue
         if not is_collective(node.target):
             continue

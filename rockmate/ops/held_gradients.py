@@ -25,6 +25,7 @@ class Reduction(NamedTuple):
     group: str
     reduce_dtype: torch.dtype | None
     dtype: torch.dtype
+    replicas: str
 
 
 class _Held(NamedTuple):
@@ -89,6 +90,7 @@ def issue_or_hold(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str,
 ) -> Reducing | None:
     """`issue_reduction` with what is held of the same parameters; None if they are held now.
 
@@ -101,14 +103,16 @@ def issue_or_hold(
         group: see there.
         reduce_dtype: see there.
         dtype: see there.
+        replicas: see there.
     """
+    settings = num_ranks, group, reduce_dtype, dtype, replicas
     if held.holds:
-        how = [Reduction(dim, num_ranks, group, reduce_dtype, dtype) for dim in dims]
+        how = [Reduction(dim, *settings) for dim in dims]
         held.add(parameters, gradients, how)
         return None
     if held:
         gradients = held.joined(parameters, gradients)
-    return issue_reduction(gradients, dims, num_ranks, group, reduce_dtype, dtype)
+    return issue_reduction(gradients, dims, *settings)
 
 
 def reduce_held(held: HeldGradients) -> None:
@@ -120,7 +124,13 @@ def reduce_held(held: HeldGradients) -> None:
         return
     for parameter, gradient, how in held.take_all():
         (part,) = reduce_to_shards(
-            [gradient], [how.dim], how.num_ranks, how.group, how.reduce_dtype, how.dtype
+            [gradient],
+            [how.dim],
+            how.num_ranks,
+            how.group,
+            how.reduce_dtype,
+            how.dtype,
+            how.replicas,
         )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

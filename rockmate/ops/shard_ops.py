@@ -29,6 +29,7 @@ def _gather(
     group: str,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    replicas: str,
 ) -> list[Tensor]:
     return gather_shards(shards, dims, num_ranks, group, dtype)
 
@@ -41,8 +42,9 @@ def _reduce(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str,
 ) -> list[Tensor]:
-    return reduce_to_shards(gradients, dims, num_ranks, group, reduce_dtype, dtype)
+    return reduce_to_shards(gradients, dims, num_ranks, group, reduce_dtype, dtype, replicas)
 
 
 @_gather.register_fake
@@ -53,6 +55,7 @@ def _(
     group: str,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    replicas: str,
 ) -> list[Tensor]:
     return fake_whole(shards, dims, num_ranks, dtype)
 
@@ -65,6 +68,7 @@ def _(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str,
 ) -> list[Tensor]:
     return fake_parts(gradients, dims, num_ranks, dtype)
 
@@ -77,7 +81,7 @@ class _Owners:
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, ctx.dims, ctx.num_ranks, ctx.group, _, ctx.reduce_dtype = inputs
+    shards, ctx.dims, ctx.num_ranks, ctx.group, _, ctx.reduce_dtype, ctx.replicas = inputs
     ctx.dtype, ctx.parameters, ctx.held = shards[0].dtype, _Owners.parameters, _Owners.held
     ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
 
@@ -87,7 +91,7 @@ def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any
     parts: list[Tensor | None] = [None] * len(gradients)
     if given:
         dims = [ctx.dims[index] for index in given]
-        settings = ctx.num_ranks, ctx.group, ctx.reduce_dtype, ctx.dtype
+        settings = ctx.num_ranks, ctx.group, ctx.reduce_dtype, ctx.dtype, ctx.replicas
         present: Any = [gradients[index] for index in given]
         # A trace has the reduction alone. Whether it runs is decided in each backward.
         if ctx.held is not None and type(present[0]) is Tensor and not is_fake(present[0]):
@@ -99,7 +103,7 @@ def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any
             reduced = torch.ops.rockmate.reduce_to_shards(present, dims, *settings)
         for index, part in zip(given, reduced, strict=False):
             parts[index] = part
-    return parts, None, None, None, None, None
+    return parts, None, None, None, None, None, None
 
 
 _gather.register_autograd(_reduce_gradients, setup_context=_keep_settings)
@@ -112,6 +116,7 @@ def gathered(
     group: str,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    replicas: str,
     parameters: Sequence[Any],
     held: HeldGradients,
 ) -> list[Tensor]:
@@ -124,12 +129,15 @@ def gathered(
         group: see there.
         dtype: see there.
         reduce_dtype: see `reduce_to_shards`.
+        replicas: see there.
         parameters: to which the shards belong.
         held: gradients of the model that are held.
     """
     _Owners.parameters, _Owners.held = parameters, held
     try:
-        return torch.ops.rockmate.gather_shards(shards, dims, num_ranks, group, dtype, reduce_dtype)
+        return torch.ops.rockmate.gather_shards(
+            shards, dims, num_ranks, group, dtype, reduce_dtype, replicas
+        )
     finally:
         _Owners.parameters, _Owners.held = (), None
 

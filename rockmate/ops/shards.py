@@ -30,6 +30,8 @@ from rockmate._torch.distributed import (
     free,
     own_part,
     rank_in,
+    ranks_of,
+    start_all_reduce,
     start_gather,
     start_reduction,
     wait_for,
@@ -121,6 +123,7 @@ def reduce_to_shards(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str = "",
 ) -> list[Tensor]:
     """This rank's parts of the means of whole gradients over the ranks of a group.
 
@@ -131,11 +134,14 @@ def reduce_to_shards(
         group: name of the process group.
         reduce_dtype: in which they are added; None: that of the gradients.
         dtype: of the results.
+        replicas: name of the group of ranks that have the same parts, over which the mean extends;
+            "" if each part is on one rank.
     """
     first = gradients[0]
     if is_fake(first):
         return fake_parts(gradients, dims, num_ranks, dtype)
-    return finish_reduction(issue_reduction(gradients, dims, num_ranks, group, reduce_dtype, dtype))
+    settings = num_ranks, group, reduce_dtype, dtype, replicas
+    return finish_reduction(issue_reduction(gradients, dims, *settings))
 
 
 class Reducing(NamedTuple):
@@ -149,6 +155,8 @@ class Reducing(NamedTuple):
         num_ranks: of the group.
         group: name of the process group.
         dtype: of the results.
+        replicas: see `reduce_to_shards`.
+        divisor: of the sum, once it is complete.
     """
 
     memory: Tensor
@@ -158,6 +166,8 @@ class Reducing(NamedTuple):
     num_ranks: int
     group: str
     dtype: torch.dtype
+    replicas: str
+    divisor: float
 
 
 def issue_reduction(
@@ -167,11 +177,13 @@ def issue_reduction(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str = "",
 ) -> Reducing:
     """Begins what `finish_reduction` ends; arguments as for `reduce_to_shards`."""
     reduce_dtype = reduce_dtype or gradients[0].dtype
     sizes = [gradient.numel() // num_ranks for gradient in gradients]
-    before, after = _divisors(num_ranks, reduce_dtype)
+    num_replicas = len(ranks_of(replicas)) if replicas else 1
+    before, after = _divisors(num_ranks * num_replicas, reduce_dtype)
     memory = torch.empty(num_ranks * sum(sizes), dtype=reduce_dtype, device=gradients[0].device)
     rows = memory.view(num_ranks, -1).split(sizes, dim=1)
     for row, gradient, dim in zip(rows, gradients, dims, strict=True):
@@ -180,16 +192,17 @@ def issue_reduction(
         memory.div_(before)
     running = start_reduction(memory, "avg" if after == 1 else "sum", num_ranks, group)
     shapes = tuple(each.shape for each in gradients)
-    return Reducing(memory, running, shapes, dims, num_ranks, group, dtype)
+    return Reducing(memory, running, shapes, dims, num_ranks, group, dtype, replicas, after)
 
 
 def finish_reduction(reducing: Reducing) -> list[Tensor]:
     """This rank's parts of the means of a reduction, once they are there."""
-    memory, running, shapes, dims, num_ranks, group, dtype = reducing
+    memory, running, shapes, dims, num_ranks, group, dtype, replicas, divisor = reducing
     reduced = own_part(wait_for(running), num_ranks, group)
-    _, after = _divisors(num_ranks, memory.dtype)
-    if after != 1:
-        reduced.div_(after)
+    if replicas:
+        wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", replicas))
+    if divisor != 1:
+        reduced.div_(divisor)
     sizes = [shape.numel() // num_ranks for shape in shapes]
     parts = [
         part.to(dtype, copy=True).view(part_shape(shape, dim, num_ranks))

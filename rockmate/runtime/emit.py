@@ -22,7 +22,7 @@ from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Graph, Storage
-from rockmate.ops.collectives import collective_text, is_communication
+from rockmate.ops.collectives import collective_texts, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
@@ -128,7 +128,8 @@ def _collectives(graph: Graph, schedule: Schedule, flights: Flights) -> tuple[tu
     """The collectives of a schedule in their order; see `Program.collectives`."""
     steps = schedule.steps
     nodes = [graph.ops[steps[position]].node for position in flights.issue_order(schedule)]
-    return tuple(collective_text(node) for node in nodes if is_communication(node.target))
+    running = (node for node in nodes if is_communication(node.target))
+    return tuple(pair for node in running for pair in collective_texts(node))
 
 
 def _write_forward(

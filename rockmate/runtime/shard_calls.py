@@ -36,9 +36,10 @@ def emit_issue(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str,
 ) -> _Reduction:
     """Begins to reduce whole gradients, or holds them."""
-    settings = dims, num_ranks, group, reduce_dtype, dtype
+    settings = dims, num_ranks, group, reduce_dtype, dtype, replicas
     if sink.held is None:
         return _Reduction(issue_reduction(gradients, *settings), [])
     running = issue_or_hold(sink.held, sink.leaves(names), gradients, *settings)

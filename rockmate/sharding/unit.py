@@ -63,6 +63,7 @@ class ShardedModel:
         policy: of the model.
         num_ranks: that share each parameter.
         group: name of their process group.
+        replicas: name of the group of ranks with the same parts; "" if there is one of each.
         ignored: the parameters that stay whole, as the user asked.
         depth: number of forwards of its modules that are running.
         held: gradients that wait for a later backward to reduce them.
@@ -71,6 +72,7 @@ class ShardedModel:
     policy: Policy
     num_ranks: int
     group: str
+    replicas: str = ""
     ignored: tuple[nn.Parameter, ...] = ()
     depth: int = 0
     held: HeldGradients = field(default_factory=HeldGradients)
@@ -177,6 +179,7 @@ class Unit:
             model.group,
             policy.dtype if is_floating else None,
             policy.reduce_dtype,
+            model.replicas,
             [place.parameter for place in places],
             model.held,
         )

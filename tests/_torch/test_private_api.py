@@ -68,6 +68,7 @@ from rockmate._torch.distributed import (
     own_part,
     rank_in,
     ranks_of,
+    start_all_reduce,
     start_gather,
     start_reduction,
     strided_shard,
@@ -508,6 +509,7 @@ class TestDistributed:
         memory, part = torch.zeros(2), torch.ones(2)
         wait_for(start_gather(memory, part, 1, group))
         assert memory.tolist() == [1.0, 1.0]
+        assert wait_for(start_all_reduce(memory, "sum", group)).tolist() == [1.0, 1.0]
         reduced = wait_for(start_reduction(memory, "avg", 1, group))
         assert own_part(reduced, 1, group).tolist() == [1.0, 1.0]
         free(memory)

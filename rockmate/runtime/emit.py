@@ -11,7 +11,6 @@ it empties, the boxed calling convention: the caller's argument tuple would keep
 from __future__ import annotations
 
 import types
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import fx
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
-from rockmate.graph.ir import Graph, Storage
+from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
 from rockmate.ops.collectives import collective_texts, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
@@ -35,7 +34,6 @@ from rockmate.schedule.schedule import Schedule, last_reads
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
 _NO_FLIGHTS = Flights()
-_UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
 def emit(
@@ -53,15 +51,10 @@ def emit(
             the gradients that share an owner, only the last one is final.
         flights: collectives that run beside other ops.
     """
-    num_runs = Counter(schedule.steps)
-    recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
+    recomputed = frozenset(schedule.steps[place] for place in schedule.recomputed_positions())
     ends = last_reads(graph, schedule.forward, schedule.backward)
     saved_storages = _saved_storages(graph, schedule)
-    ends_of_forward = {RoleKind.OUTPUT, *_UPDATES}
-    results = [(node, role) for node, role in graph.outputs if role.kind in ends_of_forward]
-    output_storages = {
-        graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
-    }
+    results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
 
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
@@ -88,9 +81,7 @@ def emit(
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
         saved=tuple(saved),
-        saved_outputs=tuple(
-            index for index, storage in enumerate(saved_storages) if storage in output_storages
-        ),
+        saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
         wrappings=_wrappings(graph),
@@ -103,6 +94,16 @@ def emit(
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _saved_outputs(
+    results: Sequence[tuple[fx.Node, Role]],
+    saved: Sequence[Storage],
+    storage_of: Mapping[fx.Node, Storage],
+) -> tuple[int, ...]:
+    """See `Program.saved_outputs`."""
+    outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
+    return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _differentiable(graph: Graph) -> frozenset[int]:

@@ -1,12 +1,13 @@
 """Time at equal peak memory per rank: plans of a sharded model against PyTorch's `fully_shard`.
 
-    python -m bench.sharded [--layers 4] [--width 128] [--rounds 5]
+    python -m bench.sharded [--model gpt2] [--layers 4] [--width 128] [--rounds 5]
 
-Two gloo processes train a GPT-2 from a configuration, with dropout. PyTorch's `fully_shard` has two
-settings, `reshard_after_forward` with and without a checkpoint around each layer. For each of the
-four, a plan gets its measured peak as the budget. One more budget is below all four. All modules
-then take turns, step by step, and the median of each is compared. Peaks are those of the
-allocator's events on rank 0, with gradients in place: activations and gathered parameters.
+Two gloo processes train a GPT-2 or a Llama from a configuration, with dropout. PyTorch's
+`fully_shard` has two settings, `reshard_after_forward` with and without a checkpoint around each
+layer. For each of the four, a plan gets its measured peak as the budget. One more budget is below
+all four. All modules then take turns, step by step. Ratios are the median over rounds of the ratio
+within a round, times the least of all rounds. Peaks are those of the allocator's events, the larger
+of both ranks, with gradients in place: activations and gathered parameters.
 
 Prints a table in Markdown and, with `--output`, adds a JSON line for each row.
 """
@@ -23,6 +24,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import nan
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +58,43 @@ class Row:
     num_gathers: int
 
 
-def gpt2(options: argparse.Namespace) -> nn.Module:
-    """A GPT-2 with dropout, the same on all ranks."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def model_of(options: argparse.Namespace) -> nn.Module:
+    """A language model with dropout, the same on all ranks."""
+    import transformers
 
     torch.manual_seed(0)
-    config = GPT2Config(
+    common: dict[str, Any] = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    if options.model == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=options.length,
+            n_embd=options.width,
+            n_layer=options.layers,
+            n_head=4,
+            **common,
+        )
+        return transformers.GPT2LMHeadModel(config).train()
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        n_positions=options.length,
-        n_embd=options.width,
-        n_layer=options.layers,
-        n_head=4,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        **common,
     )
-    return GPT2LMHeadModel(config).train()
+    return transformers.LlamaForCausalLM(config).train()
 
 
 def sharded_by_torch(
     options: argparse.Namespace, mesh: DeviceMesh, *, reshards: bool, has_checkpoints: bool
 ) -> nn.Module:
     """The model in one of the four settings."""
-    model: Any = gpt2(options)
+    model: Any = model_of(options)
     if has_checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.transformer.h:
+    for layer in model.transformer.h if options.model == "gpt2" else model.model.layers:
         fully_shard_of_torch(layer, mesh=mesh, reshard_after_forward=reshards)
     fully_shard_of_torch(model, mesh=mesh, reshard_after_forward=reshards)
     return model
@@ -92,7 +106,9 @@ def stepper(module: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
         parameter.grad = torch.zeros_like(parameter)
 
     def step() -> None:
-        module(**batch).loss.backward()
+        # A plan counts outputs until the backward has ended.
+        output = module(**batch)
+        output.loss.backward()
 
     return step
 
@@ -112,8 +128,8 @@ def peak_of(step: Callable[[], None], *, num_runs: int = 3) -> int:
     )
 
 
-def medians(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
-    """Milliseconds of each, measured in turn, the order reversed in every other round."""
+def times_of(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each in each round, measured in turn, the order reversed in every other."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(num_rounds + 1):
         for name in list(steps)[:: 1 - 2 * (number % 2)]:
@@ -123,14 +139,14 @@ def medians(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, 
             distributed.barrier()
             if number:
                 times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return times
 
 
 def planned(
     options: argparse.Namespace, mesh: DeviceMesh, batch: dict[str, Tensor], budget: int
 ) -> RockmateModule:
     """The model under a plan."""
-    model = fully_shard(gpt2(options), mesh)
+    model = fully_shard(model_of(options), mesh)
     # Chunks add a loss in another order: bits are those of PyTorch's without them.
     return RockmateModule(
         model, batch, budget, allow_chunking=False, time_limit_s=TIME_LIMIT_S, on_infeasible="least"
@@ -156,20 +172,22 @@ def measured(options: argparse.Namespace, rank: int) -> list[Row]:
     modules = {name: planned(options, mesh, batch, bytes_) for name, bytes_ in budgets.items()}
     plans = {f"plan: {name}": stepper(module, batch) for name, module in modules.items()}
     plan_peaks = {name: peak_of(step) for name, step in plans.items()}
-    times = medians({**steps, **plans}, options.rounds)
+    times = times_of({**steps, **plans}, options.rounds)
     rows = []
     for name, module in modules.items():
-        step_ms, plan_ms = times.get(name, float("nan")), times[f"plan: {name}"]
+        # Whatever else the processor does for a while, it does to the whole of a round.
+        own, planned_ms = times.get(name, [nan]), times[f"plan: {name}"]
+        ratio = nan if name not in times else statistics.median(map(truediv, planned_ms, own))
         collectives = module._plans.runnables[0].runner.program.collectives
         rows.append(
             Row(
                 setting=name,
                 peak_bytes=budgets[name],
-                step_ms=step_ms,
+                step_ms=min(own),
                 plan_predicted_bytes=module.plan.predicted_peak_bytes,
                 plan_peak_bytes=plan_peaks[f"plan: {name}"],
-                plan_ms=plan_ms,
-                ratio=plan_ms / step_ms,
+                plan_ms=min(planned_ms),
+                ratio=ratio,
                 num_gathers=sum(text.startswith("gather") for text, _ in collectives),
             )
         )
@@ -216,6 +234,7 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
 def main() -> None:
     """Starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=64)

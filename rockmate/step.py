@@ -174,7 +174,7 @@ class CapturedStep:
             plan = self._adopted(plan)
         return PlannedCall(
             plan_of=lambda: plan,
-            program=emit(self.graph, plan.schedule, owner_names(self.model)),
+            program=emit(self.graph, plan.schedule, owner_names(self.model), plan.flights),
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,

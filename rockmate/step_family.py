@@ -150,7 +150,7 @@ class StepFamily:
                 "at the sample's sizes ops run in place that cannot in general"
             )
         program, numbers = (
-            emit(graph, plan.schedule, owner_names(self._model)),
+            emit(graph, plan.schedule, owner_names(self._model), plan.flights),
             generic.numbers(planned.call),
         )
         found = difference(program, numbers, planned.program)

@@ -116,24 +116,45 @@ def rank_in(group: str) -> int:
     return _group_named(group).rank()
 
 
-def all_gather_into(memory: torch.Tensor, part: torch.Tensor, num_ranks: int, group: str) -> None:
-    """Gathers the parts of all ranks, in the order of ranks; `part` may lie in its own place."""
+def start_gather(
+    memory: torch.Tensor, part: torch.Tensor, num_ranks: int, group: str
+) -> torch.Tensor:
+    """Begins to gather the parts of all ranks, in their order; `part` may lie in its own place.
+
+    Returns:
+        What `wait_for` takes.
+    """
     functional = torch.ops._c10d_functional
-    wait_for(functional.all_gather_into_tensor_out(part, num_ranks, group, out=memory))
+    return functional.all_gather_into_tensor_out(part, num_ranks, group, out=memory)
 
 
-def reduce_in_place(memory: torch.Tensor, how: str, num_ranks: int, group: str) -> torch.Tensor:
-    """This rank's part of the sum ("sum") or mean ("avg") of equal tensors along dimension 0.
+def start_reduction(memory: torch.Tensor, how: str, num_ranks: int, group: str) -> torch.Tensor:
+    """Begins to sum ("sum") or average ("avg") a tensor over ranks, for `own_part` of the result.
 
-    `memory` is overwritten, and the result may be a view of it. On a CPU, gloo reduces a copy of
-    the whole tensor when it is asked to reduce and scatter. Here it reduces the tensor itself, in
-    the same order.
+    `memory` is overwritten. On a CPU, gloo reduces a copy of the whole tensor when it is asked to
+    reduce and scatter. Here it reduces the tensor itself, in the same order.
+
+    Returns:
+        What `wait_for` takes.
     """
     functional = torch.ops._c10d_functional
     if memory.device.type == "cpu":
-        wait_for(functional.all_reduce_(memory, how, group))
-        return memory.chunk(num_ranks)[rank_in(group)]
-    return wait_for(functional.reduce_scatter_tensor(memory, how, num_ranks, group))
+        return start_all_reduce(memory, how, group)
+    return functional.reduce_scatter_tensor(memory, how, num_ranks, group)
+
+
+def start_all_reduce(memory: torch.Tensor, how: str, group: str) -> torch.Tensor:
+    """Begins to sum ("sum") or average ("avg") a tensor over ranks, in place.
+
+    Returns:
+        What `wait_for` takes.
+    """
+    return torch.ops._c10d_functional.all_reduce_(memory, how, group)
+
+
+def own_part(reduced: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """This rank's part, along dimension 0, of what `start_reduction` has made; may be a view."""
+    return reduced.chunk(num_ranks)[rank_in(group)] if reduced.device.type == "cpu" else reduced
 
 
 def free(memory: torch.Tensor) -> None:

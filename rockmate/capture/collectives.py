@@ -13,7 +13,8 @@ from torch import fx
 from rockmate._torch.distributed import is_collective, is_wait
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.collectives import collective
-from rockmate.ops.shards import function_of, gather_shards
+from rockmate.ops.shard_ops import function_of
+from rockmate.ops.shards import gather_shards
 
 
 def wait_for_collectives(graph: fx.Graph) -> None:
@@ -27,7 +28,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         if function is not None:
             node.target = function
             if function is gather_shards:
-                node.args = node.args[:-1]  # how its gradient is reduced
+                node.args = node.args[:-2]  # how its gradient is reduced
             continue
         if not is_collective(node.target):
             continue

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from rockmate._torch.distributed import ranks_of
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
@@ -88,6 +89,13 @@ def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     overhead_bytes = value_bytes if has_own_memory else 0
     share = (num_ranks - 1) / num_ranks
     time_ms = _link_of(device, machine, num_ranks).time_ms(share * value_bytes)
+    replicas: Any = None if is_gather else node.args[6]
+    if replicas:
+        num_replicas = len(ranks_of(replicas))
+        # Replicas are on other nodes where their parts fill one.
+        link = _link_of(device, machine, num_ranks * num_replicas)
+        sent_bytes = 2 * (num_replicas - 1) / num_replicas * value_bytes / num_ranks
+        time_ms += link.time_ms(sent_bytes)
     return Cost(time_ms=time_ms, overhead_bytes=overhead_bytes)
 
 

@@ -27,7 +27,7 @@ from rockmate.graph.snapshot import (
     StepSnapshot,
     StorageKind,
 )
-from rockmate.ops.collectives import group_of, is_communication
+from rockmate.ops.collectives import groups_of, is_communication
 
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
@@ -144,16 +144,18 @@ def _role_text(role: Role) -> str:
 def _group_numbers(graph: Graph) -> dict[str, int]:
     """Process groups by their first collective. Their names differ from rank to rank."""
     nodes = [op.node for op in graph.ops if is_communication(op.node.target)]
-    names = dict.fromkeys(map(group_of, nodes))
+    names = dict.fromkeys(name for node in nodes for name in groups_of(node))
     return {name: number for number, name in enumerate(names)}
 
 
 def _call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
     given = {**dict(enumerate(node.args)), **node.kwargs}
     if is_communication(node.target):
-        name = group_of(node)
-        numbered = f"group {groups[name]}"
-        given = {key: numbered if value == name else value for key, value in given.items()}
+        numbered = {name: f"group {groups[name]}" for name in groups_of(node)}
+        given = {
+            key: numbered.get(value, value) if isinstance(value, str) else value
+            for key, value in given.items()
+        }
     arguments = [_value_text(given[index]) for index in range(len(node.args))]
     arguments += [f"{name}={_value_text(given[name])}" for name in sorted(node.kwargs)]
     return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")

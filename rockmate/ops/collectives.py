@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.distributed import wait_for
-from rockmate.ops.shards import ON_SHARDS
+from rockmate.ops.shards import ON_SHARDS, reduce_to_shards
 
 
 def collective(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -22,15 +22,25 @@ def collective(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return wait_for(op(*args, **kwargs))
 
 
-def collective_text(node: fx.Node) -> tuple[str, str]:
-    """A collective as text that is equal on all ranks that may meet in it, and its group.
+def collective_texts(node: fx.Node) -> list[tuple[str, str]]:
+    """Collectives as text that is equal on all ranks that may meet in them, each with its group.
+
+    A reduction of a replicated shard is two: over the ranks that share the whole, and over those
+    with the same part.
 
     Args:
         node: a call of `collective` or of an op on shards, with the fake values of its arguments.
     """
     target: Any = node.target
     op, *args = (target.__name__, *node.args) if target in ON_SHARDS else node.args
-    return f"{op}({', '.join(map(_argument_text, args))})", group_of(node)
+    group, *replicas = groups_of(node)
+    if target is reduce_to_shards:
+        # The name of the replicas' group differs among those who share the whole, and vice versa.
+        args = args[:-1]
+    arguments = [_argument_text(arg) for arg in args]
+    texts = [(f"{op}({', '.join(arguments)})", group)]
+    others = [text for text in arguments if text != group]
+    return texts + [(f"replicas of {op}({', '.join(others)})", name) for name in replicas]
 
 
 def _argument_text(value: Any) -> str:
@@ -42,14 +52,16 @@ def _argument_text(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if is_tensor else str(value)
 
 
-def group_of(node: fx.Node) -> str:
-    """The name of the process group of a collective, by which ops know it."""
-    if node.target in ON_SHARDS:
-        name = node.args[3]
+def groups_of(node: fx.Node) -> list[str]:
+    """The names of the process groups of a collective, by which ops know them."""
+    if node.target is reduce_to_shards:
+        names: list[Any] = [node.args[3], *filter(None, node.args[6:])]
+    elif node.target in ON_SHARDS:
+        names = [node.args[3]]
     else:
-        name = node.kwargs.get("group_name", node.args[-1])
-    assert isinstance(name, str)
-    return name
+        names = [node.kwargs.get("group_name", node.args[-1])]
+    assert all(isinstance(name, str) for name in names)
+    return names
 
 
 def is_communication(target: Any) -> bool:

@@ -5,9 +5,9 @@ pay its latency each. Dimension `dim` of a parameter is cut into equal parts, on
 
     memory of the collective, for W ranks:   rank 0: [a0 b0]  rank 1: [a1 b1]  ...
 
-Each is a custom op in a trace and a plain function in a plan: `function_of` gives the one for the
-other. What they return shares no memory, so each whole parameter is released after its own last
-reader.
+Each is a function here, in a plan, and a custom op in a trace (`rockmate.ops.shard_ops`). What they
+return shares no memory, so each whole parameter is released after its own last reader. Each has two
+halves, which issue the collective and wait for it: a plan may run other ops between them.
 
 On a GPU, what is gathered by itself along its first dimension is the collective's memory. On a CPU
 it is copied out, since a thread of gloo holds that memory for a while after the collective.
@@ -20,13 +20,22 @@ it is copied out, since a thread of gloo holds that memory for a while after the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rockmate._torch.distributed import all_gather_into, free, rank_in, reduce_in_place
+from rockmate._torch.distributed import (
+    free,
+    own_part,
+    rank_in,
+    ranks_of,
+    start_all_reduce,
+    start_gather,
+    start_reduction,
+    wait_for,
+)
 from rockmate._torch.fake import is_fake
 
 # Types whose sums cannot overflow, so that the division may come last.
@@ -50,7 +59,36 @@ def gather_shards(
         dtype: of the results; None: that of the shards.
     """
     if is_fake(shards[0]):
-        return _fake_whole(shards, dims, num_ranks, dtype)
+        return fake_whole(shards, dims, num_ranks, dtype)
+    return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype))
+
+
+class Gathering(NamedTuple):
+    """A gather that has begun.
+
+    Attributes:
+        memory: of the collective.
+        running: what to wait for.
+        shapes: of this rank's parts.
+        dims: for each, the dimension that is cut.
+        num_ranks: of the group.
+    """
+
+    memory: Tensor
+    running: Tensor
+    shapes: tuple[torch.Size, ...]
+    dims: Sequence[int]
+    num_ranks: int
+
+
+def issue_gather(
+    shards: Sequence[Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    dtype: torch.dtype | None,
+) -> Gathering:
+    """Begins what `finish_gather` ends; arguments as for `gather_shards`."""
     dtype = dtype or shards[0].dtype
     sizes = [shard.numel() for shard in shards]
     total = sum(sizes)
@@ -58,13 +96,21 @@ def gather_shards(
     own = memory.narrow(0, rank_in(group) * total, total)
     for part, shard in zip(own.split(sizes), shards, strict=True):
         part.view(shard.shape).copy_(shard)
-    all_gather_into(memory, own, num_ranks, group)
-    if len(shards) == 1 and dims[0] == 0 and memory.device.type != "cpu":
-        return [memory.view(_whole_shape(shards[0], 0, num_ranks))]
-    rows = memory.view(num_ranks, total).split(sizes, dim=1)
+    running = start_gather(memory, own, num_ranks, group)
+    return Gathering(memory, running, tuple(each.shape for each in shards), dims, num_ranks)
+
+
+def finish_gather(gathering: Gathering) -> list[Tensor]:
+    """The whole tensors of a gather, once they are there."""
+    memory, running, shapes, dims, num_ranks = gathering
+    wait_for(running)
+    if len(shapes) == 1 and dims[0] == 0 and memory.device.type != "cpu":
+        return [memory.view(_whole_shape(shapes[0], 0, num_ranks))]
+    sizes = [shape.numel() for shape in shapes]
+    rows = memory.view(num_ranks, -1).split(sizes, dim=1)
     whole = [
-        _joined(row, shard, dim, num_ranks)
-        for row, shard, dim in zip(rows, shards, dims, strict=True)
+        _joined(row, shape, dim, num_ranks)
+        for row, shape, dim in zip(rows, shapes, dims, strict=True)
     ]
     free(memory)
     return whole
@@ -77,6 +123,7 @@ def reduce_to_shards(
     group: str,
     reduce_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    replicas: str = "",
 ) -> list[Tensor]:
     """This rank's parts of the means of whole gradients over the ranks of a group.
 
@@ -87,25 +134,79 @@ def reduce_to_shards(
         group: name of the process group.
         reduce_dtype: in which they are added; None: that of the gradients.
         dtype: of the results.
+        replicas: name of the group of ranks that have the same parts, over which the mean extends;
+            "" if each part is on one rank.
     """
     first = gradients[0]
     if is_fake(first):
-        return _fake_parts(gradients, dims, num_ranks, dtype)
-    reduce_dtype = reduce_dtype or first.dtype
+        return fake_parts(gradients, dims, num_ranks, dtype)
+    settings = num_ranks, group, reduce_dtype, dtype, replicas
+    return finish_reduction(issue_reduction(gradients, dims, *settings))
+
+
+class Reducing(NamedTuple):
+    """A reduction that has begun.
+
+    Attributes:
+        memory: of the collective.
+        running: what to wait for.
+        shapes: of the whole gradients.
+        dims: for each, the dimension that is cut.
+        num_ranks: of the group.
+        group: name of the process group.
+        dtype: of the results.
+        replicas: see `reduce_to_shards`.
+        divisor: of the sum, once it is complete.
+    """
+
+    memory: Tensor
+    running: Tensor
+    shapes: tuple[torch.Size, ...]
+    dims: Sequence[int]
+    num_ranks: int
+    group: str
+    dtype: torch.dtype
+    replicas: str
+    divisor: float
+
+
+def issue_reduction(
+    gradients: Sequence[Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    replicas: str = "",
+) -> Reducing:
+    """Begins what `finish_reduction` ends; arguments as for `reduce_to_shards`."""
+    reduce_dtype = reduce_dtype or gradients[0].dtype
     sizes = [gradient.numel() // num_ranks for gradient in gradients]
-    before, after = _divisors(num_ranks, reduce_dtype)
-    memory = torch.empty(num_ranks * sum(sizes), dtype=reduce_dtype, device=first.device)
+    num_replicas = len(ranks_of(replicas)) if replicas else 1
+    before, after = _divisors(num_ranks * num_replicas, reduce_dtype)
+    memory = torch.empty(num_ranks * sum(sizes), dtype=reduce_dtype, device=gradients[0].device)
     rows = memory.view(num_ranks, -1).split(sizes, dim=1)
     for row, gradient, dim in zip(rows, gradients, dims, strict=True):
         _cut_into(row, gradient, dim, num_ranks)
     if before != 1:
         memory.div_(before)
-    reduced = reduce_in_place(memory, "avg" if after == 1 else "sum", num_ranks, group)
-    if after != 1:
-        reduced.div_(after)
+    running = start_reduction(memory, "avg" if after == 1 else "sum", num_ranks, group)
+    shapes = tuple(each.shape for each in gradients)
+    return Reducing(memory, running, shapes, dims, num_ranks, group, dtype, replicas, after)
+
+
+def finish_reduction(reducing: Reducing) -> list[Tensor]:
+    """This rank's parts of the means of a reduction, once they are there."""
+    memory, running, shapes, dims, num_ranks, group, dtype, replicas, divisor = reducing
+    reduced = own_part(wait_for(running), num_ranks, group)
+    if replicas:
+        wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", replicas))
+    if divisor != 1:
+        reduced.div_(divisor)
+    sizes = [shape.numel() // num_ranks for shape in shapes]
     parts = [
-        part.to(dtype, copy=True).view(_part_shape(whole, dim, num_ranks))
-        for part, whole, dim in zip(reduced.split(sizes), gradients, dims, strict=True)
+        part.to(dtype, copy=True).view(part_shape(shape, dim, num_ranks))
+        for part, shape, dim in zip(reduced.split(sizes), shapes, dims, strict=True)
     ]
     free(memory)
     return parts
@@ -125,34 +226,39 @@ def _divisors(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
     return before, num_ranks / before
 
 
-def _whole_shape(shard: Tensor, dim: int, num_ranks: int) -> list[int]:
-    return [size * num_ranks if d == dim else size for d, size in enumerate(shard.shape)]
+def _whole_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
+    return [size * num_ranks if d == dim else size for d, size in enumerate(shape)]
 
 
-def _part_shape(whole: Tensor, dim: int, num_ranks: int) -> list[int]:
-    return [size // num_ranks if d == dim else size for d, size in enumerate(whole.shape)]
+def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
+    """The shape of a rank's part of a tensor that is cut along a dimension."""
+    return [size // num_ranks if d == dim else size for d, size in enumerate(shape)]
 
 
-def _fake_whole(
+def fake_whole(
     shards: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype | None
 ) -> list[Tensor]:
     """What `gather_shards` returns, without numbers."""
     pairs = zip(shards, dims, strict=True)
-    return [each.new_empty(_whole_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+    return [
+        each.new_empty(_whole_shape(each.shape, d, num_ranks), dtype=dtype) for each, d in pairs
+    ]
 
 
-def _fake_parts(
+def fake_parts(
     gradients: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """What `reduce_to_shards` returns, without numbers."""
-    pairs = zip(gradients, dims, strict=True)
-    return [each.new_empty(_part_shape(each, d, num_ranks), dtype=dtype) for each, d in pairs]
+    return [
+        whole.new_empty(part_shape(whole.shape, dim, num_ranks), dtype=dtype)
+        for whole, dim in zip(gradients, dims, strict=True)
+    ]
 
 
-def _joined(row: Tensor, shard: Tensor, dim: int, num_ranks: int) -> Tensor:
+def _joined(row: Tensor, shape: torch.Size, dim: int, num_ranks: int) -> Tensor:
     """A whole tensor from the parts of all ranks, one a row."""
-    whole = row.new_empty(_whole_shape(shard, dim, num_ranks))
-    parts = row.unflatten(1, shard.shape).unbind(0)
+    whole = row.new_empty(_whole_shape(shape, dim, num_ranks))
+    parts = row.unflatten(1, shape).unbind(0)
     for place, part in zip(whole.chunk(num_ranks, dim), parts, strict=True):
         place.copy_(part)
     return whole
@@ -162,104 +268,6 @@ def _cut_into(row: Tensor, whole: Tensor, dim: int, num_ranks: int) -> None:
     """Writes the parts of a whole tensor into the memory of the ranks, one a row."""
     for place, part in zip(row.unbind(0), whole.chunk(num_ranks, dim), strict=True):
         place.view(part.shape).copy_(part)
-
-
-# --- in a trace -----------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("rockmate::gather_shards", mutates_args=())
-def _gather(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    return gather_shards(shards, dims, num_ranks, group, dtype)
-
-
-@torch.library.custom_op("rockmate::reduce_to_shards", mutates_args=())
-def _reduce(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return reduce_to_shards(gradients, dims, num_ranks, group, reduce_dtype, dtype)
-
-
-@_gather.register_fake
-def _(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    return _fake_whole(shards, dims, num_ranks, dtype)
-
-
-@_reduce.register_fake
-def _(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return _fake_parts(gradients, dims, num_ranks, dtype)
-
-
-def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, ctx.dims, ctx.num_ranks, ctx.group, _, ctx.reduce_dtype = inputs
-    ctx.dtype = shards[0].dtype
-    ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
-
-
-def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    parts: list[Tensor | None] = [None] * len(gradients)
-    if given:
-        reduced = torch.ops.rockmate.reduce_to_shards(
-            [gradients[index] for index in given],
-            [ctx.dims[index] for index in given],
-            ctx.num_ranks,
-            ctx.group,
-            ctx.reduce_dtype,
-            ctx.dtype,
-        )
-        for index, part in zip(given, reduced, strict=True):
-            parts[index] = part
-    return parts, None, None, None, None, None
-
-
-_gather.register_autograd(_reduce_gradients, setup_context=_keep_settings)
-
-
-def gathered(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    """`gather_shards`, whose gradients are reduced to shards."""
-    return torch.ops.rockmate.gather_shards(shards, dims, num_ranks, group, dtype, reduce_dtype)
-
-
-def function_of(target: Any) -> Callable[..., list[Tensor]] | None:
-    """The plain function of an op of this module; None for any other target."""
-    if target is torch.ops.rockmate.gather_shards.default:
-        return gather_shards
-    if target is torch.ops.rockmate.reduce_to_shards.default:
-        return reduce_to_shards
-    return None
 
 
 ON_SHARDS = (gather_shards, reduce_to_shards)

@@ -21,6 +21,7 @@ from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, Sto
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
 from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
 from rockmate.plan.residency import Residency
+from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 
@@ -108,6 +109,22 @@ class PlanRecord:
             )
             raise PlanMismatchError(msg)
         return self.captured
+
+    # --- collectives --------------------------------------------------------------------------
+
+    @cached_property
+    def flights(self) -> Flights:
+        """Collectives that run beside other ops. They follow from schedule, costs and peak."""
+        return flights_of(self.graph, self.schedule, self.costs, self.simulation)
+
+    @cached_property
+    def overlapped_ms(self) -> float:
+        """`predicted_ms` less the time in which collectives run beside other ops.
+
+        The link is assumed to take one collective at a time, and no time from other ops. Needs the
+        graph: a loaded plan has it once it is given to a model.
+        """
+        return overlapped_ms(self.graph, self.schedule, self.costs, self.flights)
 
     # --- promises -----------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ from rockmate.runtime.planned_layout import PlannedLayout
 from rockmate.runtime.program import Argument, Program
 from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
 from rockmate.runtime.statics import Statics
+from rockmate.sharding.mark import held_gradients_of
 
 
 class Runner:
@@ -75,6 +76,7 @@ class Runner:
         program: the forward and backward functions.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
+        held: whole gradients that wait for their reduction, of a sharded model; else None.
         dispatch: context in which the program's ops run.
         returned_names: parameters whose gradients are returned.
         output_places: for each output, its position in the program's results.
@@ -95,6 +97,7 @@ class Runner:
         self.program = program
         self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
+        self.held = held_gradients_of(model)
         self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
         self.returned_names = [
             role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
@@ -390,10 +393,19 @@ def _sink(ctx: Any) -> GradientSink:
         refuse_parameters(ctx.visited, has_others=bool(ctx.owners and not ctx.visited))
         return DroppingSink()
     partial, is_last = ctx.runner.pending.begin(ctx)
-    wrappings = ctx.runner.program.wrappings
+    wrappings, held = ctx.runner.program.wrappings, ctx.runner.held
+    if ctx.runner.returned_names and held is not None:
+        if held.holds:
+            msg = (
+                "the model holds gradients (no_sync, set_requires_gradient_sync(False)), and "
+                'gradients="returned" has nowhere to add them up. Make the module with '
+                'gradients="accumulated", or reduce in each backward.'
+            )
+            raise BackwardError(msg)
+        held = None
     if ctx.visited:
-        return LastHooksSink(ctx.owners, wrappings)
-    return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings)
+        return LastHooksSink(ctx.owners, wrappings, held)
+    return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings, held=held)
 
 
 def _refuse_unsupported_backward(ctx: Any) -> None:

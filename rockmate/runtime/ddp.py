@@ -25,6 +25,7 @@ from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsd
 from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import UnsupportedModelError
+from rockmate.ops.held_gradients import HeldGradients
 from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
 from rockmate.sharding.mark import sharded_model_of
 
@@ -81,10 +82,13 @@ class LastHooksSink(GradientSink):
     """Accumulates gradients and fires no hooks: the engine does that when the step is done."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], wrappings: Mapping[str, Wrapping]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        wrappings: Mapping[str, Wrapping],
+        held: HeldGradients | None,
     ) -> None:
         """See `GradientSink`."""
-        super().__init__(parameters, fires_hooks=False, wrappings=wrappings)
+        super().__init__(parameters, fires_hooks=False, wrappings=wrappings, held=held)
 
     def remaining_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient that the engine has to accumulate for each parameter.

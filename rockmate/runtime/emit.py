@@ -11,7 +11,6 @@ it empties, the boxed calling convention: the caller's argument tuple would keep
 from __future__ import annotations
 
 import types
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,22 +20,28 @@ from torch import fx
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
-from rockmate.graph.ir import Graph, Storage
-from rockmate.ops.collectives import collective_text, is_communication
+from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
+from rockmate.ops.collectives import collective_texts, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
+from rockmate.schedule.flights import Flights
 from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
-_UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
+_NO_FLIGHTS = Flights()
 
 
-def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Program:
+def emit(
+    graph: Graph,
+    schedule: Schedule,
+    owner_of: Mapping[str, str],
+    flights: Flights = _NO_FLIGHTS,
+) -> Program:
     """Writes the two functions of a schedule.
 
     Args:
@@ -44,18 +49,14 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         schedule: the order in which ops run.
         owner_of: parameter name -> name of the parameter that it is tied to, its own if none. Of
             the gradients that share an owner, only the last one is final.
+        flights: collectives that run beside other ops.
     """
-    num_runs = Counter(schedule.steps)
-    recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
+    recomputed = frozenset(schedule.steps[place] for place in schedule.recomputed_positions())
     ends = last_reads(graph, schedule.forward, schedule.backward)
     saved_storages = _saved_storages(graph, schedule)
-    ends_of_forward = {RoleKind.OUTPUT, *_UPDATES}
-    results = [(node, role) for node, role in graph.outputs if role.kind in ends_of_forward]
-    output_storages = {
-        graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
-    }
+    results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
 
-    forward = GraphWriter(graph, schedule, ends, recomputed)
+    forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     backward = GraphWriter(
         graph,
@@ -63,7 +64,8 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         ends,
         recomputed,
         has_run=forward.has_run,
-        hook_schedule=HookSchedule(graph, schedule, owner_of),
+        hook_schedule=HookSchedule(graph, schedule, owner_of, flights),
+        flights=flights,
     )
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
@@ -79,13 +81,11 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
         saved=tuple(saved),
-        saved_outputs=tuple(
-            index for index, storage in enumerate(saved_storages) if storage in output_storages
-        ),
+        saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
         wrappings=_wrappings(graph),
-        collectives=_collectives(graph, schedule),
+        collectives=_collectives(graph, schedule, flights),
         constants=graph.constants,
         differentiable=_differentiable(graph),
         layouts=_layouts(graph),
@@ -94,6 +94,16 @@ def emit(graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> Progr
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _saved_outputs(
+    results: Sequence[tuple[fx.Node, Role]],
+    saved: Sequence[Storage],
+    storage_of: Mapping[fx.Node, Storage],
+) -> tuple[int, ...]:
+    """See `Program.saved_outputs`."""
+    outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
+    return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _differentiable(graph: Graph) -> frozenset[int]:
@@ -115,18 +125,20 @@ def _wrappings(graph: Graph) -> dict[str, Wrapping]:
     }
 
 
-def _collectives(graph: Graph, schedule: Schedule) -> tuple[tuple[str, str], ...]:
+def _collectives(graph: Graph, schedule: Schedule, flights: Flights) -> tuple[tuple[str, str], ...]:
     """The collectives of a schedule in their order; see `Program.collectives`."""
-    nodes = [graph.ops[index].node for index in schedule.steps]
-    return tuple(collective_text(node) for node in nodes if is_communication(node.target))
+    steps = schedule.steps
+    nodes = [graph.ops[steps[position]].node for position in flights.issue_order(schedule)]
+    running = (node for node in nodes if is_communication(node.target))
+    return tuple(pair for node in running for pair in collective_texts(node))
 
 
 def _write_forward(
     writer: GraphWriter, results: Sequence[fx.Node], saved_storages: Sequence[Storage]
 ) -> list[Argument]:
     """Writes the forward; returns the arguments by which the backward takes its further results."""
-    for position, index in enumerate(writer.schedule.forward):
-        writer.run(writer.source.ops[index], position)
+    for position in range(len(writer.schedule.forward)):
+        writer.run(position)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
     returned = [writer.value(node) for node in results]
@@ -144,8 +156,8 @@ def _write_backward(
         writer.add_argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
-    for offset, index in enumerate(schedule.backward):
-        writer.run(source.ops[index], len(schedule.forward) + offset)
+    for offset in range(len(schedule.backward)):
+        writer.run(len(schedule.forward) + offset)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
 

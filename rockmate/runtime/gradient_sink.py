@@ -39,7 +39,7 @@ and added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -49,6 +49,7 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
+from rockmate.ops.held_gradients import HeldGradients, reduce_held
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.pending_steps import PartialGradients
 
@@ -111,6 +112,8 @@ class GradientSink:
     Attributes:
         fires_hooks: False if the engine fires them when the step is done, or if a later step of the
             same backward does.
+        held: gradients of a sharded model that wait for their reduction; None if there are none,
+            and for gradients that are dropped.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class GradientSink:
         *,
         fires_hooks: bool = True,
         wrappings: Mapping[str, Wrapping] = NO_WRAPPINGS,
+        held: HeldGradients | None = None,
     ) -> None:
         """Takes the dispatcher's state as it is now for the hooks.
 
@@ -128,8 +132,10 @@ class GradientSink:
             partial: what earlier steps of the same backward have accumulated.
             fires_hooks: whether this step is the last of that backward.
             wrappings: name -> how to wrap the gradient of a parameter.
+            held: see the class.
         """
         self._wrappings = wrappings
+        self.held = held
         self.fires_hooks = fires_hooks
         self._leaves = parameters
         self._dispatch_keys = engine.dispatch_keys()
@@ -138,6 +144,10 @@ class GradientSink:
         # Parameters with a final gradient in `.grad`, whose nodes are not yet visited; their bytes.
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
+
+    def leaves(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Parameters by name."""
+        return [self._leaves[name] for name in names]
 
     def accumulate(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
         """Adds a partial gradient to the `.grad` of a parameter; hooks fire if it is final.
@@ -240,6 +250,8 @@ class GradientSink:
             for parameter in list(self._unfired.values()):
                 self._fire(parameter)
         self._visit_waiting()
+        if self.held and self.fires_hooks:
+            reduce_held(self.held)
 
     def _visit_waiting(self) -> None:
         if self._waiting:

@@ -16,6 +16,7 @@ from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.rng import exchange_random_state, get_random_state
+from rockmate.ops.shards import finish_gather, issue_gather, reduce_to_shards
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
@@ -24,6 +25,8 @@ from rockmate.runtime.gradient_sink import (
 )
 from rockmate.runtime.hook_schedule import HookSchedule
 from rockmate.runtime.program import Argument, ArgumentKind
+from rockmate.runtime.shard_calls import emit_issue, emit_reduction, emit_wait, reduced_names
+from rockmate.schedule.flights import Flights
 from rockmate.schedule.schedule import Schedule
 
 
@@ -50,6 +53,7 @@ class GraphWriter:
         *,
         has_run: AbstractSet[int] = frozenset(),
         hook_schedule: HookSchedule | None = None,
+        flights: Flights,
     ) -> None:
         """Begins an empty graph.
 
@@ -60,6 +64,7 @@ class GraphWriter:
             recomputed: indices of the ops that run more than once.
             has_run: indices of the ops that run before this graph.
             hook_schedule: when hooks fire; None in the forward.
+            flights: which collectives are issued ahead of their run or awaited after it.
         """
         self.source = source
         self.schedule = schedule
@@ -71,6 +76,9 @@ class GraphWriter:
         self.sources: dict[fx.Node, fx.Node] = {}
         self._ends = ends
         self._hook_schedule = hook_schedule
+        self._flights = flights
+        # Position of a collective in flight -> the call that has issued it.
+        self._issued: dict[int, fx.Node] = {}
         self._roles = dict(source.inputs)
         self._updates = frozenset(source.updates)
         # Node of the source -> node of `graph` that holds its value at present.
@@ -114,10 +122,32 @@ class GraphWriter:
             self._hold(node, holder)
         return holder
 
-    def run(self, op: Op, position: int) -> None:
-        """Writes a run of `op`: its call, its results, and the gradients that are complete now."""
+    def run(self, position: int) -> None:
+        """Writes the run at a position, and issues and waits of others around it.
+
+        A run is its call, its results, and the gradients that are complete now.
+        """
+        for ahead in self._flights.issued_before.get(position, ()):
+            op = self._op_at(ahead)
+            _, args, kwargs = self._call_of(op, is_recompute=op.index in self.has_run)
+            self._issued[ahead] = self.graph.call_function(issue_gather, args, kwargs)
+        self._run(self._op_at(position), position)
+        for awaited in self._flights.awaited_after.get(position, ()):
+            call = self.graph.call_function(emit_wait, (self._issued.pop(awaited),))
+            self._hold_results(self._op_at(awaited), call)
+            self._emit_gradients(self._op_at(awaited))
+
+    def _op_at(self, position: int) -> Op:
+        return self.source.ops[self.schedule.steps[position]]
+
+    def _run(self, op: Op, position: int) -> None:
         is_recompute = op.index in self.has_run
         self.has_run.add(op.index)
+        if position in self._issued:
+            self._hold_results(
+                op, self.graph.call_function(finish_gather, (self._issued.pop(position),))
+            )
+            return
         target, args, kwargs = self._call_of(op, is_recompute=is_recompute)
         if position in self.schedule.in_place:
             operand = reusable_operand(self.source, op, self._ends[position])
@@ -126,6 +156,12 @@ class GraphWriter:
         if op.gradient_sink_form is not None:
             self._emit_without_whole(op, args)
             return
+        if op.node.target is reduce_to_shards:
+            args = (self._sink(), reduced_names(self.source, op), *args)
+            if self._flights.is_awaited_later(position):
+                self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
+                return
+            target = emit_reduction
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(
@@ -139,6 +175,9 @@ class GraphWriter:
         if op.saved_results and not is_recompute and op.index in self.recomputed:
             results = [self.value(node) for node in op.saved_results]
             self.states[op] = self.graph.call_function(op.save_state, (results, *args))
+        self._emit_gradients(op)
+
+    def _emit_gradients(self, op: Op) -> None:
         for node, role in op.final_gradients:
             self.emit_gradient(node, role)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rockmate.capture.roles import RoleKind
 from rockmate.graph.ir import Graph
+from rockmate.schedule.flights import Flights
 from rockmate.schedule.schedule import Schedule
 
 
@@ -25,7 +26,9 @@ class HookSchedule:
     hook may change the parameter, as an optimizer inside the backward does.
     """
 
-    def __init__(self, graph: Graph, schedule: Schedule, owner_of: Mapping[str, str]) -> None:
+    def __init__(
+        self, graph: Graph, schedule: Schedule, owner_of: Mapping[str, str], flights: Flights
+    ) -> None:
         """See `emit` for the arguments."""
         names = accumulated_names(graph, schedule)
         self._owner_of = owner_of
@@ -39,8 +42,13 @@ class HookSchedule:
         }
         for position, index in enumerate(schedule.backward):
             op = graph.ops[index]
+            place = len(schedule.forward) + position
+            # A reduction hands its gradients over where it is awaited.
+            is_later = flights.is_awaited_later(place)
+            wait = flights.other_end[place] - len(schedule.forward) if is_later else position
             for _, role in op.final_gradients:
-                last_gradient[owner_of[role.name]] = position
+                owner = owner_of[role.name]
+                last_gradient[owner] = max(last_gradient[owner], wait)
             for storage in op.reads:
                 if storage in owner_at:
                     last_read[owner_at[storage]] = position

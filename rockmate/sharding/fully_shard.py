@@ -20,7 +20,7 @@ from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import UnsupportedModelError
 from rockmate.sharding.mark import sharded_model_of
-from rockmate.sharding.parameter import dim_to_cut, sharded
+from rockmate.sharding.parameter import dim_to_cut, sharded, shards_of
 from rockmate.sharding.sharded_class import put_sharded_class
 from rockmate.sharding.unit import Place, Policy, ShardedModel, Unit
 
@@ -56,7 +56,9 @@ def fully_shard(
     Args:
         module: the model. It is changed in place, and keeps its names. On the meta device nothing
             is allocated: call `module.to_empty(device=...)` and initialize it afterwards.
-        mesh: one dimension of a device mesh. None: all ranks of the default process group.
+        mesh: a device mesh of one dimension. One of two divides parameters along the second, and
+            keeps a replica for each place of the first (HSDP). None: all ranks of the default
+            process group.
         mp_policy: of `torch.distributed.fsdp`: dtypes of gathered parameters, of reductions, inputs
             and outputs.
         units: classes of layers that are gathered, and forgotten, together. None given: the items
@@ -70,14 +72,16 @@ def fully_shard(
 
     Raises:
         UnsupportedModelError: the mesh does not divide a parameter along any dimension, or has
-            several dimensions or is on another device; the model is sharded already, by either
-            generation of FSDP too; or a layer keeps its weights elsewhere.
+            more than two dimensions or is on another device; the model is sharded already, by
+            either generation of FSDP too; or a layer keeps its weights elsewhere.
     """
     _refuse(module)
     mesh = _mesh_for(module, mesh)
     policy = Policy.of(mp_policy, bucket_bytes)
     whole = _named(module, ignored)
-    model = ShardedModel(policy, mesh.size(), group_name_of(mesh, 0), whole)
+    groups = [group_name_of(mesh, dim) for dim in range(mesh.ndim)]
+    replicas = groups[0] if mesh.ndim == 2 else ""
+    model = ShardedModel(policy, shards_of(mesh), groups[-1], replicas, whole)
     parameters = [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -126,7 +130,7 @@ def _refuse(module: nn.Module) -> None:
 
 
 def _mesh_for(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh that was given, of one dimension, or that of all ranks."""
+    """The mesh that was given, of one or two dimensions, or that of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -135,10 +139,11 @@ def _mesh_for(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         device = next((p.device.type for p in module.parameters() if not p.is_meta), "cpu")
         mesh = init_device_mesh(device, (distributed.get_world_size(),))
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         msg = (
-            f"fully_shard was given a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}, and "
-            'shards over one. Give one of them: mesh["name"].'
+            f"fully_shard was given a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}. It "
+            "replicates over one and shards over another: give it these, as "
+            'mesh["replicate", "shard"].'
         )
         raise UnsupportedModelError(msg)
     return mesh
@@ -166,7 +171,14 @@ def _refuse_undivided(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> N
         msg = f"{name} is a {kind}, which cannot be sharded. Leave it out: ignored=[{name!r}]."
         raise UnsupportedModelError(msg)
     local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    num_ranks = mesh.size()
+    if isinstance(parameter, DTensor) and mesh.ndim == 2:
+        msg = (
+            f"{name} is divided by tensor parallelism already, and the mesh for fully_shard "
+            'replicates as well. Give it one dimension: mesh["shard"], over all data-parallel '
+            "ranks."
+        )
+        raise UnsupportedModelError(msg)
+    num_ranks = shards_of(mesh)
     if dim_to_cut(local.shape, num_ranks) is None:
         msg = (
             f"{name} of shape {tuple(local.shape)} has no dimension that {num_ranks} ranks divide. "

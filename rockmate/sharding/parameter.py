@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rockmate._torch.distributed import joined_mesh, num_cuts, strided_shard
 from rockmate.sharding.unit import Rest
@@ -31,6 +31,11 @@ def dim_to_cut(shape: torch.Size, num_ranks: int) -> int | None:
     return next((d for d, size in enumerate(shape) if size and size % num_ranks == 0), None)
 
 
+def shards_of(mesh: Any) -> int:
+    """Among how many ranks a mesh divides each parameter: its last dimension. Others replicate."""
+    return mesh.size(mesh.ndim - 1)
+
+
 def sharded(parameter: nn.Parameter, mesh: Any) -> Sharded:
     """This rank's part of a parameter, with what else the parameter carries.
 
@@ -40,10 +45,13 @@ def sharded(parameter: nn.Parameter, mesh: Any) -> Sharded:
     given: Any = parameter.detach()
     is_divided = isinstance(given, DTensor)
     local: Any = given.to_local() if is_divided else given
-    dim = dim_to_cut(local.shape, mesh.size())
+    num_ranks = shards_of(mesh)
+    dim = dim_to_cut(local.shape, num_ranks)
     assert dim is not None, "the caller has checked it"
-    part = local.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous().clone()
-    rest, placements, whole_mesh = None, (Shard(dim),), mesh
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    part = local.chunk(num_ranks, dim)[rank].contiguous().clone()
+    replicated: Any = (Replicate(),) * (mesh.ndim - 1)
+    rest, placements, whole_mesh = None, (*replicated, Shard(dim)), mesh
     if is_divided:
         rest = Rest(given.device_mesh, tuple(given.placements))
         cuts = num_cuts(given, dim)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from rockmate._torch.pytree import tree_map_only
 from rockmate.errors import UnsupportedModelError
-from rockmate.sharding.mark import MARK
+from rockmate.sharding.mark import MARK, sharded_model_of
 from rockmate.sharding.unit import Place, Unit
 
 
@@ -37,6 +38,8 @@ def put_sharded_class(
         name: _property(owner, place) for name, (owner, place) in readers.items()
     }
     members["__deepcopy__"] = _refuse_copy
+    if is_root:
+        members |= {"no_sync": _no_sync, "set_requires_gradient_sync": _set_sync}
     members["forward"] = _forward(kind.forward, unit, is_head=is_head, is_root=is_root)
     members.update({MARK: unit.model, "__module__": kind.__module__, "__doc__": kind.__doc__})
     made: Any = type(f"Sharded{kind.__name__}", (kind,), members)
@@ -51,6 +54,35 @@ def _refuse_copy(self: nn.Module, _: Any) -> nn.Module:
         "load the state_dict of this one."
     )
     raise UnsupportedModelError(msg)
+
+
+def _set_sync(self: nn.Module, requires_gradient_sync: bool, /, *, recurse: bool = True) -> None:
+    """As that of PyTorch's `FSDPModule`: False lets backwards hold whole gradients.
+
+    Args:
+        self: the model.
+        requires_gradient_sync: whether backwards reduce gradients, with those that are held.
+        recurse: must be True.
+    """
+    if not recurse:
+        msg = (
+            "set_requires_gradient_sync(recurse=False) would reduce the gradients of one part of "
+            "the model. Here all parts wait together: leave recurse out."
+        )
+        raise UnsupportedModelError(msg)
+    model: Any = sharded_model_of(self)
+    model.held.holds = not requires_gradient_sync
+
+
+@contextlib.contextmanager
+def _no_sync(self: Any) -> Iterator[None]:
+    """Backwards within it hold whole gradients; the next one outside reduces their sum."""
+    held = sharded_model_of(self).held
+    before, held.holds = held.holds, True
+    try:
+        yield
+    finally:
+        held.holds = before
 
 
 def _property(unit: Unit, place: Place) -> property:

@@ -16,8 +16,9 @@ def simulated_ranks(num_ranks: int) -> Iterator[None]:
     """A process group of so many ranks in one process, to plan a sharded model for a cluster.
 
     Within it, shard a model on the meta device and make a `Planner` with `machine=`. Times of
-    collectives follow from the number of ranks and the `[link]` of the machine's description. They
-    are added to those of ops: nothing overlaps. Nothing can be trained: collectives do nothing.
+    collectives follow from the number of ranks and the `[link]` of the machine's description.
+    `Plan.predicted_ms` adds them to those of ops, and `Plan.overlapped_ms` lets them overlap.
+    Nothing can be trained: collectives do nothing.
 
     Args:
         num_ranks: of the group.

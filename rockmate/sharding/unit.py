@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rockmate._torch.members import tensor_tables
-from rockmate.ops.shards import gathered
+from rockmate.ops.held_gradients import HeldGradients
+from rockmate.ops.shard_ops import gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +63,19 @@ class ShardedModel:
         policy: of the model.
         num_ranks: that share each parameter.
         group: name of their process group.
+        replicas: name of the group of ranks with the same parts; "" if there is one of each.
         ignored: the parameters that stay whole, as the user asked.
         depth: number of forwards of its modules that are running.
+        held: gradients that wait for a later backward to reduce them.
     """
 
     policy: Policy
     num_ranks: int
     group: str
+    replicas: str = ""
     ignored: tuple[nn.Parameter, ...] = ()
     depth: int = 0
+    held: HeldGradients = field(default_factory=HeldGradients)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,6 +179,9 @@ class Unit:
             model.group,
             policy.dtype if is_floating else None,
             policy.reduce_dtype,
+            model.replicas,
+            [place.parameter for place in places],
+            model.held,
         )
         for place, whole in zip(places, found, strict=True):
             rest = place.rest

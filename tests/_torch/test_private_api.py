@@ -54,7 +54,6 @@ from rockmate._torch.dispatch import (
 )
 from rockmate._torch.distributed import (
     active_data_parallel,
-    all_gather_into,
     default_store,
     fake_group,
     first_offer,
@@ -66,9 +65,12 @@ from rockmate._torch.distributed import (
     is_wait,
     joined_mesh,
     num_cuts,
+    own_part,
     rank_in,
     ranks_of,
-    reduce_in_place,
+    start_all_reduce,
+    start_gather,
+    start_reduction,
     strided_shard,
     timeout_s,
     wait_for,
@@ -505,9 +507,11 @@ class TestDistributed:
     def check_shards(group: str) -> None:
         assert rank_in(group) == 0
         memory, part = torch.zeros(2), torch.ones(2)
-        all_gather_into(memory, part, 1, group)
+        wait_for(start_gather(memory, part, 1, group))
         assert memory.tolist() == [1.0, 1.0]
-        assert reduce_in_place(memory, "avg", 1, group).tolist() == [1.0, 1.0]
+        assert wait_for(start_all_reduce(memory, "sum", group)).tolist() == [1.0, 1.0]
+        reduced = wait_for(start_reduction(memory, "avg", 1, group))
+        assert own_part(reduced, 1, group).tolist() == [1.0, 1.0]
         free(memory)
         assert memory.untyped_storage().nbytes() == 0
         assert 0 < timeout_s() < 1e5

@@ -89,6 +89,14 @@ def by_fp4(layer: nn.Linear) -> nn.Module:
     return by_bitsandbytes(layer, quant_type="fp4", compress_statistics=False)
 
 
+def by_nf4_of_torchao(layer: nn.Linear) -> nn.Module:
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    quantized = quantization.to_nf4(layer.weight.detach(), 64, 64)
+    layer.weight = nn.Parameter(quantized, requires_grad=False)
+    layer.bias = None  # pyright: ignore
+    return layer
+
+
 def by_int8_of_bitsandbytes(layer: nn.Linear) -> nn.Module:
     modules: Any = pytest.importorskip("bitsandbytes").nn
     quantized = modules.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False)
@@ -115,7 +123,16 @@ def by_intx(layer: nn.Linear) -> nn.Module:
 
 
 Quantized = Callable[[nn.Linear], nn.Module]
-ALL = (by_attributes, by_nf4, by_fp4, by_int8_of_bitsandbytes, by_int8, by_float8, by_intx)
+ALL = (
+    by_attributes,
+    by_nf4,
+    by_fp4,
+    by_nf4_of_torchao,
+    by_int8_of_bitsandbytes,
+    by_int8,
+    by_float8,
+    by_intx,
+)
 ONE_OF_EACH_KIND = (by_attributes, by_nf4, by_int8)
 
 
@@ -169,11 +186,11 @@ def assert_as_eager(module: RockmateModule, plain: nn.Module, **options: Any) ->
 @pytest.mark.parametrize("quantized", ALL)
 def test_trains_as_eager(quantized: Quantized) -> None:
     """Three steps of AdamW with dropout, at three budgets down to the least."""
-    model, sample = model_of(quantized), torch.randn(NUM_ROWS, WIDTH)
-    plain = copy.deepcopy(model)
+    sample = torch.randn(NUM_ROWS, WIDTH)
+    plain = model_of(quantized)  # not a copy: one of torchao's NF4 is quantized once more
     keys, reference = list(plain.state_dict()), train(plain, plain, loss_of)
     for regime in REGIMES:
-        own = copy.deepcopy(model)
+        own = model_of(quantized)
         planner = Planner(own, sample)
         module = planner.module(budget_for(planner, regime))
         for ours, theirs in zip(train(module, own, loss_of), reference, strict=True):
@@ -197,9 +214,13 @@ def test_frozen_tensors_are_inputs_of_the_graph(quantized: Quantized) -> None:
     assert not any(name.startswith("constant") for name in inputs)
 
 
-@pytest.mark.parametrize("quantized", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("quantized", [*ONE_OF_EACH_KIND, by_nf4_of_torchao])
 def test_the_measured_peak_is_the_predicted_one(quantized: Quantized) -> None:
-    model = model_of(quantized, width=128)
+    check_peak(model_of(quantized, width=128))
+
+
+def check_peak(model: nn.Module) -> None:
+    """Of a model of width 128, at a budget between the smallest and the largest peak."""
     x = torch.randn(512, 128)
     planner = Planner(model, x)
     middle = (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2
@@ -293,6 +314,31 @@ def test_trained_wrappers() -> None:
     quantization.quantize_(model, training.int8_weight_only_quantized_training())
     assert all(map(torch.equal, steps_of(model, None), steps_of(model, "binding")))
     assert all(map(torch.equal, steps_of(model, None), steps_of(model, "minimum")))
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_float8_training(emulates: bool) -> None:
+    """Operands of products in float8, forward and backward: eager's bits and the predicted peak."""
+    float8: Any = pytest.importorskip("torchao.float8")
+
+    def converted(width: int) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+        model = nn.Sequential(*copy.deepcopy(layers), nn.Dropout(0.1), *layers)
+        return float8.convert_to_float8_training(
+            model, config=float8.Float8LinearConfig(emulate=emulates)
+        )
+
+    plain = converted(WIDTH)
+    assert all(type(plain[index]).__name__ == "Float8Linear" for index in (0, 2))  # pyright: ignore
+    reference = train(plain, plain, loss_of)
+    for regime in REGIMES:
+        own = converted(WIDTH)
+        planner = Planner(own, torch.randn(NUM_ROWS, WIDTH), allow_chunking=False)
+        module = planner.module(budget_for(planner, regime))
+        for ours, theirs in zip(train(module, own, loss_of), reference, strict=True):
+            assert_same(ours, theirs)
+    check_peak(converted(128))
 
 
 def steps_of(model: nn.Module, regime: str | None) -> list[Tensor]:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_on_ranks
+from sharded_net import (
+    LENGTH,
+    NUM_TOKENS,
+    WIDTH,
+    Net,
+    assert_equal,
+    batch,
+    collectives_of,
+    net,
+    planned,
+    sharded_by_torch,
+    trained,
+    whole,
+)
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -39,88 +53,10 @@ pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
 )
 
-WIDTH, NUM_TOKENS, LENGTH = 64, 96, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    """Layers, and an embedding that is tied to the head."""
-
-    def __init__(self, num_layers: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
-        self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        scores = self.head(x).flatten(0, 1).float()
-        return nn.functional.cross_entropy(scores, tokens.flatten())
-
-
-def net(num_layers: int = 4) -> Net:
-    torch.manual_seed(0)
-    return Net(num_layers)
-
-
-def batch(seed: int = 0, size: int = 8) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, NUM_TOKENS, (size, LENGTH), generator=generator)
-
-
-def sharded_by_torch(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
-    for module in (*model.layers, model):
-        fully_shard_of_torch(module, mesh=mesh, **options)
-    return model
-
-
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def trained(
-    module: nn.Module, model: nn.Module, seed: int, *, num_micro_batches: int = 1
-) -> list[Tensor]:
-    """Losses of three steps with clipped gradients, their norms, and the parameters after them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for step in range(3):
-        torch.manual_seed(100 * step + seed)
-        for number in range(num_micro_batches):
-            loss = module(batch(1000 * number + 10 * step + seed))
-            loss.backward()
-            found.append(loss.detach().clone())
-        found.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *map(whole, model.parameters())]
-
-
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)].count(False) == 0
-
 
 def placements(model: nn.Module) -> list[tuple[str, Any]]:
     named: Any = model.named_parameters()
     return [(name, parameter.placements) for name, parameter in named]
-
-
-def collectives_of(module: RockmateModule) -> list[str]:
-    program = module._plans.runnables[0].runner.program
-    return [text for text, _ in program.collectives]
 
 
 def check_training(mesh: DeviceMesh) -> None:
@@ -146,12 +82,6 @@ def check_number_of_gathers(module: RockmateModule, budget: float | None) -> Non
     assert len(gathers) == 5 if budget == 1.0 else len(gathers) >= 5
     if budget == 0.01:
         assert len(gathers) > 5
-
-
-def planned(model: nn.Module, budget: float | int, **options: Any) -> RockmateModule:
-    return RockmateModule(
-        model, batch(), budget, on_infeasible="least", allow_chunking=False, **options
-    )
 
 
 def check_policies(mesh: DeviceMesh) -> None:
@@ -268,17 +198,16 @@ def check_refusals(mesh: DeviceMesh) -> None:
     with pytest.raises(UnsupportedModelError, match="cannot be copied"):
         copy.deepcopy(fully_shard(net(), mesh))
     theirs = sharded_by_torch(net(), mesh)
-    with pytest.raises(UnsupportedModelError, match="sharded by PyTorch's FSDP"):
-        fully_shard(theirs, mesh)
+    first_generation = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    for each in (theirs, first_generation):
+        with pytest.raises(UnsupportedModelError, match="sharded by PyTorch's FSDP"):
+            fully_shard(each, mesh)
     with pytest.raises(UnsupportedModelError, match=r"rockmate.fully_shard\(model, mesh\)"):
         RockmateModule(theirs, batch(), 1.0)
     mixed = net()
     fully_shard(mixed.layers, mesh)
     with pytest.raises(UnsupportedModelError, match=r"embed.weight is a plain parameter.*ignored"):
         RockmateModule(mixed, batch(), 1.0)
-    wide = init_device_mesh("cpu", (2, 1))
-    with pytest.raises(UnsupportedModelError, match="mesh of 2 dimensions"):
-        fully_shard(net(), wide)
 
 
 def check_plan_of_another_mesh(mesh: DeviceMesh) -> None:
@@ -429,10 +358,18 @@ def trained_by_loss(
         loss = module(**make(10 * step + seed)).loss
         loss.backward()
         found.append(loss.detach().clone())
-        found.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        norm = norm_of_gradients(model)
+        found.append(norm)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *map(whole, model.parameters())]
+
+
+def norm_of_gradients(model: nn.Module) -> Tensor:
+    """From whole gradients: kernels for norms of shards round by where those lie in memory."""
+    whole_ones = [whole(p.grad).double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(whole_ones).float()
 
 
 def trained_by_sgd(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
@@ -466,24 +403,10 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
 }
 
 
-def enter(rank: int, store: str, index: int) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    check, num_ranks = [*CHECKS.items()][index]
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
-    )
-    check(init_device_mesh("cpu", (num_ranks,)))
-    distributed.barrier()
-    # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
-    os._exit(0)
-
-
 @pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
 def test_processes(index: int) -> None:
-    num_ranks = [*CHECKS.values()][index]
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(enter, (f"{folder}/store", index), nprocs=num_ranks)
+    check, num_ranks = [*CHECKS.items()][index]
+    run_on_ranks(check, num_ranks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Reductions of gradients to shards in an emitted backward.
+
+They run in one call, or in one that issues them and one that waits. Where the user wants no
+reduction yet, whole gradients are held instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from rockmate.capture.roles import RoleKind
+from rockmate.graph.ir import Graph, Op
+from rockmate.ops.held_gradients import issue_or_hold
+from rockmate.ops.shards import Reducing, finish_reduction, issue_reduction, part_shape
+from rockmate.ops.undefined_gradient import undefined_gradient
+from rockmate.runtime.gradient_sink import GradientSink
+
+
+class _Reduction(NamedTuple):
+    """A reduction between its issue and its wait; `running` is None if its gradients are held."""
+
+    running: Reducing | None
+    undefined: list[torch.Tensor]
+
+
+def emit_issue(
+    sink: GradientSink,
+    names: Sequence[str],
+    gradients: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    replicas: str,
+) -> _Reduction:
+    """Begins to reduce whole gradients, or holds them."""
+    settings = dims, num_ranks, group, reduce_dtype, dtype, replicas
+    if sink.held is None:
+        return _Reduction(issue_reduction(gradients, *settings), [])
+    running = issue_or_hold(sink.held, sink.leaves(names), gradients, *settings)
+    if running is not None:
+        return _Reduction(running, [])
+    undefined = [
+        undefined_gradient(whole.new_zeros(part_shape(whole.shape, dim, num_ranks), dtype=dtype))
+        for whole, dim in zip(gradients, dims, strict=True)
+    ]
+    return _Reduction(None, undefined)
+
+
+def emit_wait(reduction: _Reduction) -> list[torch.Tensor]:
+    """This rank's parts of reduced gradients; undefined ones if whole gradients are held."""
+    running, undefined = reduction
+    return undefined if running is None else finish_reduction(running)
+
+
+def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
+    """Reduces whole gradients, or holds them; arguments as for `emit_issue`."""
+    return emit_wait(emit_issue(sink, names, *args))
+
+
+def reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
+    """The parameters of which an op reduces the gradients, in the order of its arguments.
+
+    The gradient of a tied one may be a sum of several that are reduced.
+    """
+    roles = {
+        node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
+    }
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
+    gradients: Any = op.node.args[0]
+    return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
+
+
+def _name_of(result: fx.Node | None, roles: Mapping[fx.Node, str]) -> str:
+    waiting = [] if result is None else [result]
+    for node in waiting:
+        if node in roles:
+            return roles[node]
+        waiting += node.users
+    return ""

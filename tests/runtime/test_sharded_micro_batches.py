@@ -1,0 +1,151 @@
+"""Micro batches of a sharded model whose gradients are reduced once, as PyTorch's FSDP2 does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from sharded_net import (
+    Net,
+    assert_equal,
+    batch,
+    collectives_of,
+    net,
+    planned,
+    sharded_by_torch,
+    whole,
+)
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rockmate import BackwardError, RockmateModule, UnsupportedModelError, fully_shard
+from rockmate.ops import shards
+
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
+)
+
+
+def trained(module: nn.Module, model: Any, seed: int) -> list[Tensor]:
+    """Two steps of three micro batches, of which only the last reduces; gradients are clipped."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Tensor]()
+    for step in range(2):
+        torch.manual_seed(100 * step + seed)
+        for number in range(3):
+            model.set_requires_gradient_sync(number == 2)
+            loss = module(batch(1000 * number + 10 * step + seed))
+            loss.backward()
+            found.append(loss.detach().clone())
+            gradients = [parameter.grad for parameter in model.parameters()]
+            assert all(each is None for each in gradients) == (number < 2)
+        found.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *map(whole, model.parameters())]
+
+
+def check_training(mesh: DeviceMesh) -> None:
+    """Bit for bit, under plans and without, in single and in mixed precision."""
+    rank = mesh.get_local_rank()
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for policy in (None, mixed):
+        options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+        theirs = sharded_by_torch(net(), mesh, **options)
+        expected = trained(theirs, theirs, rank)
+        for budget in (None, 1.0, 0.3):
+            model = fully_shard(net(), mesh, **options)
+            module = model if budget is None else planned(model, budget)
+            assert_equal(trained(module, model, rank), expected)
+
+
+def check_number_of_reductions(mesh: DeviceMesh) -> None:
+    """A backward within `no_sync` runs none, also with a batch of another size."""
+    num_reduced, rank = [0], mesh.get_local_rank()
+    reduce = shards.start_reduction
+
+    def counted(*args: Any) -> Tensor:
+        num_reduced[0] += 1
+        return reduce(*args)
+
+    shards.start_reduction = counted
+    for is_planned in (False, True):
+        model: Any = fully_shard(net(), mesh)
+        module = planned(model, 0.5) if is_planned else model
+        num_reduced[0] = 0
+        batches = [batch(1), batch(2, size=4), batch(3)]
+        torch.manual_seed(rank)
+        with model.no_sync():
+            for tokens in batches[:2]:
+                module(tokens).backward()
+        assert not num_reduced[0]
+        module(batches[2]).backward()
+        assert num_reduced[0] == 5
+        if isinstance(module, RockmateModule):
+            assert [each.startswith("reduce") for each in collectives_of(module)].count(True) == 5
+        expected = [whole(parameter.grad) for parameter in model.parameters()]
+        model.zero_grad()
+        torch.manual_seed(rank)
+        for tokens in batches:
+            module(tokens).backward()
+        for parameter, sum_of_whole in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(whole(parameter.grad), sum_of_whole, rtol=1e-4, atol=1e-6)
+
+
+class TwoHeads(Net):
+    """A second head that some batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.other = nn.Linear(64, 2)
+        self.uses_other = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = super().forward(tokens)
+        return loss + self.other(self.embed(tokens)).square().mean() if self.uses_other else loss
+
+
+def check_unused(mesh: DeviceMesh) -> None:
+    """A parameter that the last micro batch leaves out gets what the earlier ones gave it."""
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model: Any = fully_shard(TwoHeads(), mesh)
+        module = planned(model, 1.0) if is_planned else model
+        with model.no_sync():
+            module(batch(1)).backward()
+        expected = model.other.weight
+        assert expected.grad is None
+        model.uses_other = False
+        module(batch(2)).backward()
+        found = whole(model.get_parameter("other.weight").grad)
+        torch.manual_seed(0)
+        plain = TwoHeads()
+        torch.manual_seed(0)
+        plain(batch(1)).backward()
+        assert plain.other.weight.grad is not None
+        # The embedding has no dropout before the second head, so its gradient has no random part.
+        torch.testing.assert_close(found, plain.other.weight.grad)
+
+
+def check_refusals(mesh: DeviceMesh) -> None:
+    model: Any = fully_shard(net(2), mesh)
+    with pytest.raises(UnsupportedModelError, match="leave recurse out"):
+        model.set_requires_gradient_sync(False, recurse=False)
+    with pytest.raises(AttributeError):
+        model.layers[0].set_requires_gradient_sync(False)
+    module = planned(model, 0.5, gradients="returned")
+    parameters = list(model.parameters())
+    assert all(each is not None for each in torch.autograd.grad(module(batch()), parameters))
+    loss = module(batch())
+    with model.no_sync(), pytest.raises(BackwardError, match="nowhere to add them up"):
+        loss.backward()
+
+
+CHECKS = [check_training, check_number_of_reductions, check_unused, check_refusals]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])
+def test_two_processes(check: Any) -> None:
+    run_on_ranks(check, 2)

@@ -23,7 +23,7 @@ from rockmate.capture.provenance import MADE_BY_FORWARD
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.errors import MarkError
 from rockmate.graph.mark_request import Mark, MarkRequest
-from rockmate.ops.value_mark import value_mark
+from rockmate.ops.value_mark import marking_line, value_mark
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
     for node in list(graph.find_nodes(op="call_function", target=value_mark)):
         value, name, word = node.args
         assert isinstance(value, fx.Node)
+        name = marking_line(node.meta.get("stack_trace", "")) if name is None else name
         root = roots[storage_ids(value)[0]]
         if root.op != "call_function":
             module = node.meta.get("module", "")

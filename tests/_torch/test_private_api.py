@@ -250,7 +250,8 @@ class TestCheckpoints:
 
     def test_a_selection_is_told_from_other_modes(self) -> None:
         select = functools.partial(
-            torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default]
+            torch.utils.checkpoint.create_selective_checkpoint_contexts,
+            [torch.ops.aten.sin.default],
         )
         seen: list[bool] = []
 

@@ -159,7 +159,9 @@ def test_wrong_calls_are_errors_of_plans_alone(name: str) -> None:
     model = network(mark)
     run: Any = torch.compile(model, backend="eager", fullgraph=True)
     reference = network(None)
-    assert all(map(same_bits, trained(model, run, sample()), trained(reference, reference, sample())))
+    assert all(
+        map(same_bits, trained(model, run, sample()), trained(reference, reference, sample()))
+    )
 
 
 # --- other backends -------------------------------------------------------------------------------

@@ -235,9 +235,7 @@ class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         drawing = functools.partial(torch.nn.functional.dropout, p=0.5)
         for run in (lambda x: drawing(self.layer(x)).exp(), torch.sin):
-            x = checkpoint(
-                run, x, use_reentrant=self.use_reentrant, preserve_rng_state=False
-            )
+            x = checkpoint(run, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
         return x.square().mean()
 
 

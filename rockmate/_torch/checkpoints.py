@@ -10,11 +10,29 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _AsMode(TorchDispatchMode):
+    """A context in the form of a dispatch mode, since a trace refuses all others.
+
+    To enter it is to enter the context; the mode itself is never entered.
+    """
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._context = context
+
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._context.__exit__(*error)
 
 
 @contextlib.contextmanager
 def checkpoints_observed(
-    region: Callable[[bool], AbstractContextManager[None]],
+    region: Callable[[bool, bool], AbstractContextManager[None]],
 ) -> Iterator[None]:
     """Runs each checkpointed call within a context, and a reentrant one as a plain call.
 
@@ -23,8 +41,12 @@ def checkpoints_observed(
     backward of its own, which a captured joint graph cannot have: its call would be captured
     without a backward.
 
+    A call with contexts of its own runs in them, as in eager. What `debug` would record of the ops
+    is not recorded.
+
     Args:
-        region: makes the context of a call. It is told whether the call selects what it saves.
+        region: makes the context of a call. It is told whether the call selects what it saves, and
+            whether its recomputation restores the random state.
     """
     generator, function = (
         checkpoints._checkpoint_without_reentrant_generator,
@@ -33,12 +55,19 @@ def checkpoints_observed(
     without_policy, thread = checkpoints.noop_context_fn, threading.get_ident()
 
     def observed(
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = without_policy, *rest: Any,
-        **kwargs: Any,
+        fn: Any, preserve_rng_state: bool = True, context_fn: Any = without_policy,
+        determinism_check: str = "default", debug: bool = False, *rest: Any, **kwargs: Any,
     ) -> Iterator[None]:  # fmt: skip
-        is_traced = threading.get_ident() == thread
-        with region(context_fn is not without_policy) if is_traced else contextlib.nullcontext():
-            yield from generator(fn, preserve_rng_state, context_fn, *rest, **kwargs)
+        if threading.get_ident() != thread:
+            yield from generator(
+                fn, preserve_rng_state, context_fn, determinism_check, debug, *rest, **kwargs
+            )
+            return
+        context_fn, is_selective = _traceable(context_fn, without_policy)
+        with region(is_selective, preserve_rng_state), _without_debug():
+            yield from generator(
+                fn, preserve_rng_state, context_fn, determinism_check, False, *rest, **kwargs
+            )
 
     class PlainCall:
         @staticmethod
@@ -48,7 +77,7 @@ def checkpoints_observed(
             tensors = (each for each in args if isinstance(each, torch.Tensor))
             # Without an argument that requires a gradient, eager gives none to parameters either.
             has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-            with region(False), torch.set_grad_enabled(has_gradient):
+            with region(False, preserve_rng_state), torch.set_grad_enabled(has_gradient):
                 return fn(*args)
 
     checkpoints._checkpoint_without_reentrant_generator = observed
@@ -58,3 +87,26 @@ def checkpoints_observed(
     finally:
         checkpoints._checkpoint_without_reentrant_generator = generator
         checkpoints.CheckpointFunction = function
+
+
+def _traceable(context_fn: Any, without_policy: Any) -> tuple[Any, bool]:
+    """What makes the contexts of a call in a form that can be traced, and whether they select."""
+    if context_fn is without_policy:
+        return context_fn, False
+    forward, recomputation = context_fn()
+    contexts = tuple(
+        context if isinstance(context, TorchDispatchMode) else _AsMode(context)
+        for context in (forward, recomputation)
+    )
+    return lambda: contexts, isinstance(forward, checkpoints._CachingTorchDispatchMode)
+
+
+@contextlib.contextmanager
+def _without_debug() -> Iterator[None]:
+    """Has the switch for all calls off, which counts for more than the argument of one."""
+    is_enabled = checkpoints._checkpoint_debug_enabled
+    checkpoints._checkpoint_debug_enabled = False
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_debug_enabled = is_enabled

@@ -114,6 +114,25 @@ def module_path(node: fx.Node) -> str:
     return ".".join(parts) if root else ""
 
 
+# What Dynamo writes for a call of `torch.utils.checkpoint.checkpoint`.
+checkpointed_call = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def checkpointed_bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs of checkpointed calls, those within others included."""
+    found = []
+    for node in graph.graph.find_nodes(op="call_function", target=checkpointed_call):
+        body = getattr(graph, str(node.args[0].target))
+        found += [body, *checkpointed_bodies(body)]
+    return found
+
+
+def checkpoint_contexts(body: fx.GraphModule) -> dict[str, Any]:
+    """The `context_fn` of a checkpointed call, as an argument; empty if it has none."""
+    contexts = body.meta.get("_checkpoint_context_fn")
+    return {} if contexts is None else {"context_fn": contexts}
+
+
 # --- the frame ------------------------------------------------------------------------------------
 
 

@@ -17,12 +17,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.graphs import on_node_created
 from rockmate.capture.huggingface import modules_with_checkpointing
+from rockmate.ops.rng import is_random
 
 logger = logging.getLogger(__name__)
 
 # Keys in a node's `meta`: the checkpointed calls that made it, outermost first; and what their
 # policy says of it ("save", "recompute", or "" for no mark). Without a policy there is no decision.
 REGIONS, DECISION = "checkpoint_regions", "checkpoint_decision"
+# The innermost call that draws random numbers and does not draw the same ones in eager when it is
+# recomputed.
+_REDRAWN = "checkpoint_redrawn"
 
 # PyTorch writes the decision of a selective checkpoint to this key, and leaves it set behind the
 # call.
@@ -42,14 +46,14 @@ class CheckpointRegions:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self._running: list[tuple[str, bool]] = []
+        self._running: list[tuple[str, bool, bool]] = []
         self._selected: list[fx.Node] = []
 
     @contextlib.contextmanager
-    def region(self, is_selective: bool) -> Iterator[None]:
+    def region(self, is_selective: bool, restores_random_state: bool) -> Iterator[None]:
         """The context of one call."""
         self.num_calls += 1
-        self._running.append((f"call {self.num_calls}", is_selective))
+        self._running.append((f"call {self.num_calls}", is_selective, restores_random_state))
         try:
             yield
         finally:
@@ -58,9 +62,12 @@ class CheckpointRegions:
     def note(self, node: fx.Node) -> None:
         """Writes the running calls to a node."""
         if self._running:
-            node.meta[REGIONS] = tuple(name for name, _ in self._running)
+            node.meta[REGIONS] = tuple(name for name, _, _ in self._running)
             if self._running[-1][1]:
                 self._selected.append(node)
+            redrawn = [name for name, _, restores in self._running if not restores]
+            if redrawn and is_random(node.target):
+                node.meta[_REDRAWN] = redrawn[-1]
 
     def note_decisions(self) -> None:
         """Reads the decisions of selective checkpoints, which PyTorch makes after each op."""
@@ -80,6 +87,17 @@ def checkpoint_regions() -> Iterator[CheckpointRegions]:
 def num_checkpoints(graph: fx.Graph) -> int:
     """The number of checkpointed calls that made a node of a graph."""
     return len({name for node in graph.nodes for name in node.meta.get(REGIONS, ())})
+
+
+def log_redrawn(graph: fx.Graph) -> None:
+    """Says which checkpointed calls eager would recompute with other random numbers."""
+    calls = {node.meta[_REDRAWN] for node in graph.nodes if _REDRAWN in node.meta}
+    if calls:
+        logger.warning(
+            "%d checkpointed calls with preserve_rng_state=False draw random numbers: eager draws "
+            "other ones when it recomputes, and a plan keeps those of the forward",
+            len(calls),
+        )
 
 
 def log_lifted(model: nn.Module, num_checkpoints: int) -> None:

@@ -34,7 +34,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     where = (f" in {path}" if path else "") + _user_line(error)
     text = str(error).strip().split("\n")[0][:300]
     causes = _causes(error)
-    if any(type(cause).__name__ == "DynamicOutputShapeException" for cause in causes):
+    if any(_makes_shape(cause) for cause in causes):
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose "
             f"shape depends on values{where}, in forward or backward ({text}). Such shapes have no "
@@ -151,6 +151,18 @@ def _around(model: nn.Module, paths: Sequence[str]) -> str:
 def _causes(error: BaseException) -> list[BaseException]:
     """The error and what it was raised from, link by link."""
     return [error, *(_causes(error.__cause__) if error.__cause__ else [])]
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether what raised an error needs a value of a fake tensor, which has none."""
+    return any(
+        _reads_values(cause) or _makes_shape(cause) or ".numpy() is not supported" in str(cause)
+        for cause in _causes(error)
+    )
+
+
+def _makes_shape(error: BaseException) -> bool:
+    return type(error).__name__ == "DynamicOutputShapeException"
 
 
 def _reads_values(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockmate.capture.checkpoint_regions import log_redrawn
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.provenance import source_lines
@@ -110,6 +111,7 @@ def trace_sample(
             untraced=untraced,
             keeps_checkpoints=keeps_checkpoints,
         )
+    log_redrawn(capture.joint.graph)
     if sample.device is not None:
         move_to(capture.joint, sample.device)
     return capture

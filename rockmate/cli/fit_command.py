@@ -86,8 +86,8 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
     fit.add_argument("--most", type=positive, help="the largest size to consider")
     fit.add_argument(
         "--reserve",
-        help="what the device itself takes, as 700MiB (default: measured where the model is, 1 GiB "
-        "for a GPU that is elsewhere)",
+        help="what the device itself takes, as 700MiB or 0 (default: measured where the model is, "
+        "1 GiB for a GPU that is elsewhere)",
     )
     fit.add_argument(
         "--measure",

@@ -20,8 +20,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx import traceback
+from torch.utils.checkpoint import checkpoint
 
-from rockmate._torch.dynamo import Placeholder, evaluated, module_path, placeholders_of
+from rockmate._torch.dynamo import (
+    Placeholder,
+    checkpoint_contexts,
+    checkpointed_bodies,
+    checkpointed_call,
+    evaluated,
+    module_path,
+    placeholders_of,
+)
 from rockmate._torch.members import is_member, submodule_table, tensor_tables
 
 
@@ -71,6 +80,18 @@ class _InPlaces(fx.Interpreter):
         run = partial(super().run_node, n)
         return run() if place is None else place(run)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one call; a checkpointed one as the model's code makes it.
+
+        In Dynamo's graph it is a call of an operator for compilers, which has every checkpoint
+        select what it saves, and leave the random state.
+        """
+        if target is not checkpointed_call:
+            return super().call_function(target, args, kwargs)
+        body, *operands = args
+        options = {**kwargs, "use_reentrant": False, **checkpoint_contexts(body)}
+        return checkpoint(_InPlaces(body, self._places).run, *operands, **options)
+
 
 class GraphModule(nn.Module):
     """A graph of Dynamo's whose inputs are the tensors of the call alone.
@@ -110,9 +131,10 @@ class GraphModule(nn.Module):
                 else:
                     self._sizes[place] = size
         self._num_arguments = len(placeholders)
-        for node in graph.graph.nodes:
-            if node.op.startswith("call"):
-                self._place(module_path(node))
+        for each in (graph, *checkpointed_bodies(graph)):
+            for node in each.graph.nodes:
+                if node.op.startswith("call"):
+                    self._place(module_path(node))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | dict[Any, Any]:
         """The graph's output tensors for the tensors of a call, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
 TOKEN_STEP = 8
 """Lengths of sequences are multiples of it: attention kernels are made for such."""
 
+_ZERO = re.compile(r"0+(\.0*)? *([KMGT]?I?B)?", re.IGNORECASE)
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 22
 
@@ -43,7 +45,8 @@ class FitOptions:
             from keywords or positions. None takes the first.
         token_axis: the same for the tokens. None takes every later dimension of the size that the
             first tensor of integers has.
-        reserve: what the device itself takes, in bytes or as a size; None measures or assumes it.
+        reserve: what the device itself takes, in bytes or as a size; 0 for nothing. None measures
+            or assumes it.
         machine: that costs are estimated for, as for `Planner`; None takes a description of the
             device that the model is on.
         measure: then also measures costs, and trains `num_steps` steps at each size of the table,
@@ -107,7 +110,9 @@ class FitOptions:
     @property
     def reserve_bytes(self) -> int | None:
         """What the device itself takes, if that was said."""
-        return None if self.reserve is None else _num_bytes(self.reserve, "reserve")
+        if self.reserve is None:
+            return None
+        return 0 if _is_zero(self.reserve) else _num_bytes(self.reserve, "reserve")
 
     @property
     def num_in_flight(self) -> int:
@@ -159,6 +164,13 @@ class FitOptions:
             f"{what}. Say for which machine costs are estimated: machine=..., one of "
             f"{', '.join(known_machines())}, or the path of a description."
         )
+
+
+def _is_zero(value: int | str) -> bool:
+    """Whether a size says that nothing is taken, which no budget may say."""
+    if isinstance(value, str):
+        return _ZERO.fullmatch(value.strip()) is not None
+    return isinstance(value, int) and not isinstance(value, bool) and value == 0
 
 
 def _num_bytes(value: int | str, what: str) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -120,6 +120,17 @@ class MarkRequest:
         if self.honours_checkpoints:
             options["existing_checkpoints"] = "honour"
         return options
+
+    def uncovered(self, covering: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The patterns and decisions that are on no value: (word, source).
+
+        Args:
+            covering: the marks that are on values: (word, source).
+        """
+        words = {self.word_of_letter(letter) for letter in self.decisions}
+        asked = [(word, pattern) for pattern, word in self.patterns]
+        asked += [(word, "policy") for word in WORDS if word in words]
+        return [each for each in asked if each not in covering]
 
     def decided(self, decisions: Iterable[Any]) -> MarkRequest:
         """The request with the policy's decisions in its place.

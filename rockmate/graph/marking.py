@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rockmate.errors import MarkError
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.graph.mark_request import Mark
+from rockmate.graph.mark_request import Mark, MarkRequest
 from rockmate.graph.node_marks import marks_of
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,27 @@ def apply_marks(graph: Graph) -> Graph:
             ", ".join(kept[:_NUM_NAMED]) + (", ..." if len(kept) > _NUM_NAMED else ""),
         )
     return graph
+
+
+def log_uncovered(graph: Graph, request: MarkRequest) -> None:
+    """Says of each pattern that marks no value what it matches, and why that is not marked."""
+    covering = {
+        (storage.mark, source) for storage in graph.storages for source in storage.mark_sources
+    }
+    for word, source in request.uncovered(covering):
+        reasons = {
+            _reason(graph, op, storage, mark): None
+            for op in graph.ops
+            for storage in op.writes
+            for mark in dict.fromkeys((*marks_of(op.node), *marks_of(storage.root)))
+            if (mark.word, mark.source) == (word, source)
+        }
+        logger.warning(
+            "the mark %r (%s) covers no value: %s",
+            source,
+            word,
+            "; ".join(list(reasons)[:_NUM_NAMED]) or "nothing that it matches has its own memory",
+        )
 
 
 def forced_recomputations(ops: Sequence[Op], readers: Sequence[Op]) -> set[Op]:
@@ -124,3 +145,14 @@ def _fault(graph: Graph, op: Op, storage: Storage) -> str:
             "keeps what it makes. Mark a value that is computed from it"
         )
     return ""
+
+
+def _reason(graph: Graph, op: Op, storage: Storage, mark: Mark) -> str:
+    """Why a mark to recompute does not hold for a storage that it matches."""
+    if op.phase is not Phase.FORWARD:
+        return f"only the backward reads {storage.name}"
+    if storage.is_output:
+        return f"the model returns {storage.name}"
+    if not _covers(graph, mark, storage):
+        return f"{storage.name} is read outside of {mark.scope}, and what leaves it is free"
+    return f"the op of {storage.name} must not run twice"

@@ -18,12 +18,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rockmate._torch.ops import is_op
 from rockmate.capture.checkpoint_regions import DECISION, REGIONS
+from rockmate.capture.diagnose import needs_values
 from rockmate.capture.nodes import call_name, storage_ids
 from rockmate.capture.provenance import MADE_BY_FORWARD
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.errors import MarkError
 from rockmate.graph.mark_request import Mark, MarkRequest
-from rockmate.ops.value_mark import value_mark
+from rockmate.ops.value_mark import marking_line, value_mark
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def decided_request(capture: Capture, request: MarkRequest) -> MarkRequest:
     The arguments that the policy sees are fake tensors: shapes and dtypes without values.
 
     Raises:
-        MarkError: the policy returned something else than a decision.
+        MarkError: the policy returned something else than a decision, or read a value.
     """
     policy = request.policy
     if policy is None:
@@ -69,7 +70,17 @@ def decided_request(capture: Capture, request: MarkRequest) -> MarkRequest:
     decisions = []
     for node in _decided_nodes(capture.joint.graph):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-        decisions.append(policy(context, node.target, *args, **kwargs))
+        try:
+            decisions.append(policy(context, node.target, *args, **kwargs))
+        except Exception as error:
+            if not needs_values(error):
+                raise
+            msg = (
+                f"the policy reads a value of a tensor to decide about {call_name(node)}"
+                f"{_place(node)}. A policy is asked before anything runs: it sees shapes, dtypes "
+                "and numbers, and no values. Decide by the op, its shapes or a count of its calls."
+            )
+            raise MarkError(msg) from error
     if any(decision in _HINTS for decision in decisions):
         logger.info(
             "the policy's PREFER_SAVE and PREFER_RECOMPUTE are hints, and are read as no mark: the "
@@ -144,11 +155,11 @@ def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
     for node in list(graph.find_nodes(op="call_function", target=value_mark)):
         value, name, word = node.args
         assert isinstance(value, fx.Node)
+        name = marking_line(node.meta.get("stack_trace", "")) if name is None else name
         root = roots[storage_ids(value)[0]]
         if root.op != "call_function":
-            module = node.meta.get("module", "")
             msg = (
-                f"the value {name!r}{f' in {module}' if module else ''} is an input or a parameter "
+                f"the value {name!r}{_place(node)} is an input or a parameter "
                 "of the model, or a view of one: it is in memory anyway, and nothing recomputes "
                 "it. Name a value that the forward computes."
             )
@@ -156,6 +167,12 @@ def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
         found.append((str(name), str(word), root, node.meta.get("module", "")))
         graph.erase_node(node)
     return found
+
+
+def _place(node: fx.Node) -> str:
+    """The submodule that made a node, with a leading blank; empty at the top."""
+    module = node.meta.get("module", "")
+    return f" in {module}" if module else ""
 
 
 # --- patterns ---------------------------------------------------------------------------------

@@ -5,13 +5,19 @@ one call in the graph, of `value_mark`, which has a tensor and a text and no rea
 over the captured graph reads these calls and removes them (`rockmate.graph.node_marks`). The tensor
 itself goes on unchanged, so views of it, changes in place and gradients are those of a forward
 without the call.
+
+Dynamo, which traces for `torch.compile`, is left one call of `mark_if_captured` instead. That op is
+composed of others: of `value_mark` while a model is captured, as Dynamo's graph is by the backend
+of this package, and of none otherwise. So other backends compile a model as if nothing was there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +25,40 @@ from torch.fx.node import has_side_effect
 
 # Number of captures that are going on; a capture holds a lock, so at most one.
 _num_captures = 0
+_FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
 @torch.library.custom_op("rockmate::value_mark", mutates_args=())
-def _value_mark(value: Tensor, name: str, word: str) -> Tensor:
+def _value_mark(value: Tensor, name: str | None, word: str) -> Tensor:
     return torch.empty(0, device=value.device)
 
 
 @_value_mark.register_fake
-def _(value: Tensor, name: str, word: str) -> Tensor:
+def _(value: Tensor, name: str | None, word: str) -> Tensor:
     return torch.empty(0, device=value.device)
 
 
 value_mark = torch.ops.rockmate.value_mark.default
 # Without this, the tracer removes a call that nothing reads.
 has_side_effect(value_mark)
+torch.library.define("rockmate::mark_if_captured", "(Tensor value, str? name, str word) -> ()")
+torch.library.define("rockmate::refuse_if_captured", "(str fault) -> ()")
+
+
+@torch.library.impl("rockmate::mark_if_captured", "CompositeImplicitAutograd")
+def _mark_if_captured(value: Tensor, name: str | None, word: str) -> None:
+    if _num_captures:
+        _write(value, name, word)
+
+
+@torch.library.impl("rockmate::refuse_if_captured", "CompositeImplicitAutograd")
+def _refuse_if_captured(fault: str) -> None:
+    if _num_captures:
+        raise TypeError(fault)
+
+
+has_side_effect(torch.ops.rockmate.mark_if_captured.default)
+has_side_effect(torch.ops.rockmate.refuse_if_captured.default)
 
 
 @contextlib.contextmanager
@@ -91,23 +116,63 @@ def recompute(value: Tensor, name: str | None = None) -> Tensor:
 
 
 def _marked(value: Tensor, name: str | None, word: str) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_exporting():
+            _leave_to_backend(value, name, word)
+        return value
     if not _num_captures:
         return value
+    fault = _fault(value, name, word)
+    if fault:
+        raise TypeError(fault)
+    if name is None:
+        frame = sys._getframe(2)
+        name = _line_name(frame.f_lineno, frame.f_code.co_name)
+    _write(value, name, word)
+    return value
+
+
+def _leave_to_backend(value: Tensor, name: str | None, word: str) -> None:
+    """Leaves a call in Dynamo's graph; what is wrong with it matters only if that is captured."""
+    fault = _fault(value, name, word)
+    if fault:
+        torch.ops.rockmate.refuse_if_captured(fault)
+    else:
+        torch.ops.rockmate.mark_if_captured(value, name, word)
+
+
+def _fault(value: Any, name: Any, word: str) -> str:
+    """What is wrong with the types of a call's arguments; empty if they are right."""
     function = word or "name"
     if not isinstance(value, Tensor):
         msg = f"rockmate.{function} marks tensors, and was given a {type(value).__name__}."
         if isinstance(value, str | torch.nn.Module):
             msg += ' A submodule is marked by its path: marks={"encoder.*.mlp": "recompute"}.'
-        raise TypeError(msg)
-    if name is None and word:
-        frame = sys._getframe(2)
-        name = f"line {frame.f_lineno} of {frame.f_code.co_name}"
-    if not isinstance(name, str):
-        msg = f"the name that rockmate.{function} was given is {name!r}; a text is needed."
-        raise TypeError(msg)
-    if not name or any(character in name for character in "*?[]"):
+        return msg
+    if not isinstance(name, str) and (name is not None or not word):
+        return f"the name that rockmate.{function} was given is {name!r}; a text is needed."
+    return ""
+
+
+def marking_line(stack_trace: str) -> str:
+    """The name of a value that was marked without one, from where Dynamo found the call."""
+    frames = [each for each in _FRAME.findall(stack_trace) if each[0] != __file__]
+    return _line_name(*frames[-1][1:]) if frames else "a line that Dynamo does not name"
+
+
+def _line_name(line: int | str, function: str) -> str:
+    return f"line {line} of {function}"
+
+
+def _write(value: Tensor, name: str | None, word: str) -> None:
+    """Leaves a call of `value_mark` in the graph that is captured.
+
+    Raises:
+        ValueError: as for `name`.
+    """
+    if name is not None and (not name or any(character in name for character in "*?[]")):
+        function = word or "name"
         msg = f"the name that rockmate.{function} was given is {name!r}; it needs letters, no *?[]."
         raise ValueError(msg)
     with torch.no_grad():
         torch.ops.rockmate.value_mark(value, name, word)
-    return value

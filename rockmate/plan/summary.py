@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rockmate.budget import size_text
+from rockmate.graph.mark_request import MarkRequest
 from rockmate.plan.record import PlanRecord
 
 # Number of calls named as those that are recomputed most often.
@@ -59,6 +60,9 @@ def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     for (mark, source), sizes in marked.items():
         values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
         yield f"marked {mark}", f"{values}, {size_text(sum(sizes))}, by {source!r}"
+    for word, source in MarkRequest.of_options(plan.options).uncovered(marked):
+        why = "what it matches leaves it, stays, or has no memory of its own"
+        yield f"marked {word}", f"covers no value, by {source!r}: {why}"
 
 
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,8 @@ from rockmate.errors import InfeasibleBudgetError, frames_advised
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
-from rockmate.graph.mark_request import ExistingCheckpoints, Policy
+from rockmate.graph.mark_request import ExistingCheckpoints, MarkRequest, Policy
+from rockmate.graph.marking import log_uncovered
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
@@ -119,6 +120,7 @@ class PlanningSession:
             )
         if existing_checkpoints == "lift":
             log_lifted(model, step.capture.num_checkpoints)
+        log_uncovered(step.graph, MarkRequest.of_options(step.options))
         self._begin(
             step,
             timings,

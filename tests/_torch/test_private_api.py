@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate._torch
 from rockmate._torch.allocator import (
@@ -78,6 +80,9 @@ from rockmate._torch.distributed import (
 from rockmate._torch.dynamo import (
     break_of,
     broken_caller,
+    checkpoint_contexts,
+    checkpointed_bodies,
+    checkpointed_call,
     compilations_left,
     compile_call,
     evaluated,
@@ -179,29 +184,116 @@ def test_every_wrapper_is_used_here() -> None:
 class TestCheckpoints:
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_calls_run_in_the_context(self, use_reentrant: bool) -> None:
-        seen: list[bool] = []
+        seen: list[tuple[bool, bool]] = []
 
         @contextlib.contextmanager
-        def region(is_selective: bool) -> Any:
-            seen.append(is_selective)
+        def region(is_selective: bool, restores_random_state: bool) -> Any:
+            seen.append((is_selective, restores_random_state))
             yield
 
         x = torch.randn(3, requires_grad=True)
         before = torch.utils.checkpoint.CheckpointFunction
         with checkpoints_observed(region):
             y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant)
-        assert seen == [False]
+            torch.utils.checkpoint.checkpoint(
+                torch.sin, x, use_reentrant=use_reentrant, preserve_rng_state=False
+            )
+        assert seen == [(False, True), (False, False)]
         (gradient,) = torch.autograd.grad(y.sum(), x)  # which a reentrant call does not allow
         assert torch.equal(gradient, x.cos())
         assert torch.utils.checkpoint.CheckpointFunction is before
 
     def test_a_reentrant_call_without_gradients_has_none(self) -> None:
         weight = torch.ones(3, requires_grad=True)
-        with checkpoints_observed(lambda _: contextlib.nullcontext()):
+        with checkpoints_observed(lambda *_: contextlib.nullcontext()):
             y = torch.utils.checkpoint.checkpoint(
                 lambda x: x * weight, torch.ones(3), use_reentrant=True
             )
         assert not y.requires_grad
+
+    def test_contexts_of_a_call_are_entered_in_a_trace(self) -> None:
+        entered: list[str] = []
+
+        @contextlib.contextmanager
+        def entering(name: str) -> Any:
+            entered.append(name)
+            yield
+
+        def contexts() -> Any:
+            return entering("forward"), entering("recomputation")
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(
+                torch.sin, x, use_reentrant=False, context_fn=contexts
+            )
+
+        def debugged(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False, debug=True)
+
+        observed: list[bool] = []
+
+        def region(is_selective: bool, _: bool) -> Any:
+            observed.append(is_selective)
+            return contextlib.nullcontext()
+
+        x = torch.randn(3)
+        with pytest.raises(AssertionError, match="TorchDispatchMode"):
+            make_fx(step)(x)
+        entered.clear()
+        with checkpoints_observed(region):
+            make_fx(step)(x)
+            make_fx(debugged)(x)
+            with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+                make_fx(step)(x)
+                assert torch.utils.checkpoint._checkpoint_debug_enabled
+            _ = step(x.requires_grad_()).sum().backward()
+        assert observed == [False] * 4
+        assert entered == ["forward", "forward", "forward", "recomputation"]
+
+    def test_a_selection_is_told_from_other_modes(self) -> None:
+        select = functools.partial(
+            torch.utils.checkpoint.create_selective_checkpoint_contexts,
+            [torch.ops.aten.sin.default],
+        )
+        seen: list[bool] = []
+
+        def region(is_selective: bool, _: bool) -> Any:
+            seen.append(is_selective)
+            return contextlib.nullcontext()
+
+        x = torch.randn(3, requires_grad=True)
+        with checkpoints_observed(region):
+            for contexts in (select, lambda: (FlopCounterMode(display=False),) * 2):
+                torch.utils.checkpoint.checkpoint(
+                    torch.sin, x, use_reentrant=False, context_fn=contexts
+                )
+        assert seen == [True, False]
+
+    def test_what_dynamo_writes_for_a_call(self) -> None:
+        def contexts() -> Any:
+            return torch.utils.checkpoint.create_selective_checkpoint_contexts([])
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).cos()
+
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(
+                inner, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+            )
+
+        graphs: list[fx.GraphModule] = []
+
+        def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compile(outer, backend=backend, fullgraph=True)(torch.randn(3))
+        torch.compiler.reset()
+        (graph,) = graphs
+        (call,) = graph.graph.find_nodes(op="call_function", target=checkpointed_call)
+        assert call.kwargs == {"use_reentrant": False, "preserve_rng_state": False}
+        bodies = checkpointed_bodies(graph)
+        assert [checkpoint_contexts(body) for body in bodies] == [{"context_fn": contexts}, {}]
 
 
 class TestAllocator:

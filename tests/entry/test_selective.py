@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from rockmate import InvalidSampleError, Planner, RockmateModule
+from rockmate import InvalidSampleError, MarkError, Planner, RockmateModule
 
 _aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -191,6 +192,66 @@ def test_an_honoured_checkpoint_runs_what_eagers_does(name: str) -> None:
         assert ours["native_layer_norm"] == 2
 
 
+def in_half(run: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint whose forward and recomputation run under autocast."""
+    half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (half(), half()))
+
+
+def with_debug(run: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(run, *args, use_reentrant=False, debug=True)
+
+
+@pytest.mark.parametrize("existing", ["lift", "honour"])
+def test_checkpoints_with_contexts_of_their_own(existing: str) -> None:
+    check(Mixed(in_half), existing_checkpoints=existing)
+    plan = Planner(Mixed(in_half), sample(), existing_checkpoints=existing).plan(1.0)
+    marks = {storage.mark for storage in plan.snapshot.storages}
+    assert marks == ({"", "recompute"} if existing == "honour" else {""})
+    assert any("bfloat16" in op.call for op in plan.snapshot.ops)
+
+
+@pytest.mark.parametrize("existing", ["lift", "honour"])
+def test_checkpoints_with_debug_are_those_without(existing: str) -> None:
+    x, model = sample(), Mixed(later_dropout)
+    debugged = Mixed(with_debug)
+    debugged.load_state_dict(model.state_dict())
+    steps = []
+    for each in (model, debugged):
+        module = RockmateModule(each, x, 1.0, existing_checkpoints=existing)
+        torch.manual_seed(0)
+        module(x).backward()
+        steps.append([parameter.grad for parameter in each.parameters()])
+    assert all(map(torch.equal, *steps))
+
+
+class Dropped(nn.Module):
+    """Two checkpointed calls that leave the random state, and one of them draws."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = nn.Linear(32, 32), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawing = functools.partial(torch.nn.functional.dropout, p=0.5)
+        for run in (lambda x: drawing(self.layer(x)).exp(), torch.sin):
+            x = checkpoint(run, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("existing", ["lift", "honour"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_call_that_eager_recomputes_with_other_numbers_is_told_of(
+    use_reentrant: bool, existing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = sample().requires_grad_()
+    with caplog.at_level(logging.WARNING):
+        Planner(Dropped(use_reentrant=use_reentrant), x, existing_checkpoints=existing)
+        Planner(Mixed(later_dropout), sample(), existing_checkpoints=existing)
+    (line,) = [each.message for each in caplog.records if "preserve_rng_state" in each.message]
+    assert line.startswith("1 checkpointed calls with preserve_rng_state=False draw")
+
+
 def test_lifted_checkpoints_recompute_nothing_with_memory_to_spare() -> None:
     x = sample()
     for wrap in WRAPS.values():
@@ -231,3 +292,65 @@ def test_a_policy_for_a_model_that_needs_no_gradient() -> None:
     model = Mixed().requires_grad_(False)
     with pytest.raises(InvalidSampleError):
         Planner(model, sample(), policy=saving(_aten.tanh.default))
+
+
+READING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda value: value.sum().item(),
+    "comparison": lambda value: bool(value.sum() > 0),
+    "list": lambda value: value.tolist(),
+    "numpy": lambda value: value.detach().numpy(),
+    "shape": lambda value: len(value.nonzero()),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_policy_cannot_read_values(name: str) -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is _aten.tanh.default:
+            READING[name](args[0])
+        return SAVE
+
+    with pytest.raises(MarkError, match=r"reads a value .*aten.tanh.default.* sees shapes"):
+        Planner(Mixed(), sample(), policy=policy)
+
+
+def test_an_error_of_a_policy_is_its_own() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Planner(Mixed(), sample(), policy=lambda *_, **__: 1 / 0)
+
+
+# --- marks that cover no value --------------------------------------------------------------------
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Unflatten(1, (4, 8)))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).view(-1, 32)).sum()
+
+
+NONE = {
+    "head": ({"head": "recompute"}, "is read outside of head"),
+    "returned": ({"aten.sum": "recompute"}, "the model returns sum"),
+    "views": ({"aten.view": "save"}, "has its own memory"),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_mark_that_covers_no_value_has_a_row_and_a_line(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks, why = NONE[name]
+    ((pattern, word),) = marks.items()
+    with caplog.at_level(logging.WARNING):
+        planner = Planner(Headed(), sample(), marks={**marks, "aten.tanh": "save"})
+    (line,) = [each.message for each in caplog.records if "covers no value" in each.message]
+    assert f"{pattern!r} ({word})" in line
+    assert why in line
+    rows = [row for row in planner.plan(1.0).summary().splitlines() if row.startswith("marked")]
+    assert len(rows) == 2
+    assert rows[0].startswith("marked save         1 value, 8.0 KiB, by 'aten.tanh'")
+    assert rows[1].startswith(f"marked {word:<9}    covers no value, by {pattern!r}")

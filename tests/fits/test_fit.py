@@ -346,6 +346,12 @@ def test_inputs_that_disagree_need_the_axis() -> None:
     assert found.largest.batch_size == 64
 
 
+@pytest.mark.parametrize("reserve", [0, "0", "0 MiB", "0.0GiB"])
+def test_a_device_may_take_nothing(reserve: Any) -> None:
+    largest = fit_mlp("512MiB", reserve=reserve, sizes=[1], most=2).largest
+    assert largest.device_bytes == 0
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -356,6 +362,8 @@ def test_inputs_that_disagree_need_the_axis() -> None:
         (-5, {}, FitError, "memory -5 cannot be read"),
         (0.5, {}, FitError, "memory 0.5 is a float"),
         ("1GiB", {"reserve": "x"}, FitError, "reserve 'x' cannot be read"),
+        ("1GiB", {"reserve": "0XB"}, FitError, "reserve '0XB' cannot be read"),
+        ("1GiB", {"reserve": False}, FitError, "reserve False cannot be read"),
         ("1GiB", {"optimizer": "magic"}, InvalidBudgetError, "'magic' has no rule"),
         ("1GiB", {"machine": "magic"}, MachineError, "'magic' is not known"),
         ("1GiB", {"machine": None}, FitError, "on the meta device. Say for which machine"),

@@ -174,7 +174,7 @@ class CapturedStep:
             plan = self._adopted(plan)
         return PlannedCall(
             plan_of=lambda: plan,
-            program=emit(self.graph, plan.schedule, owner_names(self.model)),
+            program=emit(self.graph, plan.schedule, owner_names(self.model), plan.offload),
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
@@ -245,9 +245,7 @@ class CapturedStep:
             )
             raise PlanMismatchError(msg)
         schedule = plan.schedule
-        misplaced = sorted(
-            schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward)
-        )
+        misplaced = sorted(schedule.in_place - find_in_place(self.graph, *schedule.order))
         if misplaced:
             msg = (
                 f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand "

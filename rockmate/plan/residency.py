@@ -16,6 +16,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import StepSnapshot, StorageKind
 from rockmate.schedule.liveness import (
     DEFINED,
+    FETCHED,
     KIND_MASK,
     READ,
     DefUse,
@@ -86,7 +87,7 @@ class Residency:
         self.snapshot = snapshot
         self.schedule = schedule
         ops = _op_def_use(snapshot)
-        self._def_use = DefUse.of(ops, schedule.forward, schedule.backward)
+        self._def_use = DefUse.of(ops, *schedule.order)
         self._first_run: dict[int, int] = {}
         self._last_run: dict[int, int] = {}
         for position, index in enumerate(schedule.steps):
@@ -126,7 +127,7 @@ class Residency:
         intervals: dict[int, list[LiveInterval]] = {}
         for storage, position, kind in zip(*accesses, strict=True):
             known = intervals.setdefault(storage, [])
-            if kind == DEFINED:
+            if kind in (DEFINED, FETCHED):
                 interval = LiveInterval(storage, position, position, is_repeated=bool(known))
                 known.append(interval)
             elif known:

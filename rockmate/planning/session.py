@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -36,6 +37,8 @@ from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import ExistingCheckpoints, Policy
+from rockmate.offload.link import link_to
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
@@ -50,6 +53,7 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.stage import timed
+from rockmate.planning.move_planner import MovePlanner
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
@@ -93,11 +97,14 @@ class PlanningSession:
         policy: Policy | None = None,
         existing_checkpoints: ExistingCheckpoints = "lift",
         in_flight: int = 1,
+        offload: str | None = None,
+        host_budget: int | str | None = None,
     ) -> None:
         if kernels not in ("eager", "fused", "auto"):
             msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
             raise ValueError(msg)
         rule = StoppingRule(gap_tolerance, time_limit_s)
+        request = OffloadRequest.parse(offload, host_budget)
         target = None if machine is None else load_machine(machine)
         self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
@@ -127,6 +134,7 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             rule=rule,
             progress=progress,
+            offload=request,
             fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
             if kernels == "auto"
             else None,
@@ -142,6 +150,8 @@ class PlanningSession:
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         allow_chunking: bool | None = None,
+        offload: str | None = None,
+        host_budget: int | str | None = None,
     ) -> Self:
         """A session for a captured step; arguments and errors as for the class."""
         rule = StoppingRule(gap_tolerance, time_limit_s)
@@ -154,6 +164,7 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             rule=rule,
             progress=progress,
+            offload=OffloadRequest.parse(offload, host_budget),
         )
         return session
 
@@ -166,6 +177,7 @@ class PlanningSession:
         allow_chunking: bool | None,
         rule: StoppingRule,
         progress: bool,
+        offload: OffloadRequest | None,
         fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
         """Measures or estimates the costs of a captured step and finds its smallest peak.
@@ -179,12 +191,16 @@ class PlanningSession:
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
+        self._offload = offload
         measured: dict[Hashable, Cost] = {}
+        link = None if offload is None else link_to(offload, machine)
 
         def costs_of(graph: Graph) -> Costs:
             if machine is not None:
-                return estimate_costs(graph, machine)
-            return measure_costs(graph, progress=progress, known=measured)
+                costs = estimate_costs(graph, machine)
+            else:
+                costs = measure_costs(graph, progress=progress, known=measured)
+            return costs if link is None else replace(costs, link=link)
 
         steps = [step]
         if fuses is not None:
@@ -202,6 +218,9 @@ class PlanningSession:
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
+        self._moves = None
+        if offload is not None:
+            self._moves = MovePlanner(self._variants, baseline.peak_bytes, offload.host_bytes)
 
     @property
     def step_text(self) -> str:
@@ -313,6 +332,8 @@ class PlanningSession:
             with gc_paused():
                 self._rule.begin()
                 best = self._variants.best_within(budget_bytes, strategy)
+                if self._moves is not None and strategy == "rockmate":
+                    best = self._moves.best_within(budget_bytes, best)
                 if best is None:
                     return None
                 self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
@@ -434,6 +455,7 @@ class PlanningSession:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
+            offload=self._offload,
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
             bounds=self._variants.bounds_within(budget_bytes),

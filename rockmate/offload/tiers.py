@@ -1,0 +1,29 @@
+"""The tiers of each model, one for each request, for all of its plans."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from rockmate.errors import OffloadError
+from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.request import OffloadRequest
+from rockmate.offload.tier import Tier
+
+_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, dict[OffloadRequest, Tier]]
+_OF_MODEL = weakref.WeakKeyDictionary()
+
+
+def tier_of(model: nn.Module, request: OffloadRequest) -> Tier:
+    """The tier that a model's steps move values to."""
+    tiers = _OF_MODEL.setdefault(model, {})
+    if request not in tiers:
+        tiers[request] = _new_tier(request)
+    return tiers[request]
+
+
+def _new_tier(request: OffloadRequest) -> Tier:
+    if request.kind == "disk":
+        return DiskTier(request.folder, request.host_bytes)
+    raise OffloadError("TODO")

@@ -30,8 +30,8 @@ from rockmate.schedule.move_check import movable_storages
 from rockmate.schedule.schedule import Schedule, with_moves
 from rockmate.schedule.simulate import Simulation, simulate
 
-# Smaller values are not worth a copy: its latency is that of an op.
-_MIN_BYTES = 1 << 14
+# Smaller values are not worth a copy: they would take a whole block of the other tier.
+_MIN_BYTES = 4096
 # Share of a copy's time by which it begins earlier than its lane needs, where there is room.
 _SLACK = 0.5
 
@@ -85,6 +85,8 @@ class MoveFinder:
         self._graph, self._costs, self._link = graph, costs, costs.link
         self._host_bytes = None if host_bytes is None else host_bytes // graph.num_in_flight
         self._movable = movable_storages(graph)
+        # A smaller value takes less time to copy than to begin with it.
+        self._min_bytes = max(_MIN_BYTES, self._link.latency_ms * self._link.out_gb_per_s * 1e6)
         self._profiles: dict[Schedule, _Profile] = {}
 
     def least_peak(self, schedule: Schedule, simulation: Simulation) -> int:
@@ -140,7 +142,7 @@ class MoveFinder:
         storage, position, ops = def_use.storage, def_use.position, def_use.ops
         is_inside = (storage[1:] == storage[:-1]) & ~def_use.is_definition[1:]
         is_long = position[1:] - position[:-1] > 1
-        is_large = ops.num_bytes[storage[1:]] >= _MIN_BYTES
+        is_large = ops.num_bytes[storage[1:]] >= self._min_bytes
         begins = position[:-1] < num_forward
         made = position[def_use.definitions()]
         return [

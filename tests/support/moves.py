@@ -23,7 +23,7 @@ from rockmate.schedule.schedule import Schedule, with_moves
 from rockmate.schedule.simulate import simulate
 
 # Copies take next to no time, so that moving beats recomputing.
-FAST = Link(out_gb_per_s=1e4, in_gb_per_s=1e4, latency_ms=1e-6)
+FAST = Link(out_gb_per_s=1e4, in_gb_per_s=1e4, latency_ms=1e-9)
 
 
 def use_fast_link(monkeypatch: pytest.MonkeyPatch, link: Link = FAST) -> None:

@@ -51,6 +51,8 @@ def machine_link(machine: Machine) -> Link:
         in_gb_per_s=link["from_host_gb_per_s"],
         latency_ms=link["host_latency_us"] / 1e3,
         duplex=link["host_duplex"],
+        # On a CPU one thread copies in both directions.
+        has_one_lane=machine.device == "cpu",
     )
 
 

@@ -53,7 +53,7 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.stage import timed
-from rockmate.planning.move_planner import MovePlanner
+from rockmate.planning.moved_forms import MovedForms
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.runtime.planned_call import PlannedCall
@@ -213,14 +213,13 @@ class PlanningSession:
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
+        if offload is not None:
+            self._variants = MovedForms(self._variants, offload.host_bytes)
         with timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
-        self._moves = None
-        if offload is not None:
-            self._moves = MovePlanner(self._variants, baseline.peak_bytes, offload.host_bytes)
 
     @property
     def step_text(self) -> str:
@@ -332,8 +331,6 @@ class PlanningSession:
             with gc_paused():
                 self._rule.begin()
                 best = self._variants.best_within(budget_bytes, strategy)
-                if self._moves is not None and strategy == "rockmate":
-                    best = self._moves.best_within(budget_bytes, best)
                 if best is None:
                     return None
                 self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)

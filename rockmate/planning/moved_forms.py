@@ -1,0 +1,179 @@
+"""Plans with moves: schedules for larger budgets, brought within a budget by moves.
+
+Recomputation and moves are chosen together in this way: a schedule for a budget B' >= B recomputes
+what does not fit B', and what exceeds B of it moves. Of a grid of B', which is refined around its
+best, the fastest is taken, by the replay in lanes. The schedule without moves for B itself is one
+of them, so a plan with moves never takes longer than that without. Schedules for larger budgets
+serve every smaller one, so many budgets take little longer than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf, sqrt
+
+from rockmate.bound.moved import MovedBound
+from rockmate.bound.protocol import Bounds
+from rockmate.plan.chunking_notes import ChunkingNotes
+from rockmate.planning.baseline_search import FRONTIER_POINTS
+from rockmate.planning.candidate import Candidate, by_peak, by_time, frontier_at, linspace_int
+from rockmate.planning.chunk_variants import Variant
+from rockmate.planning.moving import MoveFinder
+from rockmate.planning.step_forms import StepForms
+from rockmate.step import CapturedStep
+
+# Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
+# by this ratio, and how often the grid is refined around the best of them.
+_RATIO = 1.25
+_NUM_REFINEMENTS = 2
+# The only strategy with moves. The others are there to compare with.
+_STRATEGY = "rockmate"
+
+Found = tuple[Variant, Candidate]
+
+
+class MovedForms(StepForms):
+    """The forms of a step whose values may move.
+
+    Args:
+        forms: of the step; their costs have the rates of the link.
+        host_bytes: most bytes in the other tier; None for no limit.
+    """
+
+    def __init__(self, forms: StepForms, host_bytes: int | None = None) -> None:
+        self._forms = forms
+        self._host_bytes = host_bytes
+        self.unchunked = forms.unchunked
+        self._starts: dict[int, Found | None] = {}
+        self._finders: dict[Variant, MoveFinder] = {}
+        self._minimum: Candidate | None = None
+
+    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+        """See `StepForms.step_for`."""
+        return self._forms.step_for(options)
+
+    def notes(self, variant: Variant) -> ChunkingNotes:
+        """See `StepForms.notes`."""
+        return self._forms.notes(variant)
+
+    def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
+        """See `StepForms.best_within`."""
+        unmoved = self._forms.best_within(budget_bytes, strategy)
+        return self._moved_within(budget_bytes, unmoved) if strategy == _STRATEGY else unmoved
+
+    def best_within_each(
+        self, budgets: Sequence[int], *, progress: bool = False
+    ) -> dict[int, Found]:
+        """See `StepForms.best_within_each`."""
+        found = self._forms.best_within_each(budgets, progress=progress)
+        if not found:
+            return {}
+        moved = ((each, self._moved_within(each, found.get(each))) for each in budgets)
+        return {budget: best for budget, best in moved if best is not None}
+
+    def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
+        """See `StepForms.frontier`."""
+        if strategy != _STRATEGY:
+            return self._forms.frontier(strategy)
+        smallest = self.minimum(strategy).peak_bytes
+        largest = max(smallest, self.unchunked.baseline.peak_bytes)
+
+        def best_within(budget_bytes: int) -> Candidate | None:
+            found = self.best_within(budget_bytes, strategy)
+            return None if found is None else found[1]
+
+        return frontier_at(linspace_int(smallest, largest, FRONTIER_POINTS), best_within)
+
+    def bounds_within(self, budget_bytes: int) -> Bounds:
+        """See `StepForms.bounds_within`."""
+        return MovedBound(self._forms.bounds_within(budget_bytes))
+
+    def minimum(self, strategy: str) -> Candidate:
+        """See `StepForms.minimum`."""
+        unmoved = self._forms.minimum(strategy)
+        if strategy != _STRATEGY:
+            return unmoved
+        if self._minimum is None:
+            self._minimum = self._least(self.unchunked, unmoved)
+        return self._minimum
+
+    def min_peak(self, strategy: str) -> Candidate:
+        """See `StepForms.min_peak`."""
+        unmoved = self._forms.min_peak(strategy)
+        return unmoved if strategy != _STRATEGY else min(unmoved, self.minimum(strategy), key=by_peak)
+
+    def _least(self, variant: Variant, unmoved: Candidate) -> Candidate:
+        """A schedule brought to the smallest peak that moves reach."""
+        finder = self._finder(variant)
+        least_bytes = finder.least_peak(unmoved.schedule, unmoved.simulation)
+        moved = self._moved(variant, unmoved, least_bytes)
+        return unmoved if moved is None else min(unmoved, moved, key=by_peak)
+
+    def _moved_within(self, budget_bytes: int, unmoved: Found | None) -> Found | None:
+        """The fastest schedule found within a budget; None if moves do not bring any there.
+
+        Args:
+            budget_bytes: the budget.
+            unmoved: the fastest without moves; None if none fits.
+        """
+        top_bytes = self.unchunked.baseline.peak_bytes
+        smallest = self._forms.minimum(_STRATEGY)
+        found = [unmoved] if unmoved is not None else []
+        if smallest.peak_bytes > budget_bytes:
+            moved = self._moved(self.unchunked, smallest, budget_bytes)
+            found += [] if moved is None else [(self.unchunked, moved)]
+        times: dict[int, float] = {}
+        grid = _grid(max(budget_bytes, smallest.peak_bytes), top_bytes)
+        for _ in range(_NUM_REFINEMENTS + 1):
+            for start_bytes in grid:
+                limit_ms = min((each.time_ms for _, each in found), default=inf)
+                moved = self._from_start(start_bytes, budget_bytes, limit_ms)
+                times[start_bytes] = inf if moved is None else moved[1].time_ms
+                found += [] if moved is None else [moved]
+            grid = _between(times)
+        return min(found, key=lambda each: by_time(each[1]), default=None)
+
+    def _from_start(
+        self, start_bytes: int, budget_bytes: int, limit_ms: float
+    ) -> Found | None:
+        """The schedule for a larger budget, moved within a budget; None if it is no faster."""
+        if start_bytes not in self._starts:
+            self._starts[start_bytes] = self._forms.best_within(start_bytes, _STRATEGY)
+        start = self._starts[start_bytes]
+        if start is None or start[1].time_ms >= limit_ms:
+            return None
+        moved = self._moved(*start, budget_bytes)
+        return None if moved is None else (start[0], moved)
+
+    def _moved(self, variant: Variant, start: Candidate, budget_bytes: int) -> Candidate | None:
+        found = self._finder(variant).within(start.schedule, start.simulation, budget_bytes)
+        if found is None:
+            return None
+        schedule, simulation = found
+        return Candidate(schedule=schedule, simulation=simulation, is_proved=start.is_proved)
+
+    def _finder(self, variant: Variant) -> MoveFinder:
+        if variant not in self._finders:
+            self._finders[variant] = MoveFinder(variant.graph, variant.costs, self._host_bytes)
+        return self._finders[variant]
+
+
+def _grid(least_bytes: int, top_bytes: int) -> list[int]:
+    """Budgets from the largest down, whatever budget is planned, so that they are planned once."""
+    found, share = [], 1.0
+    while share * top_bytes > least_bytes:
+        found.append(int(share * top_bytes))
+        share /= _RATIO
+    return found
+
+
+def _between(times: Mapping[int, float]) -> list[int]:
+    """The middles between the best of some budgets and its neighbours."""
+    best = min(times, key=times.__getitem__, default=None)
+    if best is None or times[best] == inf:
+        return []
+    ordered = sorted(times)
+    place = ordered.index(best)
+    around = ordered[max(place - 1, 0) : place + 2]
+    middles = (int(sqrt(one * other)) for one, other in zip(around, around[1:], strict=False))
+    return [middle for middle in middles if middle not in times]

@@ -36,7 +36,7 @@ class FileCopy:
         assert run is not None
         try:
             run(buffer)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001, the step that waits for it raises it
             # Its traceback would hold the tensor.
             self._error = error.with_traceback(None)
         del run  # the tensor's last holder here, before the step may go on

@@ -90,6 +90,12 @@ class DiskSlab:
 
     def copy_out(self, offset: int, source: torch.Tensor) -> FileCopy:
         """See `Slab`."""
+        if source.device.type != "cpu":
+            msg = (
+                f"offload='disk:...' moves values in the machine's memory, and one of this step is "
+                f"on {source.device}. Use offload='host'."
+            )
+            raise OffloadError(msg)
         what = f"the copy of {size_text(source.numel())} to offload's folder"
         return self._put(FileCopy(partial(_write, self._file, offset, source), what))
 

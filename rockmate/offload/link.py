@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 from rockmate.costs.link import Link
 from rockmate.costs.machine import Machine
 from rockmate.errors import MachineError
+from rockmate.offload.copy_thread import FileCopy
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.request import OffloadRequest
-from rockmate.offload.tier import Pending, Tier
+from rockmate.schedule.move import SLOT_ALIGNMENT
 
 # Bytes of each of the copies that are timed, and how many there are.
 _COPY_BYTES, _NUM_COPIES = 16 << 20, 4
-# Side of the matrix products that run beside them, each below a millisecond.
-_SIDE = 256
+# Side of the matrix products that run beside them, each below a millisecond, and seconds for which
+# they are timed alone.
+_SIDE, _ALONE_S = 256, 0.1
 
 
-def link_to(request: OffloadRequest, machine: Machine | None) -> Link:
-    """The rates of copies to the tier of a request.
+def link_to(request: OffloadRequest, machine: Machine | None, device: torch.device) -> Link:
+    """The rates of copies between a device and the tier of a request.
 
     Raises:
         MachineError: the machine's description has no rates for copies to the host.
-        OffloadError: the tier cannot be reached.
+        OffloadError: the device's values cannot move there, or the tier cannot be reached.
     """
+    request.check_device(device)
     if machine is not None:
         return machine_link(machine)
-    return measure_link(DiskTier(request.folder), torch.device("cpu"))
+    if request.kind == "host":
+        return measure_pinned_link(device)
+    return measure_disk_link(DiskTier(request.folder))
 
 
 def machine_link(machine: Machine) -> Link:
@@ -56,21 +62,29 @@ def machine_link(machine: Machine) -> Link:
     )
 
 
-def measure_link(tier: Tier, device: torch.device) -> Link:
-    """The rates of a tier with one queue of copies, measured while matrix products run.
+def measure_disk_link(tier: DiskTier) -> Link:
+    """The rates of a disk, measured while matrix products run beside the copies.
 
-    It takes a few tenths of a second, and as many bytes of the tier as four copies.
+    It takes a few tenths of a second, and as many bytes of the disk as four copies.
     """
     slab = tier.borrow(_COPY_BYTES * _NUM_COPIES)
-    values = [torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(_NUM_COPIES)]
-    alone_s = _product_s(0.1)
-    out_s, out_slowdown = _timed(
-        lambda index: slab.copy_out(index * _COPY_BYTES, values[index]), alone_s
-    )
-    in_s, in_slowdown = _timed(
-        lambda index: slab.copy_in(index * _COPY_BYTES, values[index]), alone_s
-    )
-    small = torch.ones(4096, dtype=torch.uint8, device=device)
+    values = [torch.ones(_COPY_BYTES, dtype=torch.uint8) for _ in range(_NUM_COPIES)]
+    alone_s = _product_s(_ALONE_S)
+
+    def timed(copy: Callable[[int, torch.Tensor], FileCopy]) -> tuple[float, float]:
+        begin_s = time.perf_counter()
+        copies = [copy(index * _COPY_BYTES, value) for index, value in enumerate(values)]
+        number = 0
+        while not copies[-1].has_ended:
+            _product()
+            number += 1
+        for each in copies:
+            each.wait()
+        seconds = time.perf_counter() - begin_s
+        return seconds, seconds / max(number, 1) / alone_s
+
+    (out_s, out_slowdown), (in_s, in_slowdown) = timed(slab.copy_out), timed(slab.copy_in)
+    small = torch.ones(SLOT_ALIGNMENT, dtype=torch.uint8)
     latencies_s = []
     for _ in range(5):
         begin_s = time.perf_counter()
@@ -86,26 +100,65 @@ def measure_link(tier: Tier, device: torch.device) -> Link:
     )
 
 
-def _timed(copy, alone_s: float) -> tuple[float, float]:  # noqa: ANN001
-    """Seconds that all copies take, and by how much products are slower meanwhile."""
-    begin_s = time.perf_counter()
-    pending: list[Pending] = [copy(index) for index in range(_NUM_COPIES)]
-    left, right = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
-    number = 0
-    while not all(each.has_ended for each in pending):  # pyright: ignore
-        torch.mm(left, right)
-        number += 1
-    seconds = time.perf_counter() - begin_s
-    for each in pending:
-        each.wait()
-    return seconds, seconds / max(number, 1) / alone_s
+def measure_pinned_link(device: torch.device) -> Link:
+    """The rates of copies between a GPU and pinned memory, each way alone and both together."""
+    inside, outside = (
+        [torch.ones(_COPY_BYTES, dtype=torch.uint8, **where) for _ in range(2)]
+        for where in ({"device": device}, {"pin_memory": True})
+    )
+    out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out_ms() -> float:
+        return _stream_ms(out, lambda: outside[0].copy_(inside[0], non_blocking=True))
+
+    def back_ms() -> float:
+        return _stream_ms(back, lambda: inside[1].copy_(outside[1], non_blocking=True))
+
+    def both_ms() -> float:
+        def copy() -> None:
+            out.wait_stream(back)
+            with torch.cuda.stream(out):
+                outside[0].copy_(inside[0], non_blocking=True)
+            inside[1].copy_(outside[1], non_blocking=True)
+            back.wait_stream(out)
+
+        return _stream_ms(back, copy)
+
+    small, place = torch.ones(SLOT_ALIGNMENT, dtype=torch.uint8, device=device), outside[0]
+    for each in (out_ms, back_ms, both_ms):
+        each()
+    one, other, both = (min(each() for _ in range(3)) for each in (out_ms, back_ms, both_ms))
+    latency_ms = min(
+        _stream_ms(out, lambda: place[: len(small)].copy_(small, non_blocking=True))
+        for _ in range(3)
+    )
+    return Link(
+        out_gb_per_s=_COPY_BYTES / one / 1e6,
+        in_gb_per_s=_COPY_BYTES / other / 1e6,
+        latency_ms=latency_ms,
+        duplex=min(1.0, max(one, other) / both),
+    )
+
+
+def _stream_ms(stream: torch.cuda.Stream, function: Callable[[], object]) -> float:
+    """Milliseconds that a function's copies take on a stream; the host waits."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        begin.record()
+        function()
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def _product_s(seconds: float) -> float:
     """Seconds of one product without copies beside it."""
-    left, right = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
     begin_s, number = time.perf_counter(), 0
     while time.perf_counter() - begin_s < seconds:
-        torch.mm(left, right)
+        _product()
         number += 1
     return (time.perf_counter() - begin_s) / number
+
+
+def _product() -> None:
+    torch.mm(torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE))

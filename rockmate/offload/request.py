@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from rockmate.budget import is_share, parse_budget
 from rockmate.errors import OffloadError
 
@@ -56,6 +58,27 @@ class OffloadRequest:
             msg = f"offload={offload!r} needs Linux; leave offload out on {sys.platform}"
             raise OffloadError(msg)
         return OffloadRequest("disk", str(Path(folder).expanduser()), limit)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the devices whose values move there."""
+        return "cuda" if self.kind == "host" else "cpu"
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises `OffloadError` for a step on a device whose values cannot move there."""
+        if device.type == self.device_type:
+            return
+        if self.kind == "host":
+            msg = (
+                f"offload='host' moves values from a GPU to the host's memory, and this model is "
+                f"on {device.type}, which is there already. Use offload='disk:FOLDER'."
+            )
+        else:
+            msg = (
+                f"offload={self.text!r} moves values from the machine's memory to a disk, and this "
+                f"model is on {device.type}. Use offload='host'."
+            )
+        raise OffloadError(msg)
 
     @property
     def text(self) -> str:

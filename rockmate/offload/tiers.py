@@ -6,8 +6,8 @@ import weakref
 
 from torch import nn
 
-from rockmate.errors import OffloadError
 from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.pinned_tier import PinnedTier
 from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tier import Tier
 
@@ -26,4 +26,4 @@ def tier_of(model: nn.Module, request: OffloadRequest) -> Tier:
 def _new_tier(request: OffloadRequest) -> Tier:
     if request.kind == "disk":
         return DiskTier(request.folder, request.host_bytes)
-    raise OffloadError("TODO")
+    return PinnedTier(request.host_bytes)

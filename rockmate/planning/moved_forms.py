@@ -10,16 +10,26 @@ serve every smaller one, so many budgets take little longer than one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound
 from rockmate.bound.protocol import Bounds
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS
-from rockmate.planning.candidate import Candidate, by_peak, by_time, frontier_at, linspace_int
+from rockmate.planning.candidate import (
+    Candidate,
+    by_peak,
+    by_time,
+    evaluate,
+    frontier_at,
+    linspace_int,
+)
 from rockmate.planning.chunk_variants import Variant
 from rockmate.planning.moving import MoveFinder
 from rockmate.planning.step_forms import StepForms
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.step import CapturedStep
 
 # Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
@@ -37,12 +47,12 @@ class MovedForms(StepForms):
 
     Args:
         forms: of the step; their costs have the rates of the link.
-        host_bytes: most bytes in the other tier; None for no limit.
+        request: where values move to.
     """
 
-    def __init__(self, forms: StepForms, host_bytes: int | None = None) -> None:
+    def __init__(self, forms: StepForms, request: OffloadRequest) -> None:
         self._forms = forms
-        self._host_bytes = host_bytes
+        self._request = request
         self.unchunked = forms.unchunked
         self._starts: dict[int, Found | None] = {}
         self._finders: dict[Variant, MoveFinder] = {}
@@ -94,13 +104,18 @@ class MovedForms(StepForms):
         if strategy != _STRATEGY:
             return unmoved
         if self._minimum is None:
-            self._minimum = self._least(self.unchunked, unmoved)
+            variant = self.unchunked
+            baseline = evaluate(variant.graph, baseline_schedule(variant.graph), variant.costs)
+            least = [self._least(variant, start) for start in (unmoved, baseline)]
+            self._minimum = min(unmoved, *least, key=by_peak)
         return self._minimum
 
     def min_peak(self, strategy: str) -> Candidate:
         """See `StepForms.min_peak`."""
         unmoved = self._forms.min_peak(strategy)
-        return unmoved if strategy != _STRATEGY else min(unmoved, self.minimum(strategy), key=by_peak)
+        if strategy != _STRATEGY:
+            return unmoved
+        return min(unmoved, self.minimum(strategy), key=by_peak)
 
     def _least(self, variant: Variant, unmoved: Candidate) -> Candidate:
         """A schedule brought to the smallest peak that moves reach."""
@@ -154,7 +169,7 @@ class MovedForms(StepForms):
 
     def _finder(self, variant: Variant) -> MoveFinder:
         if variant not in self._finders:
-            self._finders[variant] = MoveFinder(variant.graph, variant.costs, self._host_bytes)
+            self._finders[variant] = MoveFinder(variant.graph, variant.costs, self._request)
         return self._finders[variant]
 
 
@@ -175,5 +190,5 @@ def _between(times: Mapping[int, float]) -> list[int]:
     ordered = sorted(times)
     place = ordered.index(best)
     around = ordered[max(place - 1, 0) : place + 2]
-    middles = (int(sqrt(one * other)) for one, other in zip(around, around[1:], strict=False))
+    middles = (int(sqrt(one * other)) for one, other in pairwise(around))
     return [middle for middle in middles if middle not in times]

@@ -24,6 +24,7 @@ from rockmate._arrays import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.costs.link import Link
 from rockmate.graph.ir import Graph
+from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.liveness import DefUse, op_def_use
 from rockmate.schedule.move import Move
 from rockmate.schedule.move_check import movable_storages
@@ -77,14 +78,15 @@ class MoveFinder:
     Args:
         graph: the ops.
         costs: of its ops, with the rates of the link.
-        host_bytes: most bytes in the other tier; None for no limit.
+        request: where values move to.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, host_bytes: int | None = None) -> None:
+    def __init__(self, graph: Graph, costs: Costs, request: OffloadRequest) -> None:
         assert costs.link is not None
         self._graph, self._costs, self._link = graph, costs, costs.link
-        self._host_bytes = None if host_bytes is None else host_bytes // graph.num_in_flight
-        self._movable = movable_storages(graph)
+        limit = request.host_bytes
+        self._host_bytes = None if limit is None else limit // graph.num_in_flight
+        self._movable = movable_storages(graph, request.device_type)
         # A smaller value takes less time to copy than to begin with it.
         self._min_bytes = max(_MIN_BYTES, self._link.latency_ms * self._link.out_gb_per_s * 1e6)
         self._profiles: dict[Schedule, _Profile] = {}

@@ -193,7 +193,7 @@ class PlanningSession:
         self._mark_advice: dict[str, str] = {}
         self._offload = offload
         measured: dict[Hashable, Cost] = {}
-        link = None if offload is None else link_to(offload, machine)
+        link = None if offload is None else link_to(offload, machine, step.graph.ops[0].device)
 
         def costs_of(graph: Graph) -> Costs:
             if machine is not None:
@@ -214,7 +214,7 @@ class PlanningSession:
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
         if offload is not None:
-            self._variants = MovedForms(self._variants, offload.host_bytes)
+            self._variants = MovedForms(self._variants, offload)
         with timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline

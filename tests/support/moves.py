@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def random_moves(graph: Graph, schedule: Schedule, draw: random.Random, share: f
         if storage not in movable or draw.random() > share:
             continue
         made = 0
-        for (last, is_made), (first, is_made_again) in zip(found, found[1:], strict=False):
+        for (last, is_made), (first, is_made_again) in pairwise(found):
             made = last if is_made else made
             if is_made_again or last >= num_forward or last + 1 > num_forward:
                 continue

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf, sqrt
 
-from rockmate.bound.moved import MovedBound
+from rockmate.bound.moved import with_moves
 from rockmate.bound.protocol import Bounds
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNotes
@@ -96,7 +96,8 @@ class MovedForms(StepForms):
 
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """See `StepForms.bounds_within`."""
-        return MovedBound(self._forms.bounds_within(budget_bytes))
+        bounds = self._forms.bounds_within(budget_bytes)
+        return with_moves(bounds, self._request.device_type, self._request.host_bytes)
 
     def minimum(self, strategy: str) -> Candidate:
         """See `StepForms.minimum`."""

@@ -70,7 +70,9 @@ def test_moves_reach_budgets_below_the_least_peak_of_recomputation(
     tmp_path: Path,
 ) -> None:
     workload = models.medium("vit-base")
-    plain = Planner(workload.model, workload.sample, machine="cpu-avx2")
+    plain = Planner(
+        workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False
+    )
     planner = Planner(
         workload.model,
         workload.sample,

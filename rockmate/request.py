@@ -167,13 +167,17 @@ def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
         raise TypeError(msg)
 
 
-def check_plan_arguments(
-    plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
-) -> None:
-    """Raises `TypeError` for an argument that excludes a plan, and for a missing sample."""
+def checked_plan(
+    plan: Plan, sample_input: Any, strategy: str | None, options: dict[str, Any]
+) -> Plan:
+    """The plan, at the tier that `offload` names if it is given.
+
+    Raises `TypeError` for an argument that excludes a plan, and for a missing sample.
+    """
+    plan = _at_new_tier(plan, options)
     given = [*options, *(["strategy"] if strategy else [])]
     if not given and sample_input is not None:
-        return
+        return plan
     made_with = {"strategy": plan.strategy, **plan.options}
     settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
     if given:
@@ -186,14 +190,14 @@ def check_plan_arguments(
     raise TypeError(msg)
 
 
-def at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
+def _at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
     """A plan whose values move to the tier that `options` name, which are taken out of them.
 
     Raises:
         TypeError: nothing moves in the plan.
         ValueError, OffloadError: as for `OffloadRequest.parse`.
     """
-    if "offload" not in options or not isinstance(plan, Plan):
+    if "offload" not in options:
         return plan
     if plan.offload is None:
         msg = "offload cannot be given with a plan in which nothing moves; plan with offload."

@@ -54,9 +54,7 @@ def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
         host_bytes: most bytes in the other tier; None for no limit.
     """
     if isinstance(bounds, MinBound):
-        return MinBound(
-            lambda: [with_moves(each, movable, host_bytes) for each in bounds.each()]
-        )
+        return MinBound(lambda: [with_moves(each, movable, host_bytes) for each in bounds.each()])
     if not isinstance(bounds, LowerBound):
         return bounds
     known = _OF_BOUND.setdefault(bounds, {})

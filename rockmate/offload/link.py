@@ -102,10 +102,8 @@ def measure_disk_link(tier: DiskTier) -> Link:
 
 def measure_pinned_link(device: torch.device) -> Link:
     """The rates of copies between a GPU and pinned memory, each way alone and both together."""
-    inside, outside = (
-        [torch.ones(_COPY_BYTES, dtype=torch.uint8, **where) for _ in range(2)]
-        for where in ({"device": device}, {"pin_memory": True})
-    )
+    inside = [torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    outside = [torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out_ms() -> float:

@@ -109,7 +109,8 @@ class PinnedSlab:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = stream.record_event()
+            event = torch.cuda.Event()
+            event.record(stream)
         copy = StreamCopy(event, device, (source, target))
         self._pending = [each for each in self._pending if not each.is_waited_for]
         self._pending.append(copy)

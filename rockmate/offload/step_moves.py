@@ -55,7 +55,7 @@ class StepMoves:
             num_bytes=source.numel(),
             dtype=value.dtype,
             device=value.device,
-            offset=value.storage_offset(),
+            offset=int(value.storage_offset()),
             sizes=value.size(),
             strides=value.stride(),
         )

@@ -30,7 +30,7 @@ class Slab(Protocol):
         ...
 
     def copy_in(self, offset: int, target: torch.Tensor) -> Pending:
-        """Begins to fill a tensor with the bytes from `offset` on, behind earlier copies of them."""
+        """Begins to fill a tensor with the bytes from `offset` on, behind copies to them."""
         ...
 
     def release(self) -> None:

@@ -34,8 +34,8 @@ from rockmate.graph.snapshot import (
     StorageKind,
     digest,
 )
-from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.offload.request import OffloadRequest
+from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.moved_values import broken_move
 from rockmate.plan.record import PlanRecord

@@ -38,6 +38,13 @@ def fused_forms(
     return [fused] if whole.options["unfused"] == left else [fused, whole]
 
 
+def check_kernels(kernels: str) -> None:
+    """Raises `ValueError` for a value that `Planner` does not take."""
+    if kernels not in ("eager", "fused", "auto"):
+        msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
+        raise ValueError(msg)
+
+
 class KernelVariants(StepForms):
     """The variants of a step for each form of its kernels.
 

@@ -72,3 +72,15 @@ def price_within(
         ms_without=ms_without,
         added_ms=inf if ms_with == inf else ms_with - ms_without,
     )
+
+
+def advice_on_marks(unchunked: Variant, strategy: str, time_limit_s: float) -> str:
+    """What the smallest peak would be without each of the marks; empty if there are none."""
+    peaks = [
+        (variant.search(strategy).minimum().peak_bytes, source)
+        for source, variant in variants_without_each(unchunked, time_limit_s, most=MAX_EXPLAINED)
+    ]
+    if not peaks:
+        return ""
+    texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
+    return f"Marks take part in that peak: {'; '.join(texts)}."

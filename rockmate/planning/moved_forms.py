@@ -29,6 +29,7 @@ from rockmate.planning.candidate import (
 from rockmate.planning.chunk_variants import Variant
 from rockmate.planning.moving import MoveFinder
 from rockmate.planning.step_forms import StepForms
+from rockmate.planning.strategies import UNMOVED
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.step import CapturedStep
 
@@ -68,7 +69,7 @@ class MovedForms(StepForms):
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """See `StepForms.best_within`."""
-        unmoved = self._forms.best_within(budget_bytes, strategy)
+        unmoved = self._forms.best_within(budget_bytes, _unmoved(strategy))
         return self._moved_within(budget_bytes, unmoved) if strategy == _STRATEGY else unmoved
 
     def best_within_each(
@@ -84,7 +85,7 @@ class MovedForms(StepForms):
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """See `StepForms.frontier`."""
         if strategy != _STRATEGY:
-            return self._forms.frontier(strategy)
+            return self._forms.frontier(_unmoved(strategy))
         smallest = self.minimum(strategy).peak_bytes
         largest = max(smallest, self.unchunked.baseline.peak_bytes)
 
@@ -101,7 +102,7 @@ class MovedForms(StepForms):
 
     def minimum(self, strategy: str) -> Candidate:
         """See `StepForms.minimum`."""
-        unmoved = self._forms.minimum(strategy)
+        unmoved = self._forms.minimum(_unmoved(strategy))
         if strategy != _STRATEGY:
             return unmoved
         if self._minimum is None:
@@ -113,7 +114,7 @@ class MovedForms(StepForms):
 
     def min_peak(self, strategy: str) -> Candidate:
         """See `StepForms.min_peak`."""
-        unmoved = self._forms.min_peak(strategy)
+        unmoved = self._forms.min_peak(_unmoved(strategy))
         if strategy != _STRATEGY:
             return unmoved
         return min(unmoved, self.minimum(strategy), key=by_peak)
@@ -149,9 +150,7 @@ class MovedForms(StepForms):
             grid = _between(times)
         return min(found, key=lambda each: by_time(each[1]), default=None)
 
-    def _from_start(
-        self, start_bytes: int, budget_bytes: int, limit_ms: float
-    ) -> Found | None:
+    def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
         """The schedule for a larger budget, moved within a budget; None if it is no faster."""
         if start_bytes not in self._starts:
             self._starts[start_bytes] = self._forms.best_within(start_bytes, _STRATEGY)
@@ -172,6 +171,11 @@ class MovedForms(StepForms):
         if variant not in self._finders:
             self._finders[variant] = MoveFinder(variant.graph, variant.costs, self._request)
         return self._finders[variant]
+
+
+def _unmoved(strategy: str) -> str:
+    """The strategy of the forms without moves that stands for one with them."""
+    return _STRATEGY if strategy == UNMOVED else strategy
 
 
 def _grid(least_bytes: int, top_bytes: int) -> list[int]:

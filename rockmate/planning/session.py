@@ -44,18 +44,19 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import KernelVariants, fused_forms
+from rockmate.planning.kernel_variants import KernelVariants, check_kernels, fused_forms
 from rockmate.planning.mark_prices import (
-    MAX_EXPLAINED,
     MarkPrice,
+    advice_on_marks,
     price_within,
     variants_without_each,
 )
 from rockmate.planning.monotone import never_slower
-from rockmate.planning.stage import timed
 from rockmate.planning.moved_forms import MovedForms
+from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
+from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -100,9 +101,7 @@ class PlanningSession:
         offload: str | None = None,
         host_budget: int | str | None = None,
     ) -> None:
-        if kernels not in ("eager", "fused", "auto"):
-            msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
-            raise ValueError(msg)
+        check_kernels(kernels)
         rule = StoppingRule(gap_tolerance, time_limit_s)
         request = OffloadRequest.parse(offload, host_budget)
         target = None if machine is None else load_machine(machine)
@@ -227,10 +226,7 @@ class PlanningSession:
 
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
-        unchunked = self._variants.unchunked
-        snapshot = unchunked.snapshot
-        options = sorted(unchunked.step.options.items())
-        return f"{snapshot.fingerprint} {snapshot.call_fingerprint} {options}"
+        return self._variants.unchunked.text
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -248,7 +244,7 @@ class PlanningSession:
             strategy: one of `rockmate.STRATEGIES`. "none" recomputes nothing. "chen" saves the
                 boundary of every sqrt(n)-th block (Chen et al. 2016). "rotor" is Rotor's dynamic
                 program without options. "checkmate" solves the whole graph as one program, for
-                small models. All but the default are there to compare with.
+                small models. "recompute" is the default without moves. All are to compare with.
             on_infeasible: "least" plans the smallest peak found where no schedule fits, with one
                 line in the log. The plan's `budget_bytes` is then that peak.
 
@@ -260,6 +256,8 @@ class PlanningSession:
         """
         check_on_infeasible(on_infeasible)
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        if strategy == UNMOVED and self._offload is None:
+            strategy = "rockmate"
         plan = self._plan_within(budget_bytes, strategy)
         if plan is not None:
             return plan
@@ -310,21 +308,11 @@ class PlanningSession:
     def _advice_on_marks(self, strategy: str) -> str:
         """What the smallest peak would be without each of the marks; empty if there are none."""
         if strategy not in self._mark_advice:
-            self._mark_advice[strategy] = self._new_advice_on_marks(strategy)
-        return self._mark_advice[strategy]
-
-    def _new_advice_on_marks(self, strategy: str) -> str:
-        with gc_paused():
-            peaks = [
-                (variant.search(strategy).minimum().peak_bytes, source)
-                for source, variant in variants_without_each(
-                    self._variants.unchunked, self._rule.time_limit_s, most=MAX_EXPLAINED
+            with gc_paused():
+                self._mark_advice[strategy] = advice_on_marks(
+                    self._variants.unchunked, strategy, self._rule.time_limit_s
                 )
-            ]
-        if not peaks:
-            return ""
-        texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
-        return f"Marks take part in that peak: {'; '.join(texts)}."
+        return self._mark_advice[strategy]
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:

@@ -56,9 +56,9 @@ from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
-from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
+from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.anchor import Anchor
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import GradientSink

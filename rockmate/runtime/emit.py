@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
-_UPDATES = {RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
+_ENDS_OF_FORWARD = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 
 
 def emit(
@@ -57,8 +58,7 @@ def emit(
     recomputed = frozenset(index for index, number in num_runs.items() if number > 1)
     ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
-    ends_of_forward = {RoleKind.OUTPUT, *_UPDATES}
-    results = [(node, role) for node, role in graph.outputs if role.kind in ends_of_forward]
+    results = [(node, role) for node, role in graph.outputs if role.kind in _ENDS_OF_FORWARD]
     output_storages = {
         graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT
     }
@@ -87,9 +87,7 @@ def emit(
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
         saved=tuple(saved),
-        saved_outputs=tuple(
-            index for index, storage in enumerate(saved_storages) if storage in output_storages
-        ),
+        saved_outputs=_places(saved_storages, output_storages),
         gradients=tuple(role for _, role in gradients),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
         wrappings=_wrappings(graph),
@@ -104,6 +102,11 @@ def emit(
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
+
+
+def _places(storages: Sequence[Storage], among: AbstractSet[Storage]) -> tuple[int, ...]:
+    """Positions of the storages that are among others."""
+    return tuple(index for index, storage in enumerate(storages) if storage in among)
 
 
 def _differentiable(graph: Graph) -> frozenset[int]:

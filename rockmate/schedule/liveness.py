@@ -1,9 +1,9 @@
 """Definitions and uses of values in a schedule: the one definition of liveness.
 
 A value is live from the run that makes it, or the copy that brings it back, to its last read before
-its op runs once more, or to the end of the copy that moves it away. This file
-states that once, on arrays of indices: `OpDefUse` holds the reads and writes of each op, `DefUse`
-those of each run of a schedule, sorted by storage, then by time. Everything else derives from it:
+its op runs once more, or to the end of the copy that moves it away. This file states that once, on
+arrays of indices: `OpDefUse` holds the reads and writes of each op, `DefUse` those of each run of a
+schedule, sorted by storage, then by time. Everything else derives from it:
 
 | where | what it derives |
 |---|---|
@@ -30,9 +30,9 @@ from rockmate._arrays import Bools, Ints
 from rockmate.graph.ir import Graph
 from rockmate.schedule.move import Move
 
-# Kinds of access, ascending in the order in which one run does them. FETCHED makes a value by a copy
-# back, before the run. COPIED reads it behind the run: a copy into its buffer or input at the end of
-# the forward, or a copy out that has to have ended.
+# Kinds of access, ascending in the order in which one run does them. FETCHED makes a value by a
+# copy back, before the run. COPIED reads it behind the run: a copy into its buffer or input at the
+# end of the forward, or a copy out that has to have ended.
 FETCHED, READ, DEFINED, COPIED = 0, 1, 2, 3
 # Number of low bits of a key that hold the kind, and their mask.
 KIND_BITS, KIND_MASK = 2, 3

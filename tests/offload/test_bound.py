@@ -40,9 +40,7 @@ def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) ->
         except InfeasibleBudgetError:
             continue
         costs = replace(plan.costs, link=link)
-        unmoved = LowerBound(
-            plan.graph, costs, planner.baseline_ms, solver_time=SolverTime(30.0)
-        )
+        unmoved = LowerBound(plan.graph, costs, planner.baseline_ms, solver_time=SolverTime(30.0))
         bound = MovedBound(unmoved, "cpu", None)
         for share in (0.2, 0.7, 1.0):
             found = moves.random_moves(plan.graph, plan.schedule, draw, share)

@@ -61,7 +61,9 @@ def check_usable(module: RockmateModule, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def failing_after(number: int, call: Callable[..., int], error: BaseException) -> Callable[..., int]:
+def failing_after(
+    number: int, call: Callable[..., int], error: BaseException
+) -> Callable[..., int]:
     calls = []
 
     def fail(*args: object) -> int:
@@ -78,14 +80,12 @@ def test_a_copy_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     module = module_of(tmp_path)
     error = OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(os, name, failing_after(2, getattr(os, name), error))
-    with pytest.raises(OffloadError, match="Input/output error.*next one begins anew"):
+    with pytest.raises(OffloadError, match=r"Input/output error.*next one begins anew"):
         step(module)
     check_usable(module, tmp_path)
 
 
-def test_a_full_disk_shows_before_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_shows_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of(tmp_path)
     error = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
@@ -101,7 +101,7 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     folder.mkdir()
     module = module_of(folder)
     shutil.rmtree(folder)
-    with pytest.raises(OffloadError, match="does not exist. Make it"):
+    with pytest.raises(OffloadError, match=r"does not exist\. Make it"):
         step(module)
     folder.mkdir()
     check_usable(module, folder)

@@ -1,9 +1,10 @@
-"""Plans with moves: never slower, feasible below recomputation's least, and the same from a file."""
+"""Plans with moves: never slower, below the least peak of recomputation, the same from a file."""
 
 from __future__ import annotations
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import models
@@ -70,9 +71,7 @@ def test_moves_reach_budgets_below_the_least_peak_of_recomputation(
     tmp_path: Path,
 ) -> None:
     workload = models.medium("vit-base")
-    plain = Planner(
-        workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False
-    )
+    plain = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
     planner = Planner(
         workload.model,
         workload.sample,
@@ -153,4 +152,4 @@ def test_many_budgets_have_the_plans_of_each(tmp_path: Path) -> None:
         assert plan.predicted_peak_bytes <= budget
         assert budget not in plain or plan.predicted_ms <= plain[budget].predicted_ms * (1 + 1e-9)
     points = planner.frontier()
-    assert all(one.predicted_ms > other.predicted_ms for one, other in zip(points, points[1:]))
+    assert all(one.predicted_ms > other.predicted_ms for one, other in pairwise(points))

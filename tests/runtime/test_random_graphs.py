@@ -10,6 +10,7 @@ from random_networks import RandomNetwork
 
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule
 
+
 # In 65, 73, 74 and 109, two poolings of one value share their indices through two nodes. In 3, 7
 # and 8, batch normalization is recomputed within the forward, where its running statistics last.
 @pytest.mark.parametrize("seed", [*range(12), 65, 73, 74, 109])

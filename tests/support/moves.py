@@ -57,9 +57,7 @@ def random_moves(graph: Graph, schedule: Schedule, draw: random.Random, share: f
             sent = draw.randint(last + 1, first)
             fetch = draw.randint(sent, first)
             fetched = draw.randint(fetch, first)
-            moves.append(
-                Move(storage=storage, send=send, sent=sent, fetch=fetch, fetched=fetched)
-            )
+            moves.append(Move(storage=storage, send=send, sent=sent, fetch=fetch, fetched=fetched))
             made = fetched
     return moves
 

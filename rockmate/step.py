@@ -49,7 +49,7 @@ from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
+from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,9 @@ class CapturedStep:
         snapshot = snapshot_of(self.graph, self.call)
         if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
             return None
-        schedule = finish(self.graph, plan.schedule.forward, plan.schedule.backward)
+        schedule = moved_like(plan.schedule, self.graph)
+        if schedule is None:
+            return None
         if in_place is not None:
             schedule = replace(schedule, in_place=in_place)
         schedule.verify(self.graph)

@@ -108,7 +108,8 @@ class MovedForms(StepForms):
         if self._minimum is None:
             variant = self.unchunked
             baseline = evaluate(variant.graph, baseline_schedule(variant.graph), variant.costs)
-            least = [self._least(variant, start) for start in (unmoved, baseline)]
+            smallest = variant.search(_STRATEGY).minimum()
+            least = [self._least(variant, start) for start in (smallest, baseline)]
             self._minimum = min(unmoved, *least, key=by_peak)
         return self._minimum
 
@@ -134,7 +135,7 @@ class MovedForms(StepForms):
             unmoved: the fastest without moves; None if none fits.
         """
         top_bytes = self.unchunked.baseline.peak_bytes
-        smallest = self._forms.minimum(_STRATEGY)
+        smallest = self.unchunked.search(_STRATEGY).minimum()
         found = [unmoved] if unmoved is not None else []
         if smallest.peak_bytes > budget_bytes:
             moved = self._moved(self.unchunked, smallest, budget_bytes)

@@ -63,12 +63,14 @@ class _Profile:
         live: bytes in memory at each run without moves.
         times_ms: time of each run.
         num_forward: number of runs of the forward.
+        num_others: number of further forwards in flight, whose saved values count everywhere.
         gaps: all that may be used.
     """
 
     live: Ints
     times_ms: Floats
     num_forward: int
+    num_others: int
     gaps: Sequence[Gap]
 
 
@@ -137,6 +139,7 @@ class MoveFinder:
             live=np.array(simulation.live_bytes, dtype=np.int64),
             times_ms=np.where(def_use.is_first, first.time_ms[steps], recompute.time_ms[steps]),
             num_forward=len(schedule.forward),
+            num_others=self._graph.num_in_flight - 1,
             gaps=self._gaps(def_use, len(schedule.forward)),
         )
 
@@ -169,22 +172,26 @@ class MoveFinder:
         )
         storages = np.array([gap.storage for gap in gaps], dtype=np.int64)
         is_free = np.ones(len(gaps), dtype=np.bool_)
+        # Those that other forwards in flight save as well.
+        is_saved = (last < profile.num_forward) & (first >= profile.num_forward)
+        is_saved &= profile.num_others > 0
         chosen: list[Gap] = []
         left = self._host_bytes
         while (worst := int(live.argmax())) >= 0 and live[worst] > budget_bytes:
             excess = int(live[worst]) - budget_bytes
             above = np.concatenate([[0], np.cumsum(live > budget_bytes)])
-            helps = is_free & (last < worst) & (first > worst)
+            helps = is_free & (((last < worst) & (first > worst)) | is_saved)
             if left is not None:
                 helps &= sizes <= left
             if not helps.any():
                 break
-            covered = above[first] - above[last + 1]
+            covered = above[first] - above[last + 1] + profile.num_others * above[-1] * is_saved
             score = np.where(helps, covered * np.minimum(sizes, excess) / sizes, -1.0)
             best = int(score.argmax())
             gap = gaps[best]
             chosen.append(gap)
             live[gap.last + 1 : gap.first] -= gap.num_bytes
+            live -= profile.num_others * gap.num_bytes * int(is_saved[best])
             # One move for each value that a run makes.
             is_free &= (storages != gap.storage) | (made != gap.made)
             if left is not None:
@@ -208,7 +215,10 @@ def place_moves(
     live = live.copy()
     out = sorted(chosen, key=lambda gap: (gap.made, gap.last))
     sent = _lag(
-        [_Job(gap.made + 1, gap.last + 1, gap.first, link.out_ms(gap.num_bytes)) for gap in out],
+        [
+            _Job(gap.made + 1, gap.last + 1, _out_limit(profile, gap), link.out_ms(gap.num_bytes))
+            for gap in out
+        ],
         [gap.num_bytes for gap in out],
         profile.times_ms,
         live,
@@ -241,6 +251,12 @@ def place_moves(
         )
         for (gap, end), begin in zip(back, fetch, strict=True)
     ]
+
+
+def _out_limit(profile: _Profile, gap: Gap) -> int:
+    """The gap in which a value must have gone; one that is still there then stays."""
+    is_saved = gap.last < profile.num_forward <= gap.first
+    return profile.num_forward if profile.num_others and is_saved else gap.first
 
 
 class _Job(NamedTuple):

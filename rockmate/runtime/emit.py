@@ -65,13 +65,9 @@ def emit(
 
     forward = GraphWriter(graph, schedule, ends, recomputed)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
+    hooks = HookSchedule(graph, schedule, owner_of)
     backward = GraphWriter(
-        graph,
-        schedule,
-        ends,
-        recomputed,
-        has_run=forward.has_run,
-        hook_schedule=HookSchedule(graph, schedule, owner_of),
+        graph, schedule, ends, recomputed, has_run=forward.has_run, hook_schedule=hooks
     )
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])

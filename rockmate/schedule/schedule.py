@@ -181,6 +181,18 @@ def with_moves(graph: Graph, schedule: Schedule, moves: Sequence[Move]) -> Sched
     return replace(schedule, moves=tuple(moves), in_place=in_place, def_use=def_use)
 
 
+def moved_like(other: Schedule, graph: Graph) -> Schedule | None:
+    """The runs and moves of another graph's schedule that are needed here, finished.
+
+    None if runs are left out, since moves stand between them.
+    """
+    schedule = finish(graph, other.forward, other.backward)
+    if not other.moves:
+        return schedule
+    is_same = (schedule.forward, schedule.backward) == (other.forward, other.backward)
+    return with_moves(graph, schedule, other.moves) if is_same else None
+
+
 def last_reads(
     graph: Graph,
     forward: Sequence[int],

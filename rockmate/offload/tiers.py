@@ -23,6 +23,11 @@ def tier_of(model: nn.Module, request: OffloadRequest) -> Tier:
     return tiers[request]
 
 
+def forget_tiers(model: nn.Module) -> None:
+    """Has a model's next step make its tiers anew; those of pending steps end with them."""
+    _OF_MODEL.pop(model, None)
+
+
 def _new_tier(request: OffloadRequest) -> Tier:
     if request.kind == "disk":
         return DiskTier(request.folder, request.host_bytes)

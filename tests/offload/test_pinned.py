@@ -1,4 +1,4 @@
-"""Pinned memory, rehearsed without a GPU: streams and events that do their work as late as they may.
+"""Pinned memory, rehearsed without a GPU: streams that do their work as late as they may.
 
 Ops run on the CPU and stand for the step's stream C. A copy is put into the queue of its stream and
 runs when C waits for an event behind it. So whatever reads too early finds other bits.
@@ -67,9 +67,7 @@ class Queueing(TorchFunctionMode):
         super().__init__()
         self.stream = stream
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_:
             target, source = args
             assert kwargs == {"non_blocking": True}

@@ -41,6 +41,8 @@ MODELS = (
 )  # fmt: skip
 KERNELS = ("eager", "fused")
 RESULTS = Path(__file__).parent / "results"
+_PRODUCTS = ("mm", "convolution", "attention")
+"""In the names of ops that no fusion spares."""
 
 
 class Case:
@@ -62,6 +64,18 @@ class Case:
         self._forms: dict[str, Any] = dict(zip(KERNELS, variants._forms, strict=False))
         assert self.planner.fusion is not None
         self.fusion = self.planner.fusion
+
+    def products_share(self) -> float:
+        """Of products, convolutions and attention in the time of a step with single ops."""
+        variant = self._forms["eager"].unchunked
+        costs = variant.costs.first
+        total = sum(cost.time_ms for cost in costs)
+        products = sum(
+            costs[op.index].time_ms
+            for op in variant.graph.ops
+            if any(word in str(op.node.target) for word in _PRODUCTS)
+        )
+        return products / total
 
     def step_of(self, callee: Callable[..., Any]) -> Callable[[], Tensor]:
         """A training step of the model or of a module around it."""
@@ -125,6 +139,7 @@ def measured(
         "num_kernels": case.fusion.num_kernels,
         "compile_s": case.fusion.compile_s,
         "planner_s": case.planner_s,
+        "products_share": case.products_share(),
         **machine_record("bench.fused"),
     }
     for method, module in modules.items():

@@ -21,6 +21,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rockmate._torch.compiler_process import (
     Deadline,
@@ -101,7 +102,8 @@ def decomposed(graph: fx.GraphModule, layouts: Sequence[Layout]) -> tuple[fx.Gra
     _load()
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = FakeTensorMode()
+    # Inductor's cache on disk leaves out graphs of a mode without an environment of shapes.
+    mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=False))
     inputs = fake_inputs(mode, layouts)
     with torch.no_grad(), mode, tracing(TracingContext(mode)):
         try:
@@ -152,8 +154,9 @@ def compile_graph(
 ) -> PendingKernel:
     """Begins to compile a graph of `decomposed`, which is changed.
 
-    Inductor keeps what it has compiled in a folder, by the graph's content. Results keep the
-    strides of the graph.
+    Inductor keeps what it has compiled in a folder, by the graph's content and its settings; loops
+    are written for a number of threads, which is one of these. Results keep the strides of the
+    graph.
 
     Raises:
         CompilationError: Inductor cannot lower the graph, or no time is left.
@@ -172,7 +175,7 @@ def compile_graph(
     with (
         torch.no_grad(),
         tracing(TracingContext(mode)),
-        config.patch(_SETTINGS),
+        config.patch({**_SETTINGS, "cpp.threads": torch.get_num_threads()}),
         compilers_end_by(deadline),
         _waits_put_off() as waits,
     ):

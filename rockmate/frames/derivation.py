@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rockmate._torch.ops import OpOverload
+from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.op_states import OpStates, StatesOfOp
-from rockmate.frames.tape import noting_cost
 
 
 class TapedFrame(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -356,9 +356,11 @@ class Frame:
         begin = time.perf_counter()
         slots, self._derived = self._derived, frozenset()
         self.is_made_again = True
-        assert self._taped is not None
+        taped = self._taped
+        assert taped is not None
         needed = {index for index in slots if self._is_needed(index)}
-        for index, saved in self._taped.make(needed, self._present()).items():
+        made = self._with_room(lambda: taped.make(needed, self._present()))
+        for index, saved in made.items():
             self._fill(index, saved)
         self._memory.note_made_again(time.perf_counter() - begin)
 
@@ -367,24 +369,45 @@ class Frame:
         begin = time.perf_counter()
         self.is_made_again = True
         if index < self._num_prefix:
-            self._run_again(self._call, 0, range(self._num_prefix), results_of=None)
-        else:
-            part = next(
-                each for each in self._parts.values() if each.is_dropped and index in each.slots
+            made = self._with_room(
+                lambda: self._made_by(self._call, 0, range(self._num_prefix), results_of=None)
             )
-            assert part.call is not None
-            results_of = part if part.results else None
-            self._run_again(part.call, part.begin_slot, part.profile.slots, results_of=results_of)
-            part.is_dropped, part.call = False, None
+        else:
+            made = self._made_by_part(index)
+        for each, saved in made.items():
+            self._fill(each, saved)
         self._memory.note_made_again(time.perf_counter() - begin)
         saved = self._saved[index]
         assert saved is not None
         return saved
 
-    def _run_again(
+    def _made_by_part(self, index: int) -> dict[int, Saved]:
+        """What the dropped part with a slot makes."""
+        part = next(
+            each for each in self._parts.values() if each.is_dropped and index in each.slots
+        )
+        call, slots = part.call, part.profile.slots
+        assert call is not None
+        results_of = part if part.results else None
+        made = self._with_room(
+            lambda: self._made_by(call, part.begin_slot, slots, results_of=results_of)
+        )
+        part.is_dropped, part.call = False, None
+        return made
+
+    def _with_room(self, make: Callable[[], dict[int, Saved]]) -> dict[int, Saved]:
+        """What a second run makes; where memory runs out, others are dropped, and it runs anew."""
+        while True:
+            try:
+                return make()
+            except Exception as error:
+                if not self._memory.has_made_room(error, self.order, but=self):
+                    raise
+
+    def _made_by(
         self, call: Call, first: int, slots: Iterable[int], *, results_of: Part | None
-    ) -> None:
-        """Fills slots by a second run.
+    ) -> dict[int, Saved]:
+        """What a second run saves.
 
         Args:
             call: what runs.
@@ -406,8 +429,7 @@ class Frame:
             raise call.not_repeated(f"{expected} tensors", f"{found}")
         if results_of is not None:
             wanted |= results_of.slots
-        for index in wanted & collector.made.keys():
-            self._fill(index, collector.made[index])
+        return {index: collector.made[index] for index in wanted & collector.made.keys()}
 
     def _fill(self, index: int, saved: Saved) -> None:
         if self._saved[index] is None and self._is_needed(index):

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rockmate._torch.allocator import free_bytes
+from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate._torch.ops import OpOverload
 from rockmate.frames.ahead import Decision
@@ -353,6 +353,15 @@ class Memory:
             return False
         self._drop(min(prices)[-1])
         return True
+
+    def has_made_room(self, error: Exception, position: int, but: Running | None = None) -> bool:
+        """Whether a run that failed can run anew: memory had run out, and there is more now.
+
+        Not where other ranks would not run it again.
+        """
+        if self.decides_as_others or not is_out_of_memory(error):
+            return False
+        return self.drop_one(position, but)
 
     def lower_budget(self, key: FrameKey, share: float) -> int | None:
         """Takes a share of the live bytes in a frame's forward as the budget, if that is less.

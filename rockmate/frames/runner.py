@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rockmate._torch.allocator import Recording, is_out_of_memory
+from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks, is_profiling
@@ -357,7 +357,7 @@ class FrameRunner:
                 with memory.inside_frame():
                     output = forward(*args, **kwargs)
             except Exception as error:
-                if call is None or not self._can_go_on(error, order):
+                if call is None or not memory.has_made_room(error, order):
                     raise
                 self._roll_back(call)
             else:
@@ -380,18 +380,12 @@ class FrameRunner:
                 with memory.inside_frame():
                     return frame, frame.run()
             except Exception as error:
-                if not self._can_go_on(error, order):
+                if not memory.has_made_room(error, order):
                     raise
                 self._roll_back(call)
                 call = Call(call.key, module, arguments, memory)
             finally:
                 self._running = None
-
-    def _can_go_on(self, error: Exception, order: int) -> bool:
-        """Whether memory is made for a second run; not where other ranks would not run it."""
-        if self._is_sharded or not is_out_of_memory(error):
-            return False
-        return self._memory.drop_one(order)
 
     def _roll_back(self, call: Call) -> None:
         """After a run that is out of memory."""

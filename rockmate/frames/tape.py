@@ -10,12 +10,10 @@ make certain states again. With it, only those are noted, and all are compared w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -323,48 +321,6 @@ class Tape:
             )
             raise UnsupportedModelError(msg)
         return outside.tensor
-
-
-class NotingCost(NamedTuple):
-    """Seconds that noting adds to an op.
-
-    Attributes:
-        seen_s: of an op that is compared with a recipe's.
-        noted_s: of one that is noted.
-    """
-
-    seen_s: float
-    noted_s: float
-
-
-@cache
-def noting_cost() -> NotingCost:
-    """Measured once, on the least layer."""
-    x, bias = torch.zeros(1, 1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    weight = torch.zeros(1, 1, requires_grad=True)
-    functional = torch.nn.functional
-
-    def work() -> None:
-        for _ in range(25):
-            _ = functional.gelu(functional.linear(x, weight, bias)) + x
-
-    def usual_s(recipe: Recipe | None = None, *, is_taped: bool = True) -> float:
-        times = []
-        for _ in range(9):
-            tape = Tape("", (), time.perf_counter, recipe)
-            with torch.enable_grad(), tape.observing() if is_taped else nullcontext():
-                begin = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - begin)
-        return median(times) / len(ops)
-
-    first = Tape("", (), time.perf_counter)
-    with torch.enable_grad(), first.observing():
-        work()
-    ops = first.ops
-    plain_s = usual_s(is_taped=False)
-    seen_s, noted_s = usual_s(Recipe(ops, frozenset())), usual_s()
-    return NotingCost(max(0.0, seen_s - plain_s), max(0.0, noted_s - plain_s))
 
 
 def _is_read(value: Any) -> bool:

@@ -321,18 +321,25 @@ class PlanningSession:
                 best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
-                self._plans[budget_bytes, strategy] = self._as_plan(budget_bytes, strategy, *best)
+                self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)
         return self._plans[budget_bytes, strategy]
+
+    def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
+        """Takes plans of a strategy; none of those that are kept is slower than a smaller one."""
+        known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
+        found = never_slower(known | dict(plans), allow_chunking=self.allow_chunking)
+        self._plans |= {(budget, strategy): plan for budget, plan in found.items()}
 
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
         """Plans of the default strategy for many budgets, by budget in bytes.
 
         A larger budget never takes longer: it gets the plan of a smaller one where that is faster.
-        From twenty feasible budgets on, they are planned jointly, which takes much less time. Near
-        the lower bound, these are as fast as those of `plan`; close to the smallest peak some are a
-        few percent slower or faster, and up to a fifth at the smallest peak itself. Plans that may
-        run in chunks are made one by one; with `allow_chunking=True` all are, else plans in chunks
-        are not handed on. Infeasible budgets are left out.
+        So it is with `plan`, for budgets that were asked for before. From twenty feasible budgets
+        on, they are planned jointly, which takes much less time. Near the lower bound, these are as
+        fast as those of `plan`; close to the smallest peak some are a few percent slower or faster,
+        and up to a fifth at the smallest peak itself. Plans that may run in chunks are made one by
+        one; with `allow_chunking=True` all are, else plans in chunks are not handed on. Infeasible
+        budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -343,18 +350,16 @@ class PlanningSession:
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
-        plans = self.plan_many(wanted, progress=progress)
+        plans = self._plan_many(wanted, progress=progress)
         one_by_one = [budget for budget in wanted if budget not in plans]
         for budget_bytes in tqdm(
             one_by_one, desc="planning", unit="budget", disable=not (progress and one_by_one)
         ):
             if (plan := self._plan_within(budget_bytes, "rockmate")) is not None:
                 plans[budget_bytes] = plan
-        plans = never_slower(plans, allow_chunking=self.allow_chunking)
-        self._plans |= {(each, "rockmate"): plans[each] for each in one_by_one if each in plans}
-        return plans
+        return never_slower(plans, allow_chunking=self.allow_chunking)
 
-    def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
+    def _plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""
         with gc_paused():
             self._rule.begin(max(1, len(budgets)))

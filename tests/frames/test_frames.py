@@ -324,6 +324,43 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     assert Short.fails_at == -1
 
 
+class ShortInBackward(nn.Module):
+    """Cheap for its bytes, so that it is the one to run again; runs out of memory once in that."""
+
+    is_to_fail = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Tanh())
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        made = self.layers(x.repeat(1, 16))
+        if ShortInBackward.is_to_fail:
+            ShortInBackward.is_to_fail = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x + made.unflatten(1, (16, -1)).mean(1) / self.num_calls
+
+
+def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_dropped() -> None:
+    model = Chain()
+    model.blocks[5] = nn.Sequential(ShortInBackward(), nn.Tanh())
+    plain = copy.deepcopy(model)
+    expected = trained(plain, plain, loss_of)
+    module = framed(model, 0.8)
+
+    def failing(each: nn.Module, seed: int) -> Tensor:
+        value = loss_of(each, seed)
+        ShortInBackward.is_to_fail = seed == 1  # the step after the measured one
+        return value
+
+    ours = trained(module, model, failing)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert not ShortInBackward.is_to_fail
+
+
 def test_auto_plans_where_it_can() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -103,14 +103,14 @@ def parts_made_again(monkeypatch: pytest.MonkeyPatch) -> Counter[PartKey | None]
     """Counts the second runs of parts, and of whole frames under None; no single ops run again."""
     monkeypatch.setattr("rockmate.frames.menu.derivations", lambda _: ())
     found: Counter[PartKey | None] = Counter()
-    run_again = Frame._run_again
+    made_by = Frame._made_by
 
-    def counted(self: Frame, call: Any, first: int, slots: Any, *, results_of: Any) -> None:
+    def counted(self: Frame, call: Any, first: int, slots: Any, *, results_of: Any) -> Any:
         inner = call.key.path.removeprefix(self.key.path).strip(".")
         found[PartKey(inner, call.key.number) if inner else None] += 1
-        run_again(self, call, first, slots, results_of=results_of)
+        return made_by(self, call, first, slots, results_of=results_of)
 
-    monkeypatch.setattr(Frame, "_run_again", counted)
+    monkeypatch.setattr(Frame, "_made_by", counted)
     return found
 
 

@@ -21,9 +21,10 @@ from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.derivation import TapedFrame, derivations
 from rockmate.frames.frame import Frame
+from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.saved import Saved
-from rockmate.frames.tape import Recipe, Tape, noting_cost
+from rockmate.frames.tape import Recipe, Tape
 from rockmate.frames.views import View
 
 pytestmark = pytest.mark.model

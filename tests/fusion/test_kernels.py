@@ -10,6 +10,8 @@ import torch
 from fused_blocks import Scored
 from joint_graphs import captured_for
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
 
 import rockmate.fusion.kernels
 from rockmate import Planner, RockmateModule
@@ -46,6 +48,30 @@ def test_kernels_compute_what_their_ops_do() -> None:
     h = torch.randn(256, 64)
     expected = 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h.pow(3))))
     torch.testing.assert_close(forward(h), expected)
+
+
+def test_what_was_compiled_is_found_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counters["inductor"]
+    Fusion().run(capture(), build_graph)
+    monkeypatch.setattr("rockmate.fusion.kernels._COMPILED", {})
+    found.clear()
+    joined = Fusion().run(capture(), build_graph)[1]
+    assert fused_ops(joined)
+    assert found["fxgraph_cache_hit"] >= len(fused_ops(joined))
+    assert not found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+
+
+def test_a_kernel_is_for_a_number_of_threads_on_disk_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def compile_fx_inner(*_: object, **__: object) -> None:
+        seen.append(config.cpp.threads)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    Fusion().run(capture(), build_graph)
+    assert set(seen) == {97}
 
 
 def test_in_place_forms_give_the_same_bits_in_the_argument() -> None:

@@ -55,6 +55,23 @@ def test_a_faster_plan_is_handed_on() -> None:
     assert found[budgets[1]].lower_bound_ms == slowest.bounds.tight_bound_ms(budgets[1])
 
 
+def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = layered(allow_chunking=False)
+    low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    middle = (low + high) // 2
+    first = planner.plan(middle)
+    slow = planner._variants.best_within(low, "rockmate")
+    monkeypatch.setattr(planner._variants, "best_within", lambda *_: slow)
+    found = planner.plan(high)
+    assert slow is not None
+    assert slow[1].time_ms > first.predicted_ms
+    assert found.schedule == first.schedule
+    assert found.budget_bytes == high
+    assert planner.plan(high) is found
+
+
 @pytest.mark.parametrize("allow_chunking", [None, False, True])
 def test_a_plan_in_chunks_is_handed_on_where_chunks_are_allowed(
     allow_chunking: bool | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.errors import MissingCompilerError
@@ -18,6 +19,8 @@ from rockmate.planning.step_forms import StepForms
 from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
+
+Kernels = Literal["eager", "fused", "auto"]
 
 
 def fused_forms(

@@ -44,7 +44,7 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import KernelVariants, check_kernels, fused_forms
+from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_forms
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
@@ -61,8 +61,6 @@ from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
-
-Kernels = Literal["eager", "fused", "auto"]
 
 
 class PlanningSession:
@@ -196,10 +194,8 @@ class PlanningSession:
 
         def costs_of(graph: Graph) -> Costs:
             if machine is not None:
-                costs = estimate_costs(graph, machine)
-            else:
-                costs = measure_costs(graph, progress=progress, known=measured)
-            return costs if link is None else replace(costs, link=link)
+                return replace(estimate_costs(graph, machine), link=link)
+            return replace(measure_costs(graph, progress=progress, known=measured), link=link)
 
         steps = [step]
         if fuses is not None:

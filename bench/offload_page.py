@@ -28,8 +28,17 @@ def page(records: Sequence[Record]) -> list[str]:
 
 def _target_rows(records: Sequence[Record]) -> Iterator[list[str]]:
     planned = [r for r in records if r["kind"] == "simulated" and not r.get("everything")]
-    found = [r for r in records if r["kind"] == "measured"]
+    yield from _simulated_targets(planned)
+    peers = [r for r in records if r.get("everything")]
+    yield worst_row(
+        "time over that of moving everything, at its peak",
+        1.0,
+        [(r["machine_name"], r["ratio"] / r["everything_ratio"]) for r in peers],
+    )
+    yield from _measured_targets([r for r in records if r["kind"] == "measured"])
 
+
+def _simulated_targets(planned: Sequence[Record]) -> Iterator[list[str]]:
     def ratio(machine: str, share: float) -> list[tuple[str, float]]:
         return [
             (f"{machine} at {share}", r["ratio"])
@@ -77,12 +86,9 @@ def _target_rows(records: Sequence[Record]) -> Iterator[list[str]]:
             for r in planned
         ],
     )
-    peers = [r for r in records if r.get("everything")]
-    yield worst_row(
-        "time over that of moving everything, at its peak",
-        1.0,
-        [(r["machine_name"], r["ratio"] / r["everything_ratio"]) for r in peers],
-    )
+
+
+def _measured_targets(found: Sequence[Record]) -> Iterator[list[str]]:
     yield all_row("gradients bitwise eager's", sum(r["is_bitwise"] for r in found), len(found))
     within = [r for r in found if r["measured_peak_bytes"] <= r["budget_bytes"]]
     yield all_row("measured peak within the budget", len(within), len(found))

@@ -40,6 +40,8 @@ from rockmate.schedule.move_check import movable_storages
 _TOLERANCE = 1e-6
 # The baseline's time in a program: solvers stop within an absolute 1e-6 or so of the optimum.
 _SCALED_MS = 1e4
+# Share from which a value counts as moved.
+_MOST = 0.5
 # Number of points of the tight bound, and seconds for one program.
 _NUM_POINTS = 4
 _TIME_LIMIT_S = 10.0
@@ -90,6 +92,15 @@ class MovedBound:
         step = max(1, len(points) // _NUM_POINTS)
         return max(quick_ms, self._largest(points[::step], budget_bytes))
 
+    def moved_values(self, budget_bytes: int) -> frozenset[int]:
+        """Indices of the storages that the relaxation of the first point moves, most of each."""
+        points = self._unmoved.points[:1]
+        if not points or budget_bytes < points[0].min_bytes:
+            return frozenset()
+        program = _PointProgram(self._unmoved, points[0], self._movable)
+        program.least_ms(budget_bytes - points[0].min_bytes, self._host_bytes)
+        return program.moved
+
     def _largest(self, points: Sequence[ProgramPoint], budget_bytes: int) -> float:
         base_ms = self._unmoved.base_ms
         return max((self._at(point, budget_bytes) for point in points), default=base_ms)
@@ -107,7 +118,11 @@ _OF_BOUND = WeakKeyDictionary()
 
 
 class _PointProgram:
-    """The linear program of one point."""
+    """The linear program of one point.
+
+    Attributes:
+        moved: indices of the storages that the last solution moves, most of each.
+    """
 
     def __init__(self, bound: LowerBound, point: ProgramPoint, movable: str) -> None:
         graph, costs = bound.graph, bound.costs
@@ -123,6 +138,8 @@ class _PointProgram:
             ops, point.after, costs, available=point.live, with_states=True, free=bound.forced
         )
         allowed = movable_storages(graph, movable)
+        self._values = values
+        self.moved: frozenset[int] = frozenset()
         self._movable = [
             index
             for index, storage in enumerate(values)
@@ -159,6 +176,9 @@ class _PointProgram:
         outcome = run(program, _TIME_LIMIT_S, "highs" if has_highs() else "cbc")
         if outcome.status is Status.INFEASIBLE:
             return inf
+        self.moved = frozenset(
+            self._values[i].index for i, each in moved.items() if (each.value() or 0.0) > _MOST
+        )
         return max(self._base_ms, outcome.bound / scale - _TOLERANCE * self._base_ms)
 
 

@@ -12,6 +12,7 @@ like any other, on demand. Few are, because a chunking is skipped if
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
 
@@ -72,6 +73,11 @@ class Variant:
         self._solved = solved
         self._rule = rule
         self._searches: dict[str, Searcher] = {}
+
+    def with_graph(self, graph: Graph) -> Variant:
+        """The same with another graph of the same ops, whose costs are those of its own."""
+        step = replace(self.step, graph=graph)
+        return Variant(step, self.costs, self._solver_time, SolvedBlocks(), self._rule)
 
     @property
     def graph(self) -> Graph:

@@ -9,11 +9,11 @@ serve every smaller one, so many budgets take little longer than one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from math import inf, sqrt
 
-from rockmate.bound.moved import with_moves
+from rockmate.bound.moved import MovedBound, with_moves
 from rockmate.bound.protocol import Bounds
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNotes
@@ -27,16 +27,20 @@ from rockmate.planning.candidate import (
     linspace_int,
 )
 from rockmate.planning.chunk_variants import Variant
+from rockmate.planning.free_values import with_free_values
 from rockmate.planning.moving import MoveFinder
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.strategies import UNMOVED
-from rockmate.schedule.schedule import baseline_schedule
+from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.step import CapturedStep
 
 # Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
 # by this ratio, and how often the grid is refined around the best of them.
 _RATIO = 1.25
 _NUM_REFINEMENTS = 2
+# A plan further above the bound than this share of the baseline's time is searched for from the
+# bound's relaxation, with these shares of the budget left to values on their way.
+_FAR, _ROOMS = 0.02, (0.0, 0.1, 0.2, 0.35)
 # The only strategy with moves. The others are there to compare with.
 _STRATEGY = "rockmate"
 
@@ -149,7 +153,36 @@ class MovedForms(StepForms):
                 times[start_bytes] = inf if moved is None else moved[1].time_ms
                 found += [] if moved is None else [moved]
             grid = _between(times)
+        best = min(found, key=lambda each: by_time(each[1]), default=None)
+        variant = self.unchunked
+        bound = with_moves(variant.lower_bound, self._request.device_type, self._request.host_bytes)
+        assert isinstance(bound, MovedBound)
+        limit_ms = bound.bound_ms(budget_bytes) + _FAR * variant.baseline.time_ms
+        if limit_ms < inf and (best is None or best[1].time_ms > limit_ms):
+            found += self._from_relaxation(bound, budget_bytes)
         return min(found, key=lambda each: by_time(each[1]), default=None)
+
+    def _from_relaxation(self, bound: MovedBound, budget_bytes: int) -> list[Found]:
+        """Schedules that move what the relaxation of the bound moves.
+
+        What they recompute is searched for with these values free of charge, and some room for
+        those that are on their way.
+        """
+        variant, moved = self.unchunked, bound.moved_values(budget_bytes)
+        if not moved:
+            return []
+        graph = with_free_values(variant.graph, moved)
+        free = variant.with_graph(graph)
+        found: list[Found] = []
+        for room in _ROOMS:
+            start = free.local_search.best_within(int((1 - room) * budget_bytes))
+            if start is None:
+                continue
+            schedule = finish(variant.graph, start.schedule.forward, start.schedule.backward)
+            whole = evaluate(variant.graph, schedule, variant.costs)
+            candidate = self._moved(variant, whole, budget_bytes, moved)
+            found += [] if candidate is None else [(variant, candidate)]
+        return found
 
     def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
         """The schedule for a larger budget, moved within a budget; None if it is no faster."""
@@ -161,8 +194,16 @@ class MovedForms(StepForms):
         moved = self._moved(*start, budget_bytes)
         return None if moved is None else (start[0], moved)
 
-    def _moved(self, variant: Variant, start: Candidate, budget_bytes: int) -> Candidate | None:
-        found = self._finder(variant).within(start.schedule, start.simulation, budget_bytes)
+    def _moved(
+        self,
+        variant: Variant,
+        start: Candidate,
+        budget_bytes: int,
+        preferred: Collection[int] = (),
+    ) -> Candidate | None:
+        found = self._finder(variant).within(
+            start.schedule, start.simulation, budget_bytes, preferred
+        )
         if found is None:
             return None
         schedule, simulation = found

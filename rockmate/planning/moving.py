@@ -14,7 +14,7 @@ A value for which memory was never short stays. The simulator judges the outcome
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,11 +101,22 @@ class MoveFinder:
         return int(live.max())
 
     def within(
-        self, schedule: Schedule, simulation: Simulation, budget_bytes: int
+        self,
+        schedule: Schedule,
+        simulation: Simulation,
+        budget_bytes: int,
+        preferred: Collection[int] = (),
     ) -> tuple[Schedule, Simulation] | None:
-        """The schedule with moves within a budget; None if moves do not bring it there."""
+        """The schedule with moves within a budget; None if moves do not bring it there.
+
+        Args:
+            schedule: without moves.
+            simulation: of it.
+            budget_bytes: the budget.
+            preferred: indices of storages that move before others.
+        """
         profile = self._profile(schedule, simulation)
-        chosen, live = self._choose(profile, budget_bytes)
+        chosen, live = self._choose(profile, budget_bytes, preferred)
         if live.max() > budget_bytes:
             return None
         return self._placed(schedule, profile, chosen, live, budget_bytes)
@@ -162,7 +173,9 @@ class MoveFinder:
             if int(storage[at]) in self._movable
         ]
 
-    def _choose(self, profile: _Profile, budget_bytes: int) -> tuple[list[Gap], Ints]:
+    def _choose(
+        self, profile: _Profile, budget_bytes: int, preferred: Collection[int] = ()
+    ) -> tuple[list[Gap], Ints]:
         """Gaps to move in, and the bytes at each run with them; above the budget if none helps."""
         live, gaps = profile.live.copy(), profile.gaps
         if not gaps:
@@ -172,6 +185,7 @@ class MoveFinder:
         )
         storages = np.array([gap.storage for gap in gaps], dtype=np.int64)
         is_free = np.ones(len(gaps), dtype=np.bool_)
+        is_preferred = np.isin(storages, list(preferred))
         # Those that other forwards in flight save as well.
         is_saved = (last < profile.num_forward) & (first >= profile.num_forward)
         is_saved &= profile.num_others > 0
@@ -185,6 +199,8 @@ class MoveFinder:
                 helps &= sizes <= left
             if not helps.any():
                 break
+            if (helps & is_preferred).any():
+                helps &= is_preferred
             covered = above[first] - above[last + 1] + profile.num_others * above[-1] * is_saved
             score = np.where(helps, covered * np.minimum(sizes, excess) / sizes, -1.0)
             best = int(score.argmax())

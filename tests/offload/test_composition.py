@@ -9,10 +9,11 @@ from typing import Any
 import moves
 import pytest
 import torch
+import transformers
 from helpers import differing, gradients_of
 from torch import Tensor, nn
 
-from rockmate import RockmateModule
+from rockmate import MissingCompilerError, RockmateModule
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +158,60 @@ def test_compiled(tmp_path: Path) -> None:
     for callee in (compiled, eager):
         callee(X).square().mean().backward()
     assert not differing(gradients_of(model), gradients_of(eager))
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    plain = transformers.LlamaForCausalLM(config)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(plain, adapters).train()
+    words = torch.randint(0, 500, (2, 64))
+    batch = {"input_ids": words, "labels": words}
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, batch, 0.5, offload=f"disk:{tmp_path}")
+    assert module.plan.schedule.moves
+    for callee in (module, eager):
+        torch.manual_seed(1)
+        callee(**batch).loss.backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_fused_kernels(tmp_path: Path) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    try:
+        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", kernels="fused")
+    except MissingCompilerError:
+        pytest.skip("no compiler")
+    assert module.plan.schedule.moves
+    for callee in (module, eager):
+        callee(X).square().mean().backward()
+    ours, theirs = gradients_of(model), gradients_of(eager)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = layers()
+        eager = copy.deepcopy(model)
+        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+        assert module.plan.schedule.moves
+        parallel = nn.parallel.DistributedDataParallel(module)
+        for _ in range(2):
+            for callee in (parallel, eager):
+                callee(X).square().mean().backward()
+        assert not differing(gradients_of(model), gradients_of(eager))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -61,7 +61,8 @@ def llama(num_layers: int, num_tokens: int) -> tuple[nn.Module, dict[str, Any]]:
         max_position_embeddings=num_tokens,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: nn.Module = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
         words = torch.zeros(1, num_tokens, dtype=torch.int64)
     return model.train(), {"input_ids": words, "labels": words}
 
@@ -192,8 +193,9 @@ def small_models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
     def resnet() -> tuple[nn.Module, Any]:
         config = transformers.ResNetConfig(
-            depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic", num_labels=10
+            depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic"
         )
+        config.num_labels = 10
         images = torch.randn(4, 3, 128, 128, generator=torch.Generator().manual_seed(0))
         labels = torch.arange(4) % 10
         sample = {"pixel_values": images, "labels": labels}
@@ -266,10 +268,13 @@ def _is_bitwise(module: nn.Module, eager: nn.Module, sample: Mapping[str, Any]) 
         callee.zero_grad()
         _step(callee, sample)
     pairs = zip(module.parameters(), eager.parameters(), strict=True)
-    return all(
-        ours.grad is None if theirs.grad is None else torch.equal(ours.grad, theirs.grad)
-        for ours, theirs in pairs
-    )
+    for ours, theirs in pairs:
+        if ours.grad is None or theirs.grad is None:
+            if ours.grad is not theirs.grad:
+                return False
+        elif not torch.equal(ours.grad, theirs.grad):
+            return False
+    return True
 
 
 def _in_turn(modules: Sequence[nn.Module], sample: Mapping[str, Any]) -> list[float]:

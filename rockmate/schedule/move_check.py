@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rockmate.graph.in_place import may_be_saved_opaquely
 from rockmate.graph.ir import Graph
 from rockmate.schedule.move import Move, MoveEvent, placed_events
 
@@ -35,7 +36,7 @@ def movable_storages(graph: Graph, device_type: str = "") -> frozenset[int]:
     """Indices of the values that may leave memory: they take some, and the step alone holds them.
 
     A value that is copied into a buffer or an input stays until then. One that the user marked does
-    what the mark says.
+    what the mark says. What an opaque module takes or returns may be held by its autograd graph.
 
     Args:
         graph: the step.
@@ -48,6 +49,7 @@ def movable_storages(graph: Graph, device_type: str = "") -> frozenset[int]:
         and storage not in graph.externally_held
         and storage not in graph.updates
         and not storage.mark
+        and not may_be_saved_opaquely(graph, storage)
         and _is_plain(storage.root.meta["val"], device_type)
     )
 

@@ -144,6 +144,22 @@ def test_a_copy_has_a_tier_of_its_own(tmp_path: Path) -> None:
     same_step(twin, copy.deepcopy(model), X)
 
 
+def test_what_an_opaque_module_takes_or_returns_stays(tmp_path: Path) -> None:
+    model = layers()
+    model[4] = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, X, 0.75, offload=f"disk:{tmp_path}", untraced=("4",))
+    plan = module.plan
+    assert plan.schedule.moves
+    opaque = [op for op in plan.graph.ops if "Opaque" in type(op.node.target).__name__]
+    held = {
+        s.index for op in opaque if op.phase.value == "forward" for s in (*op.reads, *op.writes)
+    }
+    assert held
+    assert not held & {move.storage for move in plan.schedule.moves}
+    same_step(module, eager, X)
+
+
 def test_frames_do_not_move(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"offload belongs to planning"):
         RockmateModule(layers(), X, 0.5, mode="frames", offload=f"disk:{tmp_path}")

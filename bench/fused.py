@@ -10,13 +10,15 @@ recomputation, and within shares of eager's peak; with `--chunks`, in chunks whe
 Both kinds of plans are made from one measurement of each op. One thread; a round is one step of
 each; ratios are medians over rounds of a step's time over eager's in the same round. Peaks are of
 one step by the allocator's events, with `.grad` in place. Gradients are compared with eager's, and
-those of the fused plans without chunks with each other, bit by bit. Writes STEM.jsonl, a line for
-each method, and STEM.md. `python -m bench.fused_peers` adds Inductor's points to the same files.
+these with gradients in float64; gradients of the fused plans without chunks with each other, bit by
+bit. Writes STEM.jsonl, a line for each method, and STEM.md. `python -m bench.fused_peers` adds
+Inductor's points to the same files.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -114,6 +116,17 @@ class Case:
         self.step_of(callee)()
         return gradients_of(self.workload.model)
 
+    def double_gradients(self) -> dict[str, Tensor]:
+        """Eager's gradients of one step in float64."""
+        model = copy.deepcopy(self.workload.model).double()
+        model.zero_grad(set_to_none=False)
+        batch = {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in self.batch.items()
+        }
+        training_step(self.workload, model, batch, seed=1)
+        return gradients_of(model)
+
 
 def measured(
     workload: Workload, rounds: int, shares: Sequence[float | None], *, chunks: bool
@@ -140,6 +153,7 @@ def measured(
         "compile_s": case.fusion.compile_s,
         "planner_s": case.planner_s,
         "products_share": case.products_share(),
+        "own_error": error_of(expected, case.double_gradients()),
         **machine_record("bench.fused"),
     }
     for method, module in modules.items():

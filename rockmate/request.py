@@ -64,7 +64,8 @@ class PlanRequest:
     @property
     def left_out_by_frames(self) -> list[str]:
         """Names of the options that frames do not keep."""
-        return [name for name in ("marks", "policy") if self.options.get(name) is not None]
+        names = [name for name in ("marks", "policy") if self.options.get(name) is not None]
+        return [*names, "in_flight"] if self.options.get("in_flight", 1) > 1 else names
 
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None

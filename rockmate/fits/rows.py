@@ -65,18 +65,16 @@ class RowMaker:
     def predicted(self, sizes: Sequence[int]) -> list[FitRow]:
         """Rows by estimated costs."""
         return [
-            self._row(size, self._plan(self._planners, size))
+            self._row(size, self._planned(self._planners, size)[1])
             for size in self._shown(sizes, "planning")
         ]
 
     def _shown(self, sizes: Iterable[Any], what: str) -> Iterable[Any]:
         return tqdm(sizes, desc=what, unit="size", disable=not self._options.progress)
 
-    def _plan(self, planners: SizedPlanners, size: int) -> Plan:
-        """The plan at a size; `InfeasibleBudgetError` if it does not fit."""
-        planner = planners.planner(size, self._chunks_at(size))
-        assert planner is not None
-        return planner.plan(self.budget_bytes(size))
+    def _planned(self, planners: SizedPlanners, size: int) -> tuple[Planner, Plan]:
+        """The plan at a size, and its planner; `InfeasibleBudgetError` if it does not fit."""
+        return planners.planner_for(size, self._chunks_at(size), self.budget_bytes(size))
 
     def budget_bytes(self, size: int) -> int:
         """What is left for activations."""
@@ -123,10 +121,7 @@ class RowMaker:
     def _measured_row(self, size: int) -> FitRow | None:
         planners = SizedPlanners(self._captured, _measured_planner)
         try:
-            planner = planners.planner(size, self._chunks_at(size))
-            if planner is None:
-                return None
-            plan = planner.plan(self.budget_bytes(size))
+            planner, plan = self._planned(planners, size)
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             return None
         row = replace(

@@ -12,6 +12,7 @@ That the loss adds up so is tried on two rows of the training set.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.fits.errors import FitError, NothingFitsError
 from rockmate.hf.longest_batch import longest_rows, random_state_kept
 from rockmate.memory_limit import MemoryLimit
+from rockmate.module import RockmateModule
 from rockmate.planner import Planner
 
 if TYPE_CHECKING:
@@ -34,10 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PLANNER_OPTIONS = (
-    "differentiable", "outputs", "gradients", "time_limit_s", "progress", "untraced",
-    "allow_chunking", "gap_tolerance", "kernels", "compile_limit_s",
-)  # fmt: skip
 _OWN_BATCHES = ("get_train_dataloader", "get_batch_samples", "_inner_training_loop")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Relative, of a loss that is summed in another order: some units in the last place.
@@ -79,7 +77,12 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
     Raises:
         NothingFitsError: the smallest micro-batch that keeps the effective batch does not fit.
         FitError: the effective batch cannot be kept, or the trainer makes its own batches.
+        TypeError: an option is not known.
     """
+    taken = inspect.signature(Planner).parameters.keys() & options.keys()
+    unknown = options.keys() - taken - inspect.signature(RockmateModule).parameters.keys()
+    if unknown:
+        raise TypeError(f"RockmateModule has no option {sorted(unknown)[0]!r}")
     _check(trainer)
     args, model = trainer.args, trainer.model
     assert model is not None
@@ -88,8 +91,7 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
         rows = _Rows(trainer)
         scale = _loss_scale(trainer, rows)
         sizes = _sizes(*before, rows.number, drops_last=args.dataloader_drop_last, scale=scale)
-        planner_options = {name: options[name] for name in _PLANNER_OPTIONS if name in options}
-        found = _fastest(trainer, limit, rows, sizes, planner_options)
+        found = _fastest(trainer, limit, rows, sizes, {name: options[name] for name in taken})
     args.per_device_train_batch_size = found.size
     args.gradient_accumulation_steps = before[0] * before[1] // found.size
     trainer._train_batch_size = args.train_batch_size

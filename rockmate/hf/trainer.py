@@ -15,7 +15,6 @@ from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
-from rockmate.request import check_arguments
 from rockmate.runtime.ddp import REPLICATED
 
 logger = logging.getLogger(__name__)
@@ -77,10 +76,10 @@ def wrap_trainer(
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
-    if fit is not None:
-        check_arguments(budget, memory_limit, None)
-        _fit(trainer, fit, memory_limit, options)
+    # Before the fit, which takes longer: it looks at the options.
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
+    if fit is not None:
+        _fit(trainer, fit, memory_limit, options)
     module.plan_first_at(partial(largest_call, trainer))
     trainer.model = trainer.model_wrapped = module
     return module

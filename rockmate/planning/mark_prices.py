@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 
 from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
+from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.chunk_variants import Variant
 
@@ -25,8 +26,8 @@ class MarkPrice:
         ms_without: time of the fastest schedule found without it, in milliseconds; infinite if none
             fits the budget.
         added_ms: time that the mark adds within the budget, in milliseconds; infinite if a schedule
-            fits only without it. Schedules are found by search, so a small difference may have
-            either sign.
+            fits only without it, NaN if none fits either way. Never negative: what keeps a mark is
+            a schedule without it, too.
     """
 
     mark: str
@@ -52,7 +53,7 @@ def variants_without_each(
 
 
 def price_within(
-    source: str, without: Variant, budget_bytes: int, strategy: str, ms_with: float
+    source: str, without: Variant, budget_bytes: int, strategy: str, *, marked: Variant
 ) -> MarkPrice:
     """The price of one mark.
 
@@ -61,16 +62,16 @@ def price_within(
         without: the step without it.
         budget_bytes: the budget.
         strategy: the planning strategy.
-        ms_with: time of the plan with the mark; infinite if none fits.
+        marked: the step with it.
     """
-    search = without.search(strategy)
-    found = search.best_within(budget_bytes)
-    ms_without = inf if found is None else found.time_ms
+    search, marked_search = without.search(strategy), marked.search(strategy)
+    ms_with = _ms(marked_search, budget_bytes)
+    ms_without = min(ms_with, _ms(search, budget_bytes))
     return MarkPrice(
         mark=source,
-        minimum_peak_bytes=search.minimum().peak_bytes,
+        minimum_peak_bytes=min(search.minimum().peak_bytes, marked_search.minimum().peak_bytes),
         ms_without=ms_without,
-        added_ms=inf if ms_with == inf else ms_with - ms_without,
+        added_ms=nan if ms_without == inf else ms_with - ms_without,
     )
 
 
@@ -84,3 +85,9 @@ def advice_on_marks(unchunked: Variant, strategy: str, time_limit_s: float) -> s
         return ""
     texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
     return f"Marks take part in that peak: {'; '.join(texts)}."
+
+
+def _ms(search: Searcher, budget_bytes: int) -> float:
+    """Time of the fastest schedule found; infinite if none fits."""
+    found = search.best_within(budget_bytes)
+    return inf if found is None else found.time_ms

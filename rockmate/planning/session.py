@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -294,10 +293,8 @@ class PlanningSession:
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         with gc_paused():
             unchunked = self._variants.unchunked
-            found = unchunked.search(strategy).best_within(budget_bytes)
-            ms_with = inf if found is None else found.time_ms
             return tuple(
-                price_within(source, variant, budget_bytes, strategy, ms_with)
+                price_within(source, variant, budget_bytes, strategy, marked=unchunked)
                 for source, variant in variants_without_each(unchunked, self._rule.time_limit_s)
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -436,3 +437,16 @@ def test_a_mark_costs_what_the_plans_differ_by() -> None:
     assert price.ms_without == pytest.approx(planner.baseline_ms)
     assert price.added_ms == pytest.approx(plan.predicted_ms - planner.baseline_ms)
     assert price.added_ms == pytest.approx(plan.lower_bound_ms - planner.baseline_ms, rel=0.01)
+
+
+def test_a_schedule_with_a_mark_is_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(Net("name", depth=6), sample(), marks={"aten.tanh": "recompute"})
+    high = planner.baseline_peak_bytes
+    (price,) = planner.mark_prices(high)
+    assert price.ms_without <= planner.plan(high).predicted_ms
+    (price,) = planner.mark_prices(1)
+    assert math.isnan(price.added_ms)
+    without = Planner(Net("name", depth=6), sample(), allow_chunking=False)
+    (price,) = planner.mark_prices(planner.minimum_peak_bytes)
+    assert price.minimum_peak_bytes <= min(planner.minimum_peak_bytes, without.minimum_peak_bytes)
+    assert price.added_ms >= 0

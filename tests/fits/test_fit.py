@@ -256,6 +256,28 @@ def test_chunks_of_the_loss_block_fit_more_rows() -> None:
     assert planner.plan(24 * MIB - held).predicted_peak_bytes <= 24 * MIB - held
 
 
+def test_a_size_in_chunks_runs_in_as_few_as_are_fastest() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.document = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, query: Tensor, document: Tensor) -> Tensor:
+            return torch.tanh(self.query(query)).mean() + torch.tanh(self.document(document)).mean()
+
+    def batch(size: int) -> dict[str, Tensor]:
+        return {name: torch.ones(size, 16) for name in ("query", "document")}
+
+    model, size = Towers(), 4096
+    found = rockmate.fit(model, batch(4), "1MiB", machine="h100", reserve=1024, sizes=[size])
+    row = found.rows[0]
+    assert row.batch_size == size
+    assert row.loss_chunks
+    budget = MIB - row.total_bytes + row.peak_bytes
+    plan = Planner(model, batch(size), machine="h100").plan(budget)
+    assert row.predicted_ms <= 1.01 * plan.predicted_ms
+
+
 def test_measured_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Mlp().train()

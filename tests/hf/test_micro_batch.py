@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fine_tuning import Sentences, gpt2, llama, trainer
 from helpers import relative_error
 from torch import Tensor, nn
 
-from rockmate import FitError, NothingFitsError, wrap_trainer
+from rockmate import FitError, NothingFitsError, Planner, wrap_trainer
 from rockmate.hf import micro_batch
 from rockmate.hf.micro_batch import MicroBatch, _sizes
 
@@ -103,6 +104,37 @@ def test_the_search_measures_and_says_what_it_chose(
     (line,) = [each.message for each in caplog.records if "micro-batch is" in each.message]
     assert f"the micro-batch is {args.per_device_train_batch_size} in" in line
     assert "(asked for: 4 in 2), the same effective batch of 8" in line
+
+
+def test_the_search_plans_with_the_options_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recorded(Planner):
+        given: ClassVar[list[dict[str, Any]]] = []
+
+        def __init__(self, *positional: Any, **options: Any) -> None:
+            Recorded.given.append(options)
+            super().__init__(*positional, **options)
+
+    monkeypatch.setattr(Recorded, "__signature__", inspect.signature(Planner), raising=False)
+    monkeypatch.setattr(micro_batch, "Planner", Recorded)
+    made, _ = trainer(without_dropout(), tmp_path, max_steps=1)
+    options = {"marks": {"model.layers.*.mlp": "recompute"}, "in_flight": 2, "time_limit_s": 9.0}
+    module = wrap_trainer(made, memory_limit=LIMIT, fit="batch", **options)
+    assert Recorded.given
+    for given in Recorded.given:
+        assert given.items() >= options.items()
+    made.train()
+    assert module.plan.options["in_flight"] == "2"
+
+
+def test_options_are_read_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batch, "_planned", lambda *_: pytest.fail("a size was planned"))
+    made, _ = trainer(without_dropout(), tmp_path)
+    with pytest.raises(TypeError, match="outputz"):
+        wrap_trainer(made, memory_limit=LIMIT, fit="batch", outputz="all")
 
 
 def test_sizes_keep_rows_and_weights_of_an_effective_batch() -> None:

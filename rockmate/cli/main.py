@@ -275,7 +275,9 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
     options = SweepOptions(
         budgets=arguments.budgets,
-        strategies=arguments.strategies or default_strategies(arguments.offload),
+        strategies=default_strategies(arguments.offload)
+        if arguments.strategies is None
+        else arguments.strategies,
         measure=arguments.measure,
         num_steps=arguments.steps,
         progress=not arguments.quiet,

@@ -79,7 +79,9 @@ def sweep(
     """
     options = SweepOptions(
         budgets=budgets,
-        strategies=strategies or default_strategies(planner_options.get("offload")),
+        strategies=default_strategies(planner_options.get("offload"))
+        if strategies is None
+        else strategies,
         measure=measure,
         num_steps=num_steps,
         progress=progress,

@@ -131,6 +131,13 @@ class BackwardError(RockmateError, RuntimeError):
     """
 
 
+class OffloadError(RockmateError, RuntimeError):
+    """Values cannot move to another memory tier, or did not arrive there or come back.
+
+    The tier is full or gone, or the user's limit on it is reached. The module serves the next step.
+    """
+
+
 class SolverLimitError(RockmateError, RuntimeError):
     """A solver found neither a schedule nor a proof that there is none in its time limit."""
 

@@ -35,7 +35,7 @@ from rockmate.request import (
     PlanRequest,
     check_arguments,
     check_mode,
-    check_plan_arguments,
+    checked_plan,
     memory_limit_of,
     planned_call_of,
 )
@@ -162,7 +162,7 @@ class RockmateModule(nn.Module):
             self._frames = make()
             return
         if plan is not None:
-            check_plan_arguments(plan, sample_input, strategy, planner_options)
+            plan = checked_plan(plan, sample_input, strategy, planner_options)
             self._plans = PlanCache(plain)
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)

@@ -71,12 +71,18 @@ class Planner(PlanningSession):
             the log. "honour" takes them for marks.
         in_flight: number of forwards that run before the backward of the first. A peak then counts
             the saved values of all of them.
+        offload: lets values move to another memory tier and back: "host" for pinned memory of the
+            host of a GPU, "disk:FOLDER" for a file in a folder. Its rates are measured here, or
+            those of the `machine`. None moves nothing.
+        host_budget: most bytes that moved values take there, an int or a size as "32GiB"; None for
+            no limit.
 
     Raises:
         TypeError: `time_limit_s` or `gap_tolerance` is no number.
         ValueError: one of them is not above 0, or `kernels` has none of its values.
         MissingCompilerError: "fused" needs a compiler that is not there.
         MarkError: a mark or the policy cannot be read or kept.
+        OffloadError: values of this model cannot move to the tier, or it cannot be reached.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
         MachineError: the machine is unknown, or its description cannot be used.

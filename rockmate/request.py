@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
 from rockmate.errors import InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.planned_call import PlannedCall
@@ -167,13 +168,17 @@ def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
         raise TypeError(msg)
 
 
-def check_plan_arguments(
-    plan: Plan, sample_input: Any, strategy: str | None, options: Mapping[str, Any]
-) -> None:
-    """Raises `TypeError` for an argument that excludes a plan, and for a missing sample."""
+def checked_plan(
+    plan: Plan, sample_input: Any, strategy: str | None, options: dict[str, Any]
+) -> Plan:
+    """The plan, at the tier that `offload` names if it is given.
+
+    Raises `TypeError` for an argument that excludes a plan, and for a missing sample.
+    """
+    plan = _at_new_tier(plan, options)
     given = [*options, *(["strategy"] if strategy else [])]
     if not given and sample_input is not None:
-        return
+        return plan
     made_with = {"strategy": plan.strategy, **plan.options}
     settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
     if given:
@@ -184,6 +189,22 @@ def check_plan_arguments(
         next_step = "Give the sample that it was made for."
     msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
     raise TypeError(msg)
+
+
+def _at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
+    """A plan whose values move to the tier that `options` name, which are taken out of them.
+
+    Raises:
+        TypeError: nothing moves in the plan.
+        ValueError, OffloadError: as for `OffloadRequest.parse`.
+    """
+    if "offload" not in options:
+        return plan
+    if plan.offload is None:
+        msg = "offload cannot be given with a plan in which nothing moves; plan with offload."
+        raise TypeError(msg)
+    limit = options.pop("host_budget", plan.offload.host_bytes)
+    return replace(plan, offload=OffloadRequest.parse(options.pop("offload"), limit))
 
 
 def memory_limit_of(

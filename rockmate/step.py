@@ -49,7 +49,7 @@ from rockmate.plan.plan import Plan
 from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.schedule.schedule import baseline_schedule, find_in_place, finish
+from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
@@ -172,9 +172,10 @@ class CapturedStep:
         self.check_present()
         if plan.captured is not self.graph:
             plan = self._adopted(plan)
+        owners = owner_names(self.model)
         return PlannedCall(
             plan_of=lambda: plan,
-            program=emit(self.graph, plan.schedule, owner_names(self.model), plan.flights),
+            program=emit(self.graph, plan.schedule, owners, plan.flights, plan.offload),
             call=self.call,
             state=self.state,
             output_structure=self.capture.output_structure,
@@ -197,7 +198,8 @@ class CapturedStep:
         snapshot = snapshot_of(self.graph, self.call)
         if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
             return None
-        schedule = finish(self.graph, plan.schedule.forward, plan.schedule.backward)
+        if (schedule := moved_like(plan.schedule, self.graph)) is None:
+            return None
         if in_place is not None:
             schedule = replace(schedule, in_place=in_place)
         schedule.verify(self.graph)
@@ -245,9 +247,7 @@ class CapturedStep:
             )
             raise PlanMismatchError(msg)
         schedule = plan.schedule
-        misplaced = sorted(
-            schedule.in_place - find_in_place(self.graph, schedule.forward, schedule.backward)
-        )
+        misplaced = sorted(schedule.in_place - find_in_place(self.graph, *schedule.order))
         if misplaced:
             msg = (
                 f"step {misplaced[0]} of the plan's schedule is marked in-place, where no operand "

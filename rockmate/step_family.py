@@ -143,16 +143,13 @@ class StepFamily:
             )
         for op, other in zip(graph.ops, plan.graph.ops, strict=True):
             op.gradient_sink_form = other.gradient_sink_form
-        if not plan.schedule.in_place <= find_in_place(
-            graph, plan.schedule.forward, plan.schedule.backward
-        ):
+        if not plan.schedule.in_place <= find_in_place(graph, *plan.schedule.order):
             raise SizesNotCoveredError(
                 "at the sample's sizes ops run in place that cannot in general"
             )
-        program, numbers = (
-            emit(graph, plan.schedule, owner_names(self._model), plan.flights),
-            generic.numbers(planned.call),
-        )
+        program = emit(graph, plan.schedule, owner_names(self._model), plan.flights, plan.offload)
+        program = replace(program, slots=planned.program.slots)
+        numbers = generic.numbers(planned.call)
         found = difference(program, numbers, planned.program)
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the program is another: {found}")

@@ -27,6 +27,7 @@ ORDER = (
     "costs",
     "fusion",
     "schedule",
+    "offload",
     "bound",
     "plan",
     "runtime",

@@ -128,6 +128,28 @@ class LowerBound:
         self._relaxed_ms_of: dict[tuple[frozenset[Op], int], float] = {}
         self._has_warned = False
 
+    # --- what it is about ---------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The graph whose schedules it bounds."""
+        return self._graph
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of its ops."""
+        return self._costs
+
+    @property
+    def forced(self) -> frozenset[Op]:
+        """Ops of the forward that every schedule recomputes, since marks ask for it."""
+        return frozenset(self._forced)
+
+    @property
+    def base_ms(self) -> float:
+        """The time of all first runs and of forced recomputations."""
+        return self._baseline_ms
+
     # --- bounds -------------------------------------------------------------------------------
 
     def bound_ms(self, budget_bytes: int) -> float:

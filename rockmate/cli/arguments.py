@@ -104,6 +104,26 @@ def add_mark_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_offload_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds where values may move."""
+    command.add_argument(
+        "--offload",
+        metavar="TIER",
+        help="let values move to another memory tier and back: host, or disk:FOLDER",
+    )
+    command.add_argument(
+        "--host-budget",
+        metavar="SIZE",
+        help="most that they take there, as 32GiB (default: no limit)",
+    )
+
+
+def offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where values may move, as options of `Planner`."""
+    given = {"offload": arguments.offload, "host_budget": arguments.host_budget}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def mark_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The marks that were given, as options of `Planner`.
 

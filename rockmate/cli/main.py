@@ -20,11 +20,13 @@ from rockmate.cli import fit_command
 from rockmate.cli.arguments import (
     add_mark_arguments,
     add_model_arguments,
+    add_offload_arguments,
     add_search_arguments,
     at_least_two,
     fraction,
     mark_options,
     names,
+    offload_options,
     positive,
 )
 
@@ -140,6 +142,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_model_arguments(sweep)
     add_search_arguments(sweep)
+    add_offload_arguments(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -151,9 +154,8 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sweep.add_argument(
         "--strategies",
         type=names,
-        default=("rockmate",),
         metavar="S,S",
-        help="to compare (default: rockmate)",
+        help="to compare (default: rockmate; with --offload recompute too, which moves nothing)",
     )
     sweep.add_argument(
         "--measure",
@@ -179,6 +181,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_model_arguments(plan)
     add_search_arguments(plan)
+    add_offload_arguments(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -267,18 +270,20 @@ def _make_folder(path: Path) -> None:
 
 def _run_sweep(arguments: argparse.Namespace) -> int:
     from rockmate.sweeps.result import SweepOptions
-    from rockmate.sweeps.run import check_options, run_sweep
+    from rockmate.sweeps.run import check_options, default_strategies, run_sweep
     from rockmate.sweeps.store import SweepFolder
 
     options = SweepOptions(
         budgets=arguments.budgets,
-        strategies=arguments.strategies,
+        strategies=default_strategies(arguments.offload)
+        if arguments.strategies is None
+        else arguments.strategies,
         measure=arguments.measure,
         num_steps=arguments.steps,
         progress=not arguments.quiet,
     )
     check_options(options, arguments.machine)  # all that can be told before the model is built
-    marks = mark_options(arguments)
+    further = mark_options(arguments) | offload_options(arguments)
     if arguments.out is not None:
         SweepFolder(arguments.out)
     source = _source(arguments)
@@ -296,7 +301,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             untraced=arguments.untraced,
             kernels=arguments.kernels,
             in_flight=arguments.in_flight,
-            **marks,
+            **further,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -352,7 +357,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
             "give another --out."
         )
-    marks = mark_options(arguments)
+    further = mark_options(arguments) | offload_options(arguments)
     source = _source(arguments)
     planner = Planner(
         source.model,
@@ -365,7 +370,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         untraced=arguments.untraced,
         kernels=arguments.kernels,
         in_flight=arguments.in_flight,
-        **marks,
+        **further,
     )
     plan = planner.plan(
         budgets[0], strategy=arguments.strategy, on_infeasible=arguments.on_infeasible

@@ -100,7 +100,7 @@ def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
 
 
 def _link_of(device: torch.device, machine: Machine | None, num_ranks: int) -> _Link:
-    if machine is None or not machine.link:
+    if machine is None or "gb_per_s" not in machine.link:
         return _LINKS.get(device.type, _LINKS["cuda"])
     is_within = num_ranks <= machine.link["ranks_in_node"]
     rate = machine.link["gb_per_s" if is_within else "gb_per_s_between_nodes"]

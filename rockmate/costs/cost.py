@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rockmate._arrays import Floats, Ints
+from rockmate.costs.link import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +54,13 @@ class Costs:
         first: cost of each op's first run, by `Op.index`.
         recompute: cost of each op's recomputation, by `Op.index`; it may be another call.
         num_distinct: number of distinct calls behind these costs.
+        link: rates of copies to another memory tier; None if nothing may move.
     """
 
     first: tuple[Cost, ...]
     recompute: tuple[Cost, ...]
     num_distinct: int
+    link: Link | None = None
 
     @cached_property
     def first_arrays(self) -> CostArrays:

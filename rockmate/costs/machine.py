@@ -29,6 +29,10 @@ latency_us = 30.0            # `rockmate.costs.collectives`
 gb_per_s = 370               # that a rank sends and receives within a node
 ranks_in_node = 8
 gb_per_s_between_nodes = 40  # of each rank, for a group of more ranks than that
+to_host_gb_per_s = 50        # to another memory tier (of a CPU: a disk), for `offload`; the last
+from_host_gb_per_s = 50      # four may be left out, or be the only ones
+host_latency_us = 15.0       # of each copy
+host_duplex = 0.85           # share of its rate that each direction keeps while both copy
 ```
 """
 
@@ -49,7 +53,8 @@ _DEVICES = ("cpu", "cuda")
 _EFFICIENCIES = ("matmul", "convolution", "attention", "memory")
 _ELEMENT_KINDS = ("transcendental", "normalization", "random")
 _NUMBERS = ("launch_us", "bandwidth_gb_per_s", "allocation_bytes")
-_LINK_KEYS = ("latency_us", "gb_per_s", "ranks_in_node", "gb_per_s_between_nodes")
+_RANK_KEYS = ("latency_us", "gb_per_s", "ranks_in_node", "gb_per_s_between_nodes")
+_HOST_KEYS = ("to_host_gb_per_s", "from_host_gb_per_s", "host_latency_us", "host_duplex")
 _TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element", "link")
 
 
@@ -67,7 +72,8 @@ class Machine:
         efficiency: share of a peak that ops reach: "matmul", "convolution", "attention", "memory".
         nanoseconds_per_element: least time for an element that an op writes: "transcendental",
             "normalization", "random".
-        link: latency and bandwidth between ranks; empty: those that are assumed of the device.
+        link: latency and bandwidth between ranks, and to another memory tier. Without the former:
+            those that are assumed of the device; without the latter: no offload.
     """
 
     name: str
@@ -219,7 +225,10 @@ def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> Non
     _check_keys(origin, "[efficiency]", efficiency, _EFFICIENCIES, are_required=True)
     _check_keys(origin, "[nanoseconds_per_element]", elements, _ELEMENT_KINDS)
     link = tables["link"]
-    _check_keys(origin, "[link]", link, _LINK_KEYS, are_required=bool(link))
+    _check_keys(origin, "[link]", link, (*_RANK_KEYS, *_HOST_KEYS))
+    for keys in (_RANK_KEYS, _HOST_KEYS):
+        given = {key: value for key, value in link.items() if key in keys}
+        _check_keys(origin, "[link]", given, keys, are_required=bool(given))
     msg = ""
     if not peaks:
         msg = (
@@ -228,6 +237,8 @@ def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> Non
         )
     elif not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in peaks):
         msg = f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(peaks)}."
+    elif link.get("host_duplex", 1) > 1:
+        msg = f"{origin} has a host_duplex above 1. It is the share of a rate that is kept."
     elif any(share > 1 for share in efficiency.values()):
         msg = (
             f"{origin} has an efficiency above 1: {efficiency}. It is the share of a peak that is "

@@ -172,7 +172,7 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
         operand = op.node.args[position]
         if not isinstance(operand, fx.Node) or graph.storage_of[operand] in op.writes:
             continue
-        if _is_saved_untraced(graph, operand):
+        if may_be_saved_opaquely(graph, graph.storage_of[operand]):
             continue
         if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(
             graph, op, operand
@@ -185,13 +185,12 @@ def _operands_of_fused(graph: Graph, op: Op, fused: FusedOp) -> Iterator[fx.Node
     for position in fused.in_place:
         operand = op.node.args[position]
         assert isinstance(operand, fx.Node)
-        if not _is_saved_untraced(graph, operand):
+        if not may_be_saved_opaquely(graph, graph.storage_of[operand]):
             yield operand
 
 
-def _is_saved_untraced(graph: Graph, operand: fx.Node) -> bool:
-    """Whether an opaque module takes or returns the operand. Its own autograd may save it."""
-    storage = graph.storage_of[operand]
+def may_be_saved_opaquely(graph: Graph, storage: Storage) -> bool:
+    """Whether an opaque module takes or returns a value. Its own autograd may save it."""
     ops = [op for op in (storage.producer, *graph.readers.get(storage, ())) if op is not None]
     return any(isinstance(op.node.target, OpaqueForward) for op in ops)
 

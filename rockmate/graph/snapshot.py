@@ -48,6 +48,11 @@ class StorageKind(StrEnum):
         )
 
     @property
+    def is_movable(self) -> bool:
+        """Whether the step alone holds it."""
+        return self in (StorageKind.ACTIVATION, StorageKind.GRADIENT)
+
+    @property
     def is_result(self) -> bool:
         """Whether the receiver of the storage holds it until the step ends."""
         return self in (StorageKind.OUTPUT, StorageKind.RETURNED_GRADIENT)

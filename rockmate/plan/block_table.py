@@ -18,6 +18,7 @@ class BlockRow:
         num_ops: number of forward and backward ops.
         made_bytes: bytes of all values that its forward makes.
         kept_bytes: bytes of those that are saved for the backward.
+        moved_bytes: bytes of those that move to another memory tier and back.
         num_recomputed: number of recomputations of its ops.
         recompute_ms: time of these recomputations.
         peak_bytes: most bytes in memory, of the whole step, while one of its ops runs.
@@ -32,6 +33,7 @@ class BlockRow:
     recompute_ms: float
     peak_bytes: int
     is_peak: bool
+    moved_bytes: int = 0
 
 
 def block_rows(plan: PlanRecord) -> tuple[BlockRow, ...]:
@@ -49,6 +51,7 @@ def row_of(plan: PlanRecord, name: str, ops: Sequence[int]) -> BlockRow:
     """
     made = made_by_forward(plan, ops)
     saved = [storage for storage in made if plan.residency.is_saved(storage)]
+    moved = {move.storage for move in plan.schedule.moves}
     recompute, highest = plan.recompute_counts, plan.highest_bytes
     return BlockRow(
         name=name,
@@ -59,6 +62,7 @@ def row_of(plan: PlanRecord, name: str, ops: Sequence[int]) -> BlockRow:
         recompute_ms=sum(recompute[index] * plan.costs.recompute[index].time_ms for index in ops),
         peak_bytes=max((highest.get(index, 0) for index in ops), default=0),
         is_peak=plan.schedule.steps[plan.simulation.peak_position] in ops,
+        moved_bytes=bytes_of(plan, [each for each in made if each in moved]),
     )
 
 
@@ -66,9 +70,9 @@ def block_table(plan: PlanRecord) -> str:
     """`block_rows` as text, with a row of sums below."""
     rows = block_rows(plan)
     width = max(len("block"), *(len(row.name) for row in rows))
-    lines = [f"{'':>4} {'block':<{width}} {'ops':>5} {HEADS}"]
+    lines = [f"{'':>4} {'block':<{width}} {'ops':>5} {heads(plan)}"]
     for number, row in enumerate(rows):
-        lines.append(f"{number:>4} {row.name:<{width}} {row.num_ops:>5} {row_text(row)}")
+        lines.append(f"{number:>4} {row.name:<{width}} {row.num_ops:>5} {row_text(plan, row)}")
     total = BlockRow(
         name="all",
         num_ops=sum(row.num_ops for row in rows),
@@ -78,19 +82,23 @@ def block_table(plan: PlanRecord) -> str:
         recompute_ms=sum(row.recompute_ms for row in rows),
         peak_bytes=plan.simulation.peak_bytes,
         is_peak=False,
+        moved_bytes=sum(row.moved_bytes for row in rows),
     )
-    lines.append(f"{'':>4} {total.name:<{width}} {total.num_ops:>5} {row_text(total)}")
+    lines.append(f"{'':>4} {total.name:<{width}} {total.num_ops:>5} {row_text(plan, total)}")
     return "\n".join(lines)
 
 
-HEADS = f"{'made':>10} {'saved':>10} {'recomputed':>10} {'in ms':>9} {'peak':>10}"
-"""Titles of the columns that `row_text` writes."""
+def heads(plan: PlanRecord) -> str:
+    """Titles of the columns that `row_text` writes; what moves has one if anything does."""
+    moved = f" {'moved':>10}" if plan.schedule.moves else ""
+    return f"{'made':>10} {'saved':>10}{moved} {'recomputed':>10} {'in ms':>9} {'peak':>10}"
 
 
-def row_text(row: BlockRow) -> str:
+def row_text(plan: PlanRecord, row: BlockRow) -> str:
     """The figures of a row in columns."""
+    moved = f" {size_text(row.moved_bytes):>10}" if plan.schedule.moves else ""
     return (
-        f"{size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10} "
+        f"{size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10}{moved} "
         f"{row.num_recomputed:>10} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}"
         + (" <- peak" if row.is_peak else "")
     )

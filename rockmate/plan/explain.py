@@ -14,6 +14,7 @@ from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
 from rockmate.graph.snapshot import SnapshotOp, StorageKind
 from rockmate.plan.block_table import bytes_of, made_by_forward
+from rockmate.plan.moved_values import move_texts
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import LiveInterval
 
@@ -43,6 +44,7 @@ class StorageExplanation:
         option: what the plan saves of the block that makes it; empty outside the forward.
         backward_readers: names of the ops that read it in the backward, in running order.
         residency: its live intervals in words, each with what releases it.
+        moves: its ways to another memory tier and back, in words.
     """
 
     name: str
@@ -60,14 +62,18 @@ class StorageExplanation:
     option: str
     backward_readers: tuple[str, ...]
     residency: tuple[str, ...]
+    moves: tuple[str, ...] = ()
 
     @property
     def fate(self) -> str:
-        """Whether it is saved, recomputed, both, or neither."""
+        """Whether it is saved, moved, recomputed, several of these, or none."""
         if self.kind.is_static:
             return "static: there before the step and after it, not counted"
         times = _times_text(self.num_recomputations)
         recomputed = f"recomputed {times}, {self.recompute_ms:.3f} ms in all"
+        if self.moves and not self.is_kept:
+            moved = "moved away and brought back"
+            return f"{moved}, and {recomputed}" if self.num_recomputations else moved
         if self.is_kept:
             saved = "saved from the forward to the backward"
             return f"{saved}, and {recomputed}" if self.num_recomputations else saved
@@ -90,6 +96,7 @@ class StorageExplanation:
             ("option", self.option),
             ("read in backward by", ", ".join(self.backward_readers) or no_readers),
             *(("in memory", interval) for interval in self.residency),
+            *(("moved", text) for text in self.moves),
         ]
         lines = [f"  {title:<20} {text}" for title, text in rows if text]
         return "\n".join([f"{self.name}: {self.kind.value}, {size}", *lines])
@@ -236,6 +243,7 @@ def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         option=option,
         backward_readers=tuple(dict.fromkeys(readers)),
         residency=tuple(_interval_text(plan, interval) for interval in intervals),
+        moves=move_texts(plan, index),
     )
 
 
@@ -254,6 +262,8 @@ def _rule(plan: PlanRecord, index: int, op: SnapshotOp | None, num_recomputation
         return rule_of_kind[kind]
     if op.phase == "late":
         return "only the backward needs it, so it is made there"
+    if any(move.storage == index for move in plan.schedule.moves):
+        return "the backward needs it, and its copies take less time than its memory is worth"
     if plan.residency.is_saved(index):
         return _rule_of_saved(plan, index, op)
     if not num_recomputations:
@@ -328,6 +338,8 @@ def _interval_text(plan: PlanRecord, interval: LiveInterval) -> str:
     num_forward = len(plan.schedule.forward)
     kind = plan.snapshot.storages[interval.storage].kind
     begin = "recomputed" if interval.is_repeated else "made"
+    if interval.is_fetched:
+        begin = "brought back"
     if kind is StorageKind.TANGENT:
         begin = "given"
     text = f"{begin} at {_position_text(interval.first, num_forward)}"
@@ -335,6 +347,9 @@ def _interval_text(plan: PlanRecord, interval: LiveInterval) -> str:
         return f"{text}, held by others until the step ends"
     if interval.last == interval.first:
         return f"{text}, released there"
+    if interval.is_sent:
+        where = _position_text(interval.last, num_forward)
+        return f"{text}, released after {where}, when it has been copied out"
     if interval.last not in interval.reads:
         return f"{text}, released when the forward has ended and it is copied to its buffer"
     last = plan.snapshot.ops[plan.schedule.steps[interval.last]].name

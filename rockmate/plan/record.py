@@ -18,6 +18,7 @@ from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, StorageKind
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
 from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
 from rockmate.plan.residency import Residency
@@ -70,6 +71,7 @@ class PlanRecord:
         chunking_notes: how blocks run that may run in chunks; see `loss_block`, `feed_forward`.
         fusion: what fusing groups of ops has brought; None where they run one by one, and for a
             loaded plan.
+        offload: where values may move; None if none may.
         captured: the graph behind `snapshot`; None for a loaded plan.
     """
 
@@ -93,6 +95,7 @@ class PlanRecord:
     machine: str | None = None
     chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
     fusion: FusionReport | None = None
+    offload: OffloadRequest | None = None
     captured: Graph | None = None
 
     @property

@@ -16,6 +16,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import StepSnapshot, StorageKind
 from rockmate.schedule.liveness import (
     DEFINED,
+    FETCHED,
     KIND_MASK,
     READ,
     DefUse,
@@ -37,6 +38,8 @@ class LiveInterval:
         last: position of the run after which it is released.
         reads: positions of the runs that read it, ascending.
         is_repeated: whether an earlier interval of the same storage exists.
+        is_fetched: whether a copy from another tier begins it.
+        is_sent: whether a copy to another tier ends it.
     """
 
     storage: int
@@ -44,6 +47,8 @@ class LiveInterval:
     last: int
     reads: list[int] = field(default_factory=list)
     is_repeated: bool = False
+    is_fetched: bool = False
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class Residency:
         self.snapshot = snapshot
         self.schedule = schedule
         ops = _op_def_use(snapshot)
-        self._def_use = DefUse.of(ops, schedule.forward, schedule.backward)
+        self._def_use = DefUse.of(ops, *schedule.order)
         self._first_run: dict[int, int] = {}
         self._last_run: dict[int, int] = {}
         for position, index in enumerate(schedule.steps):
@@ -96,6 +101,9 @@ class Residency:
         self.intervals = self._defined_intervals()
         self._add_tangents()
         self._extend_results()
+        sent = {(move.storage, move.sent - 1) for move in schedule.moves}
+        for interval in self.all():
+            interval.is_sent = (interval.storage, interval.last) in sent
 
     def _check_reads(self) -> None:
         """Raises `ValueError` if a run reads a value that no earlier run has made."""
@@ -126,8 +134,14 @@ class Residency:
         intervals: dict[int, list[LiveInterval]] = {}
         for storage, position, kind in zip(*accesses, strict=True):
             known = intervals.setdefault(storage, [])
-            if kind == DEFINED:
-                interval = LiveInterval(storage, position, position, is_repeated=bool(known))
+            if kind in (DEFINED, FETCHED):
+                interval = LiveInterval(
+                    storage,
+                    position,
+                    position,
+                    is_repeated=bool(known),
+                    is_fetched=kind == FETCHED,
+                )
                 known.append(interval)
             elif known:
                 known[-1].last = position

@@ -18,11 +18,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.costs.cost import Cost, Costs
+from rockmate.costs.link import Link
 from rockmate.errors import PlanFileError
 from rockmate.graph.snapshot import (
     SnapshotBlock,
@@ -33,10 +34,13 @@ from rockmate.graph.snapshot import (
     StorageKind,
     digest,
 )
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.plan.mark_check import broken_mark
+from rockmate.plan.moved_values import broken_move
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import Residency
+from rockmate.schedule.move import move_rows, moves_of_rows
 from rockmate.schedule.schedule import Schedule
 
 _FORMAT = "rockmate plan"
@@ -77,6 +81,7 @@ def plan_text(plan: PlanRecord) -> str:
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
         "schedule": plan.schedule.rows(snapshot.names),
         "live_bytes": plan.simulation.live_bytes,
+        **_moves_content(plan),
         "inputs": snapshot.inputs,
         "outputs": snapshot.outputs,
         "updates": snapshot.updates,
@@ -117,6 +122,19 @@ def read_plan(text: str, *, origin: str = "the text") -> PlanRecord:
         raise PlanFileError(msg) from error
     _check_schedule_rows(plan, content["schedule"], origin)
     return _replayed(plan, origin)
+
+
+def _moves_content(plan: PlanRecord) -> dict[str, Any]:
+    """What moves, where to, and at which rates; nothing for a plan without `offload`."""
+    if plan.offload is None:
+        return {}
+    names = [storage.name for storage in plan.snapshot.storages]
+    return {
+        "offload": plan.offload.text,
+        "host_budget": plan.offload.host_bytes,
+        "link": None if plan.costs.link is None else asdict(plan.costs.link),
+        "moves": move_rows(plan.schedule.moves, names),
+    }
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -191,7 +209,8 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         ops=tuple(_built(SnapshotOp, row) for row in content["ops"]),
         num_in_flight=int(content["options"].get("in_flight", "1")),
     )
-    schedule = _schedule(content["schedule"])
+    moves = tuple(moves_of_rows(content.get("moves", ())))
+    schedule = replace(_schedule(content["schedule"]), moves=moves)
     rows = [
         (Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d))
         for a, b, c, d in content["costs"]
@@ -200,6 +219,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         first=tuple(row[0] for row in rows),
         recompute=tuple(row[1] for row in rows),
         num_distinct=content["num_distinct_calls"],
+        link=Link(**content["link"]) if content.get("link") else None,
     )
     if len(rows) != len(snapshot.ops):
         msg = f"{len(rows)} costs for {len(snapshot.ops)} ops"
@@ -221,6 +241,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
             carried=tuple(content["carried"]),
         ),
         options=content["options"],
+        offload=_offload(content),
         chunking_notes=KnownNotes(
             loss_block=ChunkingNote(module=module, text=text),
             feed_forward=tuple(
@@ -229,6 +250,16 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
             ),
         ),
     )
+
+
+def _offload(content: Mapping[str, Any]) -> OffloadRequest | None:
+    if "offload" not in content:
+        return None
+    kind, _, folder = content["offload"].partition(":")
+    if kind not in ("host", "disk"):
+        msg = f"offload is {content['offload']!r}"
+        raise ValueError(msg)
+    return OffloadRequest(kind, folder, content["host_budget"])
 
 
 def _built(
@@ -276,7 +307,7 @@ def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
     for index, op in enumerate(snapshot.ops):
         if index not in seen and _is_needed(snapshot, op):
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"
-    broken = broken_mark(snapshot, schedule)
+    broken = broken_mark(snapshot, schedule) or broken_move(snapshot, schedule)
     if broken:
         return broken
     drawn = [index for index in dict.fromkeys(schedule.steps) if snapshot.ops[index].is_random]

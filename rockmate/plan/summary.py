@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rockmate.budget import size_text
 from rockmate.graph.mark_request import MarkRequest
+from rockmate.plan.moved_values import moved_text
 from rockmate.plan.record import PlanRecord
 
 # Number of calls named as those that are recomputed most often.
@@ -42,6 +43,8 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     yield "saved for backward", size_text(plan.simulation.saved_bytes)
     named = _most_recomputed(plan)
     num_recomputed = f"{plan.schedule.num_recomputations()} of {len(plan.snapshot.ops)} ops"
+    if plan.schedule.moves:
+        yield "moved", moved_text(plan)
     yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
     largest = max(len(leaf.forward) for leaf in plan.block_tree.leaves())
     yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rockmate.budget import size_text
-from rockmate.plan.block_table import HEADS, bytes_of, row_of, row_text
+from rockmate.plan.block_table import bytes_of, heads, row_of, row_text
 from rockmate.plan.block_tree import BlockNode, PassThrough
 from rockmate.plan.record import PlanRecord
 
@@ -18,13 +18,13 @@ def tree_text(plan: PlanRecord) -> str:
     whole = plan.block_tree
     parts = [(whole.name, whole), *_labelled_parts(whole)]
     width = max(len(label) for label, _ in parts)
-    lines = [f"{'':<{width}} {'blocks':>9} {'forward ops':>11} {HEADS}"]
+    lines = [f"{'':<{width}} {'blocks':>9} {'forward ops':>11} {heads(plan)}"]
     for label, part in parts:
         row = row_of(plan, part.name, part.ops)
         numbers = str(part.first_block)
         if part.first_block != part.last_block:
             numbers = f"{part.first_block} to {part.last_block}"
-        lines.append(f"{label:<{width}} {numbers:>9} {len(part.forward):>11} {row_text(row)}")
+        lines.append(f"{label:<{width}} {numbers:>9} {len(part.forward):>11} {row_text(plan, row)}")
     return "\n".join([*lines, *_pass_through_lines(plan)])
 
 
@@ -56,7 +56,9 @@ def _pass_through_lines(plan: PlanRecord) -> list[str]:
 def _pass_through_line(plan: PlanRecord, value: PassThrough) -> str:
     storage, whole = plan.snapshot.storages[value.storage], plan.block_tree
     fate = "not saved"
-    if plan.residency.is_saved(value.storage):
+    if any(move.storage == value.storage for move in plan.schedule.moves):
+        fate = "moved away and back"
+    elif plan.residency.is_saved(value.storage):
         fate = "saved for the backward"
     elif plan.is_recomputed(value.storage):
         fate = "recomputed in the backward"

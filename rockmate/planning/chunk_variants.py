@@ -12,6 +12,7 @@ like any other, on demand. Few are, because a chunking is skipped if
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
 
@@ -34,7 +35,7 @@ from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.stopping_rule import StoppingRule
-from rockmate.planning.strategies import make_local_search, make_search
+from rockmate.planning.strategies import UNMOVED, make_local_search, make_search
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
@@ -73,6 +74,11 @@ class Variant:
         self._rule = rule
         self._searches: dict[str, Searcher] = {}
 
+    def with_graph(self, graph: Graph) -> Variant:
+        """The same with another graph of the same ops, whose costs are those of its own."""
+        step = replace(self.step, graph=graph)
+        return Variant(step, self.costs, self._solver_time, SolvedBlocks(), self._rule)
+
     @property
     def graph(self) -> Graph:
         """The step as ops on storages."""
@@ -100,6 +106,12 @@ class Variant:
         """The step as plain values."""
         return snapshot_of(self.graph, self.step.call)
 
+    @property
+    def text(self) -> str:
+        """Tells the step and its options, whatever its costs."""
+        options = sorted(self.step.options.items())
+        return f"{self.snapshot.fingerprint} {self.snapshot.call_fingerprint} {options}"
+
     @cached_property
     def chain(self) -> SnapshotChain:
         """Its blocks as plain values."""
@@ -120,7 +132,7 @@ class Variant:
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy."""
-        if strategy == _CHUNKING_STRATEGY:
+        if strategy in (_CHUNKING_STRATEGY, UNMOVED):
             return self.local_search
         if strategy not in self._searches:
             self._searches[strategy] = make_search(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.errors import MissingCompilerError
@@ -18,6 +19,8 @@ from rockmate.planning.step_forms import StepForms
 from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
+
+Kernels = Literal["eager", "fused", "auto"]
 
 
 def fused_forms(
@@ -36,6 +39,13 @@ def fused_forms(
     left = fused.options["unfused"]
     whole = step.fused(unfused="", compile_limit_s=compile_limit_s) if left else fused
     return [fused] if whole.options["unfused"] == left else [fused, whole]
+
+
+def check_kernels(kernels: str) -> None:
+    """Raises `ValueError` for a value that `Planner` does not take."""
+    if kernels not in ("eager", "fused", "auto"):
+        msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
+        raise ValueError(msg)
 
 
 class KernelVariants(StepForms):

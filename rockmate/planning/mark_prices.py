@@ -75,6 +75,18 @@ def price_within(
     )
 
 
+def advice_on_marks(unchunked: Variant, strategy: str, time_limit_s: float) -> str:
+    """What the smallest peak would be without each of the marks; empty if there are none."""
+    peaks = [
+        (variant.search(strategy).minimum().peak_bytes, source)
+        for source, variant in variants_without_each(unchunked, time_limit_s, most=MAX_EXPLAINED)
+    ]
+    if not peaks:
+        return ""
+    texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
+    return f"Marks take part in that peak: {'; '.join(texts)}."
+
+
 def _ms(search: Searcher, budget_bytes: int) -> float:
     """Time of the fastest schedule found; infinite if none fits."""
     found = search.best_within(budget_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,7 +24,6 @@ from rockmate.budget import (
     parse_budgets,
     size_text,
 )
-from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.capture.compiled_model import plain_model
 from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
@@ -34,30 +34,32 @@ from rockmate.errors import InfeasibleBudgetError, frames_advised
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
-from rockmate.graph.mark_request import ExistingCheckpoints, MarkRequest, Policy
-from rockmate.graph.marking import log_uncovered
+from rockmate.graph.mark_request import ExistingCheckpoints, Policy
+from rockmate.offload.link import link_to
+from rockmate.offload.request import OffloadRequest
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import KernelVariants, fused_forms
+from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_forms
+from rockmate.planning.mark_log import log_marks
 from rockmate.planning.mark_prices import (
-    MAX_EXPLAINED,
     MarkPrice,
+    advice_on_marks,
     price_within,
     variants_without_each,
 )
 from rockmate.planning.monotone import never_slower
+from rockmate.planning.moved_forms import MovedForms
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
+from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
-
-Kernels = Literal["eager", "fused", "auto"]
 
 
 class PlanningSession:
@@ -93,11 +95,12 @@ class PlanningSession:
         policy: Policy | None = None,
         existing_checkpoints: ExistingCheckpoints = "lift",
         in_flight: int = 1,
+        offload: str | None = None,
+        host_budget: int | str | None = None,
     ) -> None:
-        if kernels not in ("eager", "fused", "auto"):
-            msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
-            raise ValueError(msg)
+        check_kernels(kernels)
         rule = StoppingRule(gap_tolerance, time_limit_s)
+        request = OffloadRequest.parse(offload, host_budget)
         target = None if machine is None else load_machine(machine)
         self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
@@ -118,9 +121,7 @@ class PlanningSession:
                 existing_checkpoints=existing_checkpoints,
                 in_flight=in_flight,
             )
-        if existing_checkpoints == "lift":
-            log_lifted(model, step.capture.num_checkpoints)
-        log_uncovered(step.graph, MarkRequest.of_options(step.options))
+        log_marks(step, existing_checkpoints)
         self._begin(
             step,
             timings,
@@ -128,6 +129,7 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             rule=rule,
             progress=progress,
+            offload=request,
             fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
             if kernels == "auto"
             else None,
@@ -143,6 +145,8 @@ class PlanningSession:
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         allow_chunking: bool | None = None,
+        offload: str | None = None,
+        host_budget: int | str | None = None,
     ) -> Self:
         """A session for a captured step; arguments and errors as for the class."""
         rule = StoppingRule(gap_tolerance, time_limit_s)
@@ -155,6 +159,7 @@ class PlanningSession:
             allow_chunking=allow_chunking,
             rule=rule,
             progress=progress,
+            offload=OffloadRequest.parse(offload, host_budget),
         )
         return session
 
@@ -167,6 +172,7 @@ class PlanningSession:
         allow_chunking: bool | None,
         rule: StoppingRule,
         progress: bool,
+        offload: OffloadRequest | None,
         fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
         """Measures or estimates the costs of a captured step and finds its smallest peak.
@@ -180,12 +186,14 @@ class PlanningSession:
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
+        self._offload = offload
         measured: dict[Hashable, Cost] = {}
+        link = None if offload is None else link_to(offload, machine, step.graph.ops[0].device)
 
         def costs_of(graph: Graph) -> Costs:
             if machine is not None:
-                return estimate_costs(graph, machine)
-            return measure_costs(graph, progress=progress, known=measured)
+                return replace(estimate_costs(graph, machine), link=link)
+            return replace(measure_costs(graph, progress=progress, known=measured), link=link)
 
         steps = [step]
         if fuses is not None:
@@ -198,6 +206,8 @@ class PlanningSession:
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
+        if offload is not None:
+            self._variants = MovedForms(self._variants, offload)
         with timed(timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
@@ -210,10 +220,7 @@ class PlanningSession:
 
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
-        unchunked = self._variants.unchunked
-        snapshot = unchunked.snapshot
-        options = sorted(unchunked.step.options.items())
-        return f"{snapshot.fingerprint} {snapshot.call_fingerprint} {options}"
+        return self._variants.unchunked.text
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -231,7 +238,7 @@ class PlanningSession:
             strategy: one of `rockmate.STRATEGIES`. "none" recomputes nothing. "chen" saves the
                 boundary of every sqrt(n)-th block (Chen et al. 2016). "rotor" is Rotor's dynamic
                 program without options. "checkmate" solves the whole graph as one program, for
-                small models. All but the default are there to compare with.
+                small models. "recompute" is the default without moves. All are to compare with.
             on_infeasible: "least" plans the smallest peak found where no schedule fits, with one
                 line in the log. The plan's `budget_bytes` is then that peak.
 
@@ -243,6 +250,8 @@ class PlanningSession:
         """
         check_on_infeasible(on_infeasible)
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        if strategy == UNMOVED and self._offload is None:
+            strategy = "rockmate"
         plan = self._plan_within(budget_bytes, strategy)
         if plan is not None:
             return plan
@@ -291,21 +300,11 @@ class PlanningSession:
     def _advice_on_marks(self, strategy: str) -> str:
         """What the smallest peak would be without each of the marks; empty if there are none."""
         if strategy not in self._mark_advice:
-            self._mark_advice[strategy] = self._new_advice_on_marks(strategy)
-        return self._mark_advice[strategy]
-
-    def _new_advice_on_marks(self, strategy: str) -> str:
-        with gc_paused():
-            peaks = [
-                (variant.search(strategy).minimum().peak_bytes, source)
-                for source, variant in variants_without_each(
-                    self._variants.unchunked, self._rule.time_limit_s, most=MAX_EXPLAINED
+            with gc_paused():
+                self._mark_advice[strategy] = advice_on_marks(
+                    self._variants.unchunked, strategy, self._rule.time_limit_s
                 )
-            ]
-        if not peaks:
-            return ""
-        texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
-        return f"Marks take part in that peak: {'; '.join(texts)}."
+        return self._mark_advice[strategy]
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
@@ -438,6 +437,7 @@ class PlanningSession:
             captured=variant.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
+            offload=self._offload,
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
             bounds=self._variants.bounds_within(budget_bytes),

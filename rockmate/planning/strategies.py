@@ -19,7 +19,9 @@ from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
-STRATEGIES = ("none", "chen", "rotor", "checkmate", "rockmate")
+STRATEGIES = ("none", "chen", "rotor", "checkmate", "recompute", "rockmate")
+# The default without moves, to compare with where values may move; else the default itself.
+UNMOVED = "recompute"
 
 
 def make_search(
@@ -39,7 +41,7 @@ def make_search(
     * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
     * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
-      rotor with several options for blocks and spans of blocks.
+      rotor with several options for blocks and spans of blocks; "recompute" is it without moves.
 
     Args:
         strategy: one of `STRATEGIES`.

@@ -56,6 +56,8 @@ from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
+from rockmate.offload.step_moves import StepMoves
+from rockmate.offload.tiers import tier_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.anchor import Anchor
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
@@ -63,7 +65,7 @@ from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_collectives
 from rockmate.runtime.planned_layout import PlannedLayout
-from rockmate.runtime.program import Argument, Program
+from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
 from rockmate.runtime.statics import Statics
 from rockmate.sharding.mark import held_gradients_of
@@ -95,6 +97,7 @@ class Runner:
     def __init__(self, program: Program, model: nn.Module) -> None:
         """Finds the places of the model's tensors; reads none of them."""
         self.program = program
+        self._model = model
         self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
         self.held = held_gradients_of(model)
@@ -122,6 +125,8 @@ class Runner:
         ]
         self.input_layouts = _layouts(program, RoleKind.INPUT)
         self.tangent_layouts = _layouts(program, RoleKind.TANGENT)
+        kinds = [argument.kind for argument in program.forward_arguments]
+        self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
         # Whether all ranks are known to run the same collectives.
         self._is_confirmed = False
@@ -170,6 +175,19 @@ class Runner:
             if laid_out[index] is not inputs[index]:
                 inputs[index].detach().copy_(laid_out[index])
         return outputs
+
+    def forward_arguments(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], StepMoves | None]:
+        """The arguments of the forward of one call, and what carries out its moves."""
+        arguments: list[Any] = self.forward_statics.tensors(inputs)
+        slots, offload = self.program.slots, self.program.offload
+        if slots is None or self._moves_place is None:
+            return arguments, None
+        assert offload is not None
+        moves = StepMoves(tier_of(self._model, offload).borrow(slots.num_bytes), slots)
+        arguments.insert(self._moves_place, moves)
+        return arguments, moves
 
     def gradient_owners(self) -> dict[str, torch.Tensor]:
         """Name -> parameter in the module now, for each gradient that the backward accumulates.
@@ -243,8 +261,9 @@ class PlannedStep(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
+        arguments, moves = runner.forward_arguments(inputs)
         with profiler_label("rockmate::forward"), autocast_off(), runner.dispatch():
-            values = program.forward(runner.forward_statics.tensors(inputs))
+            values = program.forward(arguments)
         _write_updates(runner, inputs, values)
         outputs = tuple([values[place] for place in runner.output_places])
         saved: list[torch.Tensor | None] = list(values[len(program.results) :])
@@ -255,7 +274,7 @@ class PlannedStep(torch.autograd.Function):
         # Released by autograd after a backward without `retain_graph`.
         fields.save_for_backward(*runner.backward_statics.tensors(inputs), *aliases)
         # Saved values and states, without saved outputs: None after such a backward.
-        fields.saved = saved
+        fields.saved, fields.moves = saved, moves
         # These refer to tensors of the caller's, and live as long as the function's node.
         fields.owners = owners
         fields.visited = () if runner.returned_names else tensors[num_inputs:]
@@ -332,15 +351,15 @@ def _take_arguments(
     num_statics = len(runner.backward_statics)
     statics_and_aliases = _saved_tensors(ctx)
     statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
-    saved = list(ctx.saved)
+    saved, moves = list(ctx.saved), ctx.moves
     for place, alias in zip(program.saved_outputs, aliases, strict=True):
         saved[place] = alias
     if keeps_graph():
         # The emitted backward writes in place to saved values.
         saved = [tensor.clone() for tensor in saved]
     else:
-        ctx.saved = None
-    sources = [*statics, *saved, sink, *_planned_tangents(ctx, tangents)]
+        ctx.saved = ctx.moves = None
+    sources = [*statics, *saved, sink, moves, *_planned_tangents(ctx, tangents)]
     return [sources[place] for place in backward.order]
 
 

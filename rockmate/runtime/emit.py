@@ -21,6 +21,7 @@ from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
+from rockmate.offload.request import OffloadRequest
 from rockmate.ops.collectives import collective_texts, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
@@ -29,6 +30,7 @@ from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights
+from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
 from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.
@@ -41,6 +43,7 @@ def emit(
     schedule: Schedule,
     owner_of: Mapping[str, str],
     flights: Flights = _NO_FLIGHTS,
+    offload: OffloadRequest | None = None,
 ) -> Program:
     """Writes the two functions of a schedule.
 
@@ -50,23 +53,20 @@ def emit(
         owner_of: parameter name -> name of the parameter that it is tied to, its own if none. Of
             the gradients that share an owner, only the last one is final.
         flights: collectives that run beside other ops.
+        offload: where values move; None if none does.
     """
     recomputed = frozenset(schedule.steps[place] for place in schedule.recomputed_positions())
-    ends = last_reads(graph, schedule.forward, schedule.backward)
+    ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
     results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
 
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
+    hooks = HookSchedule(graph, schedule, owner_of, flights)
     backward = GraphWriter(
-        graph,
-        schedule,
-        ends,
-        recomputed,
-        has_run=forward.has_run,
-        hook_schedule=HookSchedule(graph, schedule, owner_of, flights),
-        flights=flights,
-    )
+        graph, schedule, ends, recomputed,
+        has_run=forward.has_run, hook_schedule=hooks, flights=flights,
+    )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
     variants = BackwardVariants(
@@ -91,6 +91,8 @@ def emit(
         layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
+        slots=_slots(graph, schedule),
+        offload=offload,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
     )
@@ -137,8 +139,11 @@ def _write_forward(
     writer: GraphWriter, results: Sequence[fx.Node], saved_storages: Sequence[Storage]
 ) -> list[Argument]:
     """Writes the forward; returns the arguments by which the backward takes its further results."""
+    events = _Events(writer.schedule, is_forward=True)
     for position in range(len(writer.schedule.forward)):
+        events.write_until(position, writer)
         writer.run(position)
+    events.write_until(len(writer.schedule.forward), writer)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
     returned = [writer.value(node) for node in results]
@@ -156,10 +161,36 @@ def _write_backward(
         writer.add_argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
+    events = _Events(schedule, is_forward=False)
     for offset in range(len(schedule.backward)):
+        events.write_until(len(schedule.forward) + offset, writer)
         writer.run(len(schedule.forward) + offset)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
+
+
+class _Events:
+    """The events of moves in one half of a schedule, in the order in which they are written."""
+
+    def __init__(self, schedule: Schedule, *, is_forward: bool) -> None:
+        num_forward = len(schedule.forward)
+        self._waiting: list[PlacedEvent] = [
+            placed
+            for placed in reversed(placed_events(schedule.moves))
+            if placed.is_in_forward(num_forward) == is_forward
+        ]
+
+    def write_until(self, gap: int, writer: GraphWriter) -> None:
+        """Writes the events up to a gap."""
+        while self._waiting and self._waiting[-1].gap <= gap:
+            writer.move(self._waiting.pop())
+
+
+def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
+    if not schedule.moves:
+        return None
+    sizes = [graph.storages[move.storage].num_bytes for move in schedule.moves]
+    return plan_slots(schedule.moves, sizes)
 
 
 def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:
@@ -174,7 +205,18 @@ def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     """Storages that the backward reads before it writes them, in the order of their first write."""
     written: set[Storage] = set()
     saved: set[Storage] = set()
-    for index in schedule.backward:
+    num_forward = len(schedule.forward)
+    events = [
+        placed for placed in placed_events(schedule.moves) if not placed.is_in_forward(num_forward)
+    ][::-1]
+    for position, index in enumerate(schedule.backward, start=num_forward):
+        while events and events[-1].gap <= position:
+            placed = events.pop()
+            moved = graph.storages[schedule.moves[placed.index].storage]
+            if placed.event is MoveEvent.FETCH:
+                written.add(moved)
+            elif moved not in written:
+                saved.add(moved)
         op = graph.ops[index]
         saved.update(
             storage

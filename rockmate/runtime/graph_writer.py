@@ -15,6 +15,7 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
 from rockmate.ops.kernels import as_strided
+from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
 from rockmate.ops.shards import finish_gather, issue_gather, reduce_to_shards
 from rockmate.runtime.gradient_sink import (
@@ -27,6 +28,7 @@ from rockmate.runtime.hook_schedule import HookSchedule
 from rockmate.runtime.program import Argument, ArgumentKind
 from rockmate.runtime.shard_calls import emit_issue, emit_reduction, emit_wait, reduced_names
 from rockmate.schedule.flights import Flights
+from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
 
 
@@ -87,6 +89,7 @@ class GraphWriter:
         self._held_in: dict[Storage, list[fx.Node]] = {}
         self._last_placeholder: fx.Node | None = None
         self._sink_node: fx.Node | None = None
+        self._moves_node: fx.Node | None = None
 
     def add_argument(self, argument: Argument) -> fx.Node:
         """The placeholder of a further argument, behind the others."""
@@ -181,6 +184,23 @@ class GraphWriter:
         for node, role in op.final_gradients:
             self.emit_gradient(node, role)
 
+    def move(self, placed: PlacedEvent) -> None:
+        """Writes an event of a move."""
+        storage = self.source.storages[self.schedule.moves[placed.index].storage]
+        moves, index = self._moves(), placed.index
+        match placed.event:
+            case MoveEvent.SEND:
+                self.graph.call_function(send, (moves, self.value(storage.root), index))
+            case MoveEvent.SENT:
+                self.graph.call_function(sent, (moves, self.value(storage.root), index))
+                self._forget(storage)
+            case MoveEvent.FETCH:
+                self._hold(storage.root, self.graph.call_function(fetch, (moves, index)))
+            case MoveEvent.FETCHED:
+                coming = (moves, self.value(storage.root), index)
+                self._forget(storage)
+                self._hold(storage.root, self.graph.call_function(fetched, coming))
+
     def emit_gradient(self, node: fx.Node, role: Role) -> None:
         """Writes the call that accumulates a parameter's gradient."""
         value = self._sum_without_kept_dims(node) or self.value(self._same_layout_base(node))
@@ -239,8 +259,7 @@ class GraphWriter:
             or not (storage.is_result or storage in self._updates)
         ]
         for storage in written:
-            for stale in self._held_in.pop(storage, ()):
-                self._holders.pop(stale, None)
+            self._forget(storage)
         for storage in written:
             root: Any = storage.root
             if root is op.node:
@@ -249,6 +268,11 @@ class GraphWriter:
             else:
                 item = self.graph.call_function(root.target, (call, root.args[1]))
                 self._hold(root, item)
+
+    def _forget(self, storage: Storage) -> None:
+        """Forgets which nodes hold the storage's values: they are stale, or gone."""
+        for stale in self._held_in.pop(storage, ()):
+            self._holders.pop(stale, None)
 
     def _sum_without_kept_dims(self, node: fx.Node) -> fx.Node | None:
         """Lets a sum drop the dimensions that a view of it drops, and returns the sum.
@@ -293,6 +317,11 @@ class GraphWriter:
                 self.graph.call_function(emit_sliced_matmul, (self._sink(), *args, *owner, *slices))
             case SparseEmbeddingGradient():
                 self.graph.call_function(emit_embedding_gradient, (self._sink(), *args[:4], *owner))
+
+    def _moves(self) -> fx.Node:
+        if self._moves_node is None:
+            self._moves_node = self.add_argument(Argument(ArgumentKind.MOVES, None))
+        return self._moves_node
 
     def _sink(self) -> fx.Node:
         if self._sink_node is None:

@@ -13,6 +13,8 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.size_template import Size
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Op, Storage
+from rockmate.offload.request import OffloadRequest
+from rockmate.schedule.move import SlotPlan
 
 
 class ArgumentKind(enum.Enum):
@@ -29,6 +31,8 @@ class ArgumentKind(enum.Enum):
     STATE = "state"
     # The gradient sink, which accumulates the gradients of parameters.
     SINK = "sink"
+    # What carries out the moves of one call.
+    MOVES = "moves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Argument:
     Attributes:
         kind: what it is.
         source: the role of a static or tangent, the storage of a saved value, the op of a state;
-            None for the sink.
+            None for the sink and for what carries out moves.
     """
 
     kind: ArgumentKind
@@ -91,6 +95,8 @@ class Program:
         forward_code: the forward's source.
         backward_code: the backward's source.
         num_in_flight: number of forwards before a backward that the plan's budget bounds.
+        slots: where moved values wait in the other tier; None if nothing moves.
+        offload: that tier.
     """
 
     forward: Callable[[list[Any]], tuple[Any, ...]]
@@ -112,12 +118,14 @@ class Program:
     forward_code: str
     backward_code: str
     num_in_flight: int = 1
+    slots: SlotPlan | None = None
+    offload: OffloadRequest | None = None
 
     def order_of(self, arguments: Sequence[Argument]) -> list[int]:
         """Positions of a backward's arguments among all that one may take.
 
-        These are the statics of `backward_arguments`, the saved values and states, the sink, and
-        a tangent for each output.
+        These are the statics of `backward_arguments`, the saved values and states, the sink, what
+        carries out moves, and a tangent for each output.
         """
         statics = [
             argument for argument in self.backward_arguments if argument.kind is ArgumentKind.STATIC
@@ -129,9 +137,11 @@ class Program:
             match argument.kind:
                 case ArgumentKind.SINK:
                     order.append(sink)
+                case ArgumentKind.MOVES:
+                    order.append(sink + 1)
                 case ArgumentKind.TANGENT:
                     assert isinstance(argument.source, Role)
-                    order.append(sink + 1 + argument.source.index)
+                    order.append(sink + 2 + argument.source.index)
                 case _:
                     order.append(places[argument])
         return order

@@ -29,6 +29,7 @@ from rockmate.capture.opaque_call import OpaqueBackward
 from rockmate.capture.roles import Role
 from rockmate.capture.size_template import Size, SizeNames, layout_of_node
 from rockmate.graph.ir import Storage
+from rockmate.ops.moves import send, sent
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.gradient_sink import (
@@ -45,7 +46,7 @@ _SUMS = {_aten.add.Tensor, _aten.add.out}
 # Positions of the name and of `is_final` among the arguments of a call of the sink.
 _SINK_CALLS = {emit_gradient: (2, 3), emit_sliced_matmul: (3, 4), emit_embedding_gradient: (5, 6)}
 # Calls with an effect beside their result.
-_EFFECTS = {*_SINK_CALLS, skip_gradient, fire_hooks, exchange_random_state}
+_EFFECTS = {*_SINK_CALLS, skip_gradient, fire_hooks, exchange_random_state, send, sent}
 
 
 class _State(enum.Enum):

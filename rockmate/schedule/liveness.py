@@ -1,8 +1,9 @@
 """Definitions and uses of values in a schedule: the one definition of liveness.
 
-A value is live from the run that makes it to its last read before its op runs once more. This file
-states that once, on arrays of indices: `OpDefUse` holds the reads and writes of each op, `DefUse`
-those of each run of a schedule, sorted by storage, then by time. Everything else derives from it:
+A value is live from the run that makes it, or the copy that brings it back, to its last read before
+its op runs once more, or to the end of the copy that moves it away. This file states that once, on
+arrays of indices: `OpDefUse` holds the reads and writes of each op, `DefUse` those of each run of a
+schedule, sorted by storage, then by time. Everything else derives from it:
 
 | where | what it derives |
 |---|---|
@@ -27,10 +28,12 @@ import numpy as np
 
 from rockmate._arrays import Bools, Ints
 from rockmate.graph.ir import Graph
+from rockmate.schedule.move import Move
 
-# Kinds of access, ascending in the order in which one run does them. COPIED is the copy of a value
-# into its buffer or input at the end of the forward.
-READ, DEFINED, COPIED = 1, 2, 3
+# Kinds of access, ascending in the order in which one run does them. FETCHED makes a value by a
+# copy back, before the run. COPIED reads it behind the run: a copy into its buffer or input at the
+# end of the forward, or a copy out that has to have ended.
+FETCHED, READ, DEFINED, COPIED = 0, 1, 2, 3
 # Number of low bits of a key that hold the kind, and their mask.
 KIND_BITS, KIND_MASK = 2, 3
 
@@ -240,12 +243,13 @@ class DefUse:
         ops: reads and writes of each op.
         steps: indices of the ops in running order.
         is_first: for each run, whether it is the first of its op.
-        keys: each access as one ascending number: storage, position and kind (`READ`, `DEFINED`,
-            `COPIED`), from the high bits to the low ones.
+        keys: each access as one ascending number: storage, position and kind (`FETCHED`, `READ`,
+            `DEFINED`, `COPIED`), from the high bits to the low ones.
         num_bits: number of bits of a key below the storage.
         storage: storage of each access.
         position: position in `steps` of each access.
-        is_definition: whether the access makes the storage; otherwise it reads it.
+        is_definition: whether the access makes the storage, by its op or by a copy back; otherwise
+            it reads it.
         is_last: whether no read follows before the next definition.
     """
 
@@ -260,13 +264,19 @@ class DefUse:
     is_last: Bools
 
     @staticmethod
-    def of(ops: OpDefUse, forward: Sequence[int], backward: Sequence[int]) -> DefUse:
+    def of(
+        ops: OpDefUse,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        moves: Sequence[Move] = (),
+    ) -> DefUse:
         """The definitions and uses of a schedule.
 
         Args:
             ops: reads and writes of each op.
             forward: indices of the ops that run in the forward, in order.
             backward: indices of the ops that run in the backward, in order.
+            moves: values that leave memory and come back.
         """
         steps = np.array([*forward, *backward], dtype=np.int64)
         is_first = _is_first(steps, len(ops.begin) - 1)
@@ -284,9 +294,12 @@ class DefUse:
             copies = np.flatnonzero(ops.is_copied) << num_bits
             copies += (len(forward) - 1 << KIND_BITS) + COPIED
             keys = np.concatenate([keys, copies])
+        if moves:
+            keys = np.concatenate([keys, _move_keys(moves, num_bits)])
         keys.sort()
         storage, position = split_keys(keys, num_bits)
-        is_definition = keys & KIND_MASK == DEFINED
+        kinds = keys & KIND_MASK
+        is_definition = (kinds == DEFINED) | (kinds == FETCHED)
         is_last = np.ones(len(keys), dtype=np.bool_)
         is_last[:-1] = is_definition[1:] | (storage[1:] != storage[:-1])
         return DefUse(
@@ -313,6 +326,14 @@ class DefUse:
         """
         chosen = self.is_last & ~self.ops.is_held[self.storage]
         return self.position[chosen], self.storage[chosen]
+
+
+def _move_keys(moves: Sequence[Move], num_bits: int) -> Ints:
+    """The accesses of moves: the end of each copy out, and each copy back."""
+    ends = [(move.storage, move.sent - 1, COPIED) for move in moves]
+    ends += [(move.storage, move.fetch, FETCHED) for move in moves]
+    storage, position, kind = np.array(ends, dtype=np.int64).T
+    return (storage << num_bits) + (position << KIND_BITS) + kind
 
 
 def split_keys(keys: Ints, num_bits: int) -> tuple[Ints, Ints]:

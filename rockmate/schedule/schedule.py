@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import numpy as np
@@ -21,7 +21,9 @@ import numpy as np
 from rockmate._arrays import Bools, Ints
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.liveness import DefUse, op_def_use
+from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use
+from rockmate.schedule.move import Move
+from rockmate.schedule.move_check import MoveWalk, movable_storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,25 @@ class Schedule:
             recomputation.
         in_place: positions in `steps` of the runs whose result takes over the memory of the first
             operand that may be overwritten and ends there.
+        moves: values that leave memory between runs and come back.
         def_use: definitions and uses of the runs; None if they have not been computed.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     in_place: frozenset[int] = frozenset()
+    moves: tuple[Move, ...] = ()
     def_use: DefUse | None = field(default=None, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Forward and backward in one sequence."""
         return self.forward + self.backward
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Move, ...]]:
+        """Forward, backward and moves: all that liveness depends on."""
+        return self.forward, self.backward, self.moves
 
     def num_recomputations(self) -> int:
         """Number of runs beyond the first of each op."""
@@ -107,7 +116,7 @@ class Schedule:
             and (op.final_gradients or op.is_random or not ends.isdisjoint(op.writes))
         ]
         assert not absent, f"{absent} never run"
-        misplaced = self.in_place - find_in_place(graph, self.forward, self.backward)
+        misplaced = self.in_place - find_in_place(graph, *self.order)
         assert not misplaced, f"no operand ends at {sorted(misplaced)}, so no run there is in place"
         first_draws = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
         assert first_draws == sorted(first_draws), "random ops draw in another order than eager's"
@@ -116,6 +125,10 @@ class Schedule:
         """Asserts that each run may stand where it stands; returns how often each op runs."""
         made: set[Storage] = {storage for storage in graph.storages if storage.is_static}
         runs: Counter[int] = Counter()
+        movable = movable_storages(graph)
+        fixed = [move for move in self.moves if move.storage not in movable]
+        assert not fixed, f"{fixed} move what has to stay"
+        walk = MoveWalk(self.moves, len(self.forward))
         for position, index in enumerate(self.steps):
             op = graph.ops[index]
             if position == len(self.forward):
@@ -125,12 +138,15 @@ class Schedule:
             else:
                 is_first_forward = op.phase is Phase.FORWARD and not runs[index]
                 assert not is_first_forward, f"{op} runs first in the backward"
+            walk.pass_gap(position)
             missing = [storage for storage in op.reads if storage not in made]
             assert not missing, f"{op} at {position} reads {missing} before it is made"
+            walk.run([s.index for s in op.reads], [s.index for s in op.writes])
             is_allowed = not runs[index] or op.recompute_target is not None
             assert is_allowed, f"{op} cannot be recomputed"
             runs[index] += 1
             made.update(op.writes)
+        walk.end()
         return runs
 
 
@@ -154,38 +170,68 @@ def finish(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Sch
         backward = list(compress(backward, is_needed[len(forward) :]))
         forward = list(compress(forward, is_needed))
         def_use = DefUse.of(ops, forward, backward)
-    in_place = _in_place(graph, def_use, len(forward))
-    return Schedule(tuple(forward), tuple(backward), in_place, def_use)
+    in_place = _in_place(graph, def_use)
+    return Schedule(tuple(forward), tuple(backward), in_place, def_use=def_use)
+
+
+def with_moves(graph: Graph, schedule: Schedule, moves: Sequence[Move]) -> Schedule:
+    """The same runs with these moves in place of its own, and every run in place that can be."""
+    def_use = DefUse.of(op_def_use(graph), schedule.forward, schedule.backward, moves)
+    in_place = _in_place(graph, def_use)
+    return replace(schedule, moves=tuple(moves), in_place=in_place, def_use=def_use)
+
+
+def moved_like(other: Schedule, graph: Graph) -> Schedule | None:
+    """The runs and moves of another graph's schedule that are needed here, finished.
+
+    None if runs are left out, since moves stand between them.
+    """
+    schedule = finish(graph, other.forward, other.backward)
+    if not other.moves:
+        return schedule
+    is_same = (schedule.forward, schedule.backward) == (other.forward, other.backward)
+    return with_moves(graph, schedule, other.moves) if is_same else None
 
 
 def last_reads(
-    graph: Graph, forward: Sequence[int], backward: Sequence[int]
+    graph: Graph,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    moves: Sequence[Move] = (),
 ) -> list[list[Storage]]:
-    """For each position the storages that are released when that run has ended.
+    """For each position the storages whose last read that run is, so that it may take their memory.
 
-    `DefUse.released` says which these are.
+    What is still to be copied behind the run is not among them.
     """
     ends: list[list[Storage]] = [[] for _ in range(len(forward) + len(backward))]
-    positions, storages = DefUse.of(op_def_use(graph), forward, backward).released()
-    for position, storage in zip(positions.tolist(), storages.tolist(), strict=True):
+    found = _ended_by_runs(DefUse.of(op_def_use(graph), forward, backward, moves))
+    for position, storage in zip(*(each.tolist() for each in found), strict=True):
         ends[position].append(graph.storages[storage])
     return ends
 
 
-def find_in_place(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> frozenset[int]:
+def find_in_place(
+    graph: Graph,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    moves: Sequence[Move] = (),
+) -> frozenset[int]:
     """Positions whose op has an in-place form and one operand whose memory ends there.
 
     Nobody else holds that memory.
     """
-    return _in_place(graph, DefUse.of(op_def_use(graph), forward, backward), len(forward))
+    return _in_place(graph, DefUse.of(op_def_use(graph), forward, backward, moves))
 
 
-def _in_place(graph: Graph, def_use: DefUse, num_forward: int) -> frozenset[int]:
-    positions, storages = def_use.released()
-    if graph.updates:
-        # A value that ends with the forward is still to be copied then.
-        is_copied = (positions == num_forward - 1) & def_use.ops.is_copied[storages]
-        positions, storages = positions[~is_copied], storages[~is_copied]
+def _ended_by_runs(def_use: DefUse) -> tuple[Ints, Ints]:
+    """`DefUse.released` without the values that are still to be copied behind the run."""
+    is_read = def_use.keys & KIND_MASK != COPIED
+    chosen = def_use.is_last & ~def_use.ops.is_held[def_use.storage] & is_read
+    return def_use.position[chosen], def_use.storage[chosen]
+
+
+def _in_place(graph: Graph, def_use: DefUse) -> frozenset[int]:
+    positions, storages = _ended_by_runs(def_use)
     can_be_taken = operands_in_place(graph)[def_use.steps[positions]] == storages[:, np.newaxis]
     return frozenset(positions[can_be_taken.any(axis=1)].tolist())
 

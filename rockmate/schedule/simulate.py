@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rockmate._arrays import Ints
+from rockmate._arrays import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Phase, Storage
+from rockmate.schedule.lanes import LaneReplay, replay
 from rockmate.schedule.liveness import DefUse, op_def_use
+from rockmate.schedule.move import plan_slots
 from rockmate.schedule.schedule import Schedule
 
 
@@ -33,10 +35,12 @@ class Simulation:
     Attributes:
         peak_bytes: largest entry of `live_bytes`.
         peak_position: position of the first run that reaches it, in `Schedule.steps`.
-        time_ms: sum of the costs of all runs.
+        time_ms: sum of the costs of all runs; with moves, the time of their replay in lanes.
         live_bytes: for each run the bytes of live values, states and workspace while it runs, and
             the saved bytes of the other forwards in flight.
         saved_bytes: bytes live when the forward has ended, outputs included; those of one forward.
+        host_bytes: bytes that moved values take in the other tier, of all forwards in flight.
+        lanes: when the step waits for moves; None without moves.
     """
 
     peak_bytes: int
@@ -44,6 +48,8 @@ class Simulation:
     time_ms: float
     live_bytes: tuple[int, ...]
     saved_bytes: int
+    host_bytes: int = 0
+    lanes: LaneReplay | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     """Memory and time of a schedule of `graph`."""
     def_use = schedule.def_use
     if def_use is None:
-        def_use = DefUse.of(op_def_use(graph), schedule.forward, schedule.backward)
+        def_use = DefUse.of(op_def_use(graph), *schedule.order)
     return simulate_def_use(def_use, schedule, costs)
 
 
@@ -87,6 +93,8 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
         )
     )
     made_bytes = ops.written_bytes[steps]
+    fetched_bytes = _fetched_bytes(schedule, def_use)
+    made_bytes = made_bytes + fetched_bytes
     freed_bytes = np.zeros(len(steps), dtype=np.int64)
     positions, storages = def_use.released()
     np.add.at(freed_bytes, positions, ops.num_bytes[storages])
@@ -97,17 +105,47 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     running = after + freed_bytes + overhead_bytes
     in_place = list(schedule.in_place)
     running[in_place] -= ops.reusing_bytes[steps[in_place]]
+    if schedule.moves:
+        # What comes back before a run is there although the run may need less than nothing.
+        before = after + freed_bytes - ops.written_bytes[steps]
+        running = np.where(fetched_bytes > 0, np.maximum(running, before), running)
     saved_bytes = int(after[num_forward - 1]) if num_forward else 0
     # While this step runs, the other forwards in flight have ended and their backwards not begun.
     running += (ops.num_in_flight - 1) * saved_bytes
     peak_position = int(running.argmax())
+    lanes = None if not schedule.moves else _replayed(schedule, def_use, time_ms, costs)
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
-        time_ms=float(np.cumsum(time_ms)[-1]),
+        time_ms=float(np.cumsum(time_ms)[-1]) if lanes is None else lanes.time_ms,
         live_bytes=tuple(running.tolist()),
         saved_bytes=saved_bytes,
+        host_bytes=ops.num_in_flight * host_bytes_of(schedule, def_use),
+        lanes=lanes,
     )
+
+
+def _moved_bytes(schedule: Schedule, def_use: DefUse) -> list[int]:
+    return [int(def_use.ops.num_bytes[move.storage]) for move in schedule.moves]
+
+
+def _fetched_bytes(schedule: Schedule, def_use: DefUse) -> Ints:
+    """For each position the bytes that come back right before its run."""
+    fetched = np.zeros(len(def_use.steps), dtype=np.int64)
+    for move, num_bytes in zip(schedule.moves, _moved_bytes(schedule, def_use), strict=True):
+        fetched[move.fetch] += num_bytes
+    return fetched
+
+
+def host_bytes_of(schedule: Schedule, def_use: DefUse) -> int:
+    """Bytes that the moved values of one forward take in the other tier."""
+    return plan_slots(schedule.moves, _moved_bytes(schedule, def_use)).num_bytes
+
+
+def _replayed(schedule: Schedule, def_use: DefUse, time_ms: Floats, costs: Costs) -> LaneReplay:
+    assert costs.link is not None, "a schedule with moves needs the rates of a link"
+    moved_bytes = _moved_bytes(schedule, def_use)
+    return replay(time_ms.tolist(), schedule.moves, moved_bytes, costs.link)
 
 
 def _add_states(def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:

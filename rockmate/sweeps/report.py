@@ -171,18 +171,20 @@ _MEASURED_HEADS = ("measured peak", "measured ms", "measured time", "gradients")
 
 def _rows(sweep: Sweep) -> str:
     with_measured = any(row.is_measured for row in sweep.rows)
-    heads = _ROW_HEADS + (_MEASURED_HEADS if with_measured else ())
+    with_moved = any(row.moved_bytes for row in sweep.rows)
+    heads = _ROW_HEADS + (("moved",) if with_moved else ())
+    heads += _MEASURED_HEADS if with_measured else ()
     lines = ["<thead><tr>", *(f"<th>{head}</th>" for head in heads), "</tr></thead><tbody>"]
     for row in sweep.rows:
         lines.append(
-            _row_html(row, with_measured=with_measured)
+            _row_html(row, with_moved=with_moved, with_measured=with_measured)
             if row.is_feasible
             else _infeasible_html(row, num_columns=len(heads))
         )
     return "".join([*lines, "</tbody>"])
 
 
-def _row_html(row: SweepRow, *, with_measured: bool) -> str:
+def _row_html(row: SweepRow, *, with_moved: bool, with_measured: bool) -> str:
     cells = [
         row.strategy,
         size_text(row.budget_bytes),
@@ -194,6 +196,8 @@ def _row_html(row: SweepRow, *, with_measured: bool) -> str:
         _number(row.extra_ms_per_100_mib, ",.1f"),
         _number(row.num_recomputed, ","),
     ]
+    if with_moved:
+        cells.append(peak_text(row.moved_bytes))
     if with_measured:
         spread = (
             f" ± {row.measured_ratio_spread / 2:.3f}"

@@ -24,7 +24,7 @@ from rockmate.errors import InfeasibleBudgetError, SolverLimitError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
-from rockmate.planning.strategies import STRATEGIES
+from rockmate.planning.strategies import STRATEGIES, UNMOVED
 from rockmate.progress import is_terminal
 from rockmate.sweeps.measure import SideBySide
 from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
@@ -40,7 +40,7 @@ def sweep(
     sample_input: Any,
     *,
     budgets: Sequence[Budget] | str | None = None,
-    strategies: Sequence[str] = ("rockmate",),
+    strategies: Sequence[str] | None = None,
     measure: bool = False,
     num_steps: int = 5,
     out: str | Path | None = None,
@@ -56,7 +56,8 @@ def sweep(
         budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every
             tenth of the peak with nothing recomputed down to the smallest feasible one without
             chunks. Twenty and more are planned together; see `Planner.plans`.
-        strategies: names out of `rockmate.STRATEGIES`, to compare.
+        strategies: names out of `rockmate.STRATEGIES`, to compare; by default "rockmate", and with
+            `offload` "recompute" as well, which moves nothing.
         measure: trains a few steps at each budget beside eager: adds measured peak, time, and the
             difference of the gradients. Takes memory for one copy of the weights and gradients on
             the host. The model is put back to what it was.
@@ -78,7 +79,9 @@ def sweep(
     """
     options = SweepOptions(
         budgets=budgets,
-        strategies=strategies,
+        strategies=default_strategies(planner_options.get("offload"))
+        if strategies is None
+        else strategies,
         measure=measure,
         num_steps=num_steps,
         progress=progress,
@@ -137,6 +140,11 @@ def run_sweep(
     return state
 
 
+def default_strategies(offload: str | None) -> tuple[str, ...]:
+    """The strategies of a sweep: where values may move, both curves."""
+    return (_DEFAULT,) if offload is None else (_DEFAULT, UNMOVED)
+
+
 def check_options(options: SweepOptions, machine: Any = None) -> list[Budget] | None:
     """The budgets as a list; all that can be told before a model is captured is told here.
 
@@ -179,6 +187,8 @@ def _begin(planner: Planner, model: nn.Module, title: str) -> Sweep:
         "torch": torch.__version__,
         "baseline_peak_bytes": planner.baseline_peak_bytes,
     }
+    if baseline.offload is not None:
+        settings["offload"] = [baseline.offload.text, baseline.offload.host_bytes]
     if planner.allow_chunking is not None:
         settings["allow_chunking"] = planner.allow_chunking
     return Sweep(title=title, settings=settings, baseline=baseline, timings=dict(planner.timings))

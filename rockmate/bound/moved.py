@@ -1,0 +1,221 @@
+"""A lower bound on the time of every schedule that may also move values to another memory tier.
+
+**Problem.** As for `bound.lower_bound`, and values of the forward may leave memory and come back.
+
+**Relaxation.** One program point b, as there. Each value that is read after b is live at b, or
+recomputed after it, or comes back after it. In the last case it has gone before b. So with C the
+least compute time before b and R that of b and behind it, recomputations Q behind b, and Y bytes
+that come back behind b,
+
+    time >= baseline + Q,   C + Y / in,   Y / out + R + Q,   Y / out + Y / in
+
+and the least time is that of a linear program over what is live, recomputed and moved, without
+whole numbers. Latencies, memory behind b, and that a lane may have to wait are left out.
+
+**Complexity.** One linear program for a point and a budget: about a variable for each op and two
+for each value. The quick bound solves the point that binds without moves, the tight one a few more.
+
+The proof is in docs/internals/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from weakref import WeakKeyDictionary
+
+import pulp
+
+from checkmate import Knapsack, Status
+from checkmate.backend import has_highs, run
+from rockmate.bound.knapsack import knapsack_of
+from rockmate.bound.lower_bound import LowerBound
+from rockmate.bound.program_point import ProgramPoint
+from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.costs.link import Link
+from rockmate.graph.ir import Op, Phase, Storage
+from rockmate.schedule.move_check import movable_storages
+
+# Slack of byte limits, and the share of the optimum that is deducted: above a solver's tolerances.
+_TOLERANCE = 1e-6
+# The baseline's time in a program: solvers stop within an absolute 1e-6 or so of the optimum.
+_SCALED_MS = 1e4
+# Share from which a value counts as moved.
+_MOST = 0.5
+# Number of points of the tight bound, and seconds for one program.
+_NUM_POINTS = 4
+_TIME_LIMIT_S = 10.0
+
+
+def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
+    """Bounds that hold with moves too, of the same graphs.
+
+    Args:
+        bounds: without moves.
+        movable: type of the devices whose values may move.
+        host_bytes: most bytes in the other tier; None for no limit.
+    """
+    if isinstance(bounds, MinBound):
+        return MinBound(lambda: [with_moves(each, movable, host_bytes) for each in bounds.each()])
+    if not isinstance(bounds, LowerBound):
+        return bounds
+    known = _OF_BOUND.setdefault(bounds, {})
+    if (movable, host_bytes) not in known:
+        known[movable, host_bytes] = MovedBound(bounds, movable, host_bytes)
+    return known[movable, host_bytes]
+
+
+class MovedBound:
+    """The bounds of one graph whose values may move.
+
+    Args:
+        unmoved: the bounds without moves, whose points are used.
+        movable: type of the devices whose values may move.
+        host_bytes: most bytes in the other tier; None for no limit.
+    """
+
+    def __init__(self, unmoved: LowerBound, movable: str, host_bytes: int | None) -> None:
+        self._unmoved = unmoved
+        self._movable, self._host_bytes = movable, host_bytes
+        self._known: dict[tuple[int, Op], float] = {}
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """See `Bounds.bound_ms`."""
+        if budget_bytes < self._unmoved.peak_bound_bytes:
+            return inf
+        return self._largest(self._unmoved.points[:1], budget_bytes)
+
+    def tight_bound_ms(self, budget_bytes: int) -> float:
+        """See `Bounds.tight_bound_ms`."""
+        quick_ms = self.bound_ms(budget_bytes)
+        points = self._unmoved.points
+        step = max(1, len(points) // _NUM_POINTS)
+        return max(quick_ms, self._largest(points[::step], budget_bytes))
+
+    def moved_values(self, budget_bytes: int) -> frozenset[int]:
+        """Indices of the storages that the relaxation of the first point moves, most of each."""
+        points = self._unmoved.points[:1]
+        if not points or budget_bytes < points[0].min_bytes:
+            return frozenset()
+        program = _PointProgram(self._unmoved, points[0], self._movable)
+        program.least_ms(budget_bytes - points[0].min_bytes, self._host_bytes)
+        return program.moved
+
+    def _largest(self, points: Sequence[ProgramPoint], budget_bytes: int) -> float:
+        base_ms = self._unmoved.base_ms
+        return max((self._at(point, budget_bytes) for point in points), default=base_ms)
+
+    def _at(self, point: ProgramPoint, budget_bytes: int) -> float:
+        if (budget_bytes, point.op) not in self._known:
+            program = _PointProgram(self._unmoved, point, self._movable)
+            room_bytes = budget_bytes - point.min_bytes
+            self._known[budget_bytes, point.op] = program.least_ms(room_bytes, self._host_bytes)
+        return self._known[budget_bytes, point.op]
+
+
+_OF_BOUND: WeakKeyDictionary[LowerBound, dict[tuple[str, int | None], MovedBound]]
+_OF_BOUND = WeakKeyDictionary()
+
+
+class _PointProgram:
+    """The linear program of one point.
+
+    Attributes:
+        moved: indices of the storages that the last solution moves, most of each.
+    """
+
+    def __init__(self, bound: LowerBound, point: ProgramPoint, movable: str) -> None:
+        graph, costs = bound.graph, bound.costs
+        assert costs.link is not None
+        self._link: Link = costs.link
+        self._base_ms = bound.base_ms
+        first = costs.first
+        before = [op for op in graph.ops if op.phase is Phase.FORWARD]
+        self._before_ms = sum(first[op.index].time_ms for op in (*before, *point.before))
+        self._after_ms = sum(first[op.index].time_ms for op in (point.op, *point.after))
+        ops = [op for op in graph.ops if op.phase is not Phase.BACKWARD]
+        self._problem, values = knapsack_of(
+            ops, point.after, costs, available=point.live, with_states=True, free=bound.forced
+        )
+        allowed = movable_storages(graph, movable)
+        self._values = values
+        self.moved: frozenset[int] = frozenset()
+        self._movable = [
+            index
+            for index, storage in enumerate(values)
+            if storage.index in allowed and _is_of_forward(storage)
+        ]
+
+    def least_ms(self, room_bytes: int, host_bytes: int | None) -> float:
+        """The least time with so many bytes of the forward's values in memory at the point."""
+        if room_bytes < 0:
+            return inf
+        problem, scale = self._problem, _SCALED_MS / max(self._base_ms, 1e-9)
+        program = pulp.LpProblem("moves", pulp.LpMinimize)
+        saved = [program.add_variable(f"s{i}", 0, 1) for i in range(len(problem.value_bytes))]
+        moved = {i: program.add_variable(f"m{i}", 0, 1) for i in self._movable}
+        runs = {
+            i: program.add_variable(f"r{i}", 0, 1)
+            for i, op in enumerate(problem.ops)
+            if op.recomputable
+        }
+        program += _saved_limit(problem, saved, room_bytes)
+        _demand_reads(program, problem, saved, moved, runs)
+        recompute_ms = pulp.lpSum(problem.ops[i].time_ms * scale * run for i, run in runs.items())
+        moved_bytes = pulp.lpSum(problem.value_bytes[i] * 1e-6 * each for i, each in moved.items())
+        if host_bytes is not None:
+            program += moved_bytes <= host_bytes * 1e-6 * (1 + _TOLERANCE)
+        out_ms = moved_bytes * (scale / self._link.out_gb_per_s)
+        in_ms = moved_bytes * (scale / self._link.in_gb_per_s)
+        time_ms = program.add_variable("time", 0)
+        program.setObjective(1 * time_ms)
+        program += time_ms >= self._base_ms * scale + recompute_ms
+        program += time_ms >= self._before_ms * scale + in_ms
+        program += time_ms >= self._after_ms * scale + recompute_ms + out_ms
+        program += time_ms >= out_ms + in_ms
+        outcome = run(program, _TIME_LIMIT_S, "highs" if has_highs() else "cbc")
+        if outcome.status is Status.INFEASIBLE:
+            return inf
+        self.moved = frozenset(
+            self._values[i].index for i, each in moved.items() if (each.value() or 0.0) > _MOST
+        )
+        return max(self._base_ms, outcome.bound / scale - _TOLERANCE * self._base_ms)
+
+
+def _saved_limit(
+    problem: Knapsack, saved: Sequence[pulp.LpVariable], room_bytes: int
+) -> pulp.LpConstraint:
+    """That what is live fits the room, in shares of it, with a tolerance."""
+    scale = 1 / max(room_bytes, 1)
+    total = pulp.lpSum(
+        num_bytes * scale * each for num_bytes, each in zip(problem.value_bytes, saved, strict=True)
+    )
+    return total <= room_bytes * scale + _TOLERANCE
+
+
+def _demand_reads(
+    program: pulp.LpProblem,
+    problem: Knapsack,
+    saved: Sequence[pulp.LpVariable],
+    moved: dict[int, pulp.LpVariable],
+    runs: dict[int, pulp.LpVariable],
+) -> None:
+    """Demands what is read behind the point, and what a recomputation reads."""
+    makers: dict[int, list[int]] = {}
+    for index, op in enumerate(problem.ops):
+        for value in op.outputs if index in runs else ():
+            makers.setdefault(value, []).append(index)
+
+    def available(value: int) -> pulp.LpAffineExpression:
+        made = [runs[index] for index in makers.get(value, ())]
+        return pulp.lpSum([saved[value], *made, *([moved[value]] if value in moved else [])])
+
+    for value in problem.required:
+        program += available(value) >= 1
+    for index, op in enumerate(problem.ops):
+        for value in op.inputs if index in runs else ():
+            program += available(value) >= runs[index]
+
+
+def _is_of_forward(storage: Storage) -> bool:
+    return storage.producer is not None and storage.producer.phase is Phase.FORWARD

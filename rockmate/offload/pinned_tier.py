@@ -1,0 +1,161 @@
+"""Pinned host memory as a tier of a CUDA device: a stream for each direction, and events.
+
+No copy makes the host wait. Let C be the stream on which a step's ops run, and O and I the streams
+of the two directions. What orders them:
+
+| event of a move | on the streams | so that |
+|---|---|---|
+| send | O waits for C, then copies and records e | the copy reads what the op has made |
+| sent | C waits for e | what C does next may use the value's memory |
+| fetch | I waits for C, then copies and records f | the copy reads what was sent, for C has waited for e; and it writes into memory that C has done with |
+| fetched | C waits for f | readers find the value |
+
+The allocator gives memory that was allocated on C to later work on C at once, in host order. All
+that O reads and I writes was allocated on C, and is released only when C has waited for the copy.
+So `record_stream` is not needed, which would keep the memory until some later event, at a place
+that no plan knows. Copies of an abandoned step are waited for before their memory is released.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import torch
+
+from rockmate.errors import OffloadError
+from rockmate.offload.disk_tier import limit_text
+
+
+class PinnedTier:
+    """Slabs of pinned memory. One that a step no longer needs serves the next one.
+
+    Args:
+        limit_bytes: most bytes of all slabs together; None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._free: list[torch.Tensor] = []
+        self._num_lent_bytes = 0
+        # Of each device: the streams of copies out and of copies back.
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return self._num_lent_bytes + sum(len(memory) for memory in self._free)
+
+    def borrow(self, num_bytes: int) -> PinnedSlab:
+        """A slab of at least so many bytes; errors as for `Tier.borrow`."""
+        fitting = [memory for memory in self._free if len(memory) >= num_bytes]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free = [each for each in self._free if each is not memory]
+        else:
+            # Smaller ones serve no step like this.
+            self._free.clear()
+            limit_bytes = self._limit_bytes
+            if limit_bytes is not None and self._num_lent_bytes + num_bytes > limit_bytes:
+                raise OffloadError(limit_text(num_bytes, self._num_lent_bytes, limit_bytes))
+            memory = _pinned(num_bytes)
+        self._num_lent_bytes += len(memory)
+        return PinnedSlab(memory, self)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Takes a slab's memory back."""
+        self._num_lent_bytes -= len(memory)
+        self._free.append(memory)
+
+    def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The streams of copies out and of copies back."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+class PinnedSlab:
+    """Pinned memory that one step has to itself."""
+
+    def __init__(self, memory: torch.Tensor, tier: PinnedTier) -> None:
+        self._memory, self._tier = memory, tier
+        self._pending: list[StreamCopy] = []
+
+    def copy_out(self, offset: int, source: torch.Tensor) -> StreamCopy:
+        """See `Slab`."""
+        _check_device(source)
+        stream, _ = self._tier.streams(source.device)
+        place = self._memory[offset : offset + len(source)]
+        return self._issue(stream, source=source, target=place, device=source.device)
+
+    def copy_in(self, offset: int, target: torch.Tensor) -> StreamCopy:
+        """See `Slab`."""
+        _, stream = self._tier.streams(target.device)
+        place = self._memory[offset : offset + len(target)]
+        return self._issue(stream, source=place, target=target, device=target.device)
+
+    def release(self) -> None:
+        """See `Slab`."""
+        for copy in self._pending:
+            copy.wait()
+        self._pending.clear()
+        self._tier.take_back(self._memory)
+
+    def _issue(
+        self,
+        stream: torch.cuda.Stream,
+        *,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        device: torch.device,
+    ) -> StreamCopy:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        copy = StreamCopy(event, device, (source, target))
+        self._pending = [each for each in self._pending if not each.is_waited_for]
+        self._pending.append(copy)
+        return copy
+
+
+class StreamCopy:
+    """A copy on a stream of its own. It holds its tensors until the step's stream waits for it."""
+
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        device: torch.device,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._event, self._device = event, device
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = tensors
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the step's stream waits for it, or has done so."""
+        return self._tensors is None
+
+    def wait(self) -> None:
+        """Has the current stream of the device wait; the host goes on."""
+        if self._tensors is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self._tensors = None
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        msg = (
+            f"moved values take {num_bytes:,} bytes of pinned host memory, which cannot be had: "
+            f"{error}. Bound it with host_budget, or leave offload out."
+        )
+        raise OffloadError(msg) from error
+
+
+def _check_device(value: torch.Tensor) -> None:
+    if value.device.type != "cuda":
+        msg = (
+            f"offload='host' moves values of a GPU, and one of this step is on {value.device}. "
+            "Plan again on this machine."
+        )
+        raise OffloadError(msg)

@@ -1,0 +1,85 @@
+"""The moves of one call, from its forward to the end of its backward."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from rockmate.errors import OffloadError
+from rockmate.offload.tier import Pending, Slab
+from rockmate.schedule.move import SlotPlan
+
+
+@dataclass(slots=True)
+class _Layout:
+    """How to make a tensor of the bytes of its storage."""
+
+    num_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    sizes: torch.Size
+    strides: tuple[int, ...]
+
+
+class StepMoves:
+    """Carries out the moves of one call, which the emitted code names by their index.
+
+    It moves whole storages: every view of a value comes back with it. Its slab goes back to the
+    tier when nothing refers to it any more: after the backward, or when the step is given up.
+
+    Args:
+        slab: bytes of the tier for all slots.
+        slots: where each move's bytes wait.
+    """
+
+    def __init__(self, slab: Slab, slots: SlotPlan) -> None:
+        self._slab, self._slots = slab, slots
+        self._layouts: dict[int, _Layout] = {}
+        self._leaving: dict[int, Pending] = {}
+        self._coming: dict[int, Pending] = {}
+        weakref.finalize(self, slab.release).atexit = False
+
+    def send(self, value: torch.Tensor, index: int) -> None:
+        """Begins to copy a value out."""
+        source = _bytes_of(value)
+        if source.numel() > self._slots.sizes[index]:
+            msg = (
+                f"a value of {source.numel():,} bytes was planned to take "
+                f"{self._slots.sizes[index]:,}, so it cannot be moved. Leave offload out."
+            )
+            raise OffloadError(msg)
+        self._layouts[index] = _Layout(
+            num_bytes=source.numel(),
+            dtype=value.dtype,
+            device=value.device,
+            offset=int(value.storage_offset()),
+            sizes=value.size(),
+            strides=value.stride(),
+        )
+        self._leaving[index] = self._slab.copy_out(self._slots.offsets[index], source)
+
+    def sent(self, index: int) -> None:
+        """Waits until the copy out has ended. Again for a kept graph: then it has long ended."""
+        pending = self._leaving.pop(index, None)
+        if pending is not None:
+            pending.wait()
+
+    def fetch(self, index: int) -> torch.Tensor:
+        """Begins to copy a value back; the result is not to be read yet."""
+        layout = self._layouts[index]
+        target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device)
+        self._coming[index] = self._slab.copy_in(self._slots.offsets[index], target)
+        value = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        return value.set_(target.untyped_storage(), layout.offset, layout.sizes, layout.strides)
+
+    def fetched(self, index: int) -> None:
+        """Waits until the copy back has ended."""
+        self._coming.pop(index).wait()
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())

@@ -1,0 +1,233 @@
+"""Moves together with all else that a planned step may have."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import moves
+import pytest
+import torch
+import transformers
+from helpers import differing, gradients_of
+from torch import Tensor, nn
+
+from rockmate import MissingCompilerError, RockmateModule
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves.use_fast_link(monkeypatch)
+
+
+def layers(width: int = 256, number: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts).train()
+
+
+X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+
+
+def same_step(module: Any, eager: nn.Module, x: Tensor) -> None:
+    for callee in (module, eager):
+        callee.zero_grad()
+        callee(x).square().mean().backward()
+    assert not differing(gradients_of(module), gradients_of(eager))
+
+
+def test_varying_shapes_move_within_the_same_bytes(tmp_path: Path) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+    assert module.plan.schedule.moves
+    budget = module.plan.budget_bytes
+    for rows in (128, 96, 64, 128, 96, 160):
+        same_step(module, eager, torch.randn(rows, 256))
+        assert module.plan.budget_bytes == budget
+        assert module.plan.predicted_peak_bytes <= budget
+    assert module.plan.schedule.moves
+
+
+def test_a_smaller_batch_reuses_the_schedule_with_its_moves(tmp_path: Path) -> None:
+    model = layers()
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+    num_moves = len(module.plan.schedule.moves)
+    same_step(module, copy.deepcopy(model), torch.randn(127, 256))
+    assert len(module.plan.schedule.moves) == num_moves
+
+
+def test_frozen_layers(tmp_path: Path) -> None:
+    model = layers()
+    for parameter in model[:6].parameters():
+        parameter.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    module = RockmateModule(model, x, 0.5, offload=f"disk:{tmp_path}")
+    assert module.plan.schedule.moves
+    same_step(module, copy.deepcopy(model), x)
+
+
+class Head(nn.Module):
+    """Layers under a loss of many logits, which may run in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = layers(64, 4), nn.Linear(64, 2048, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x)), labels)
+
+
+def test_chunks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Head()
+    sample = {"x": torch.randn(256, 64), "labels": torch.randint(0, 2048, (256,))}
+    module = RockmateModule(model, sample, 600_000, offload=f"disk:{tmp_path}", allow_chunking=True)
+    assert "loss_chunks" in module.plan.options
+    eager = copy.deepcopy(model)
+    for callee in (module, eager):
+        callee(**sample).backward()
+    ours, theirs = gradients_of(model), gradients_of(eager)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_marks_keep_a_value_here(tmp_path: Path) -> None:
+    free = RockmateModule(layers(), X, 0.5, offload=f"disk:{tmp_path}").plan
+    marked = RockmateModule(layers(), X, 0.5, offload=f"disk:{tmp_path}", marks={"2": "save"}).plan
+    saved = {i for i, each in enumerate(marked.snapshot.storages) if each.mark == "save"}
+    assert saved
+    assert {move.storage for move in free.schedule.moves} & saved
+    assert not {move.storage for move in marked.schedule.moves} & saved
+
+
+def test_two_forwards_in_flight_count_twice(tmp_path: Path) -> None:
+    model = layers()
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", in_flight=2)
+    plan = module.plan
+    assert plan.schedule.moves
+    sizes = {plan.snapshot.storages[move.storage].num_bytes for move in plan.schedule.moves}
+    assert plan.simulation.host_bytes >= 2 * len(plan.schedule.moves) * min(sizes)
+    eager = copy.deepcopy(model)
+    for callee in (module, eager):
+        one, other = callee(X).square().mean(), callee(2 * X).square().mean()
+        (one + other).backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_outputs_outside_the_loss(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = layers(number=4), layers(number=4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(x).square().mean(), self.right(x).square().mean()
+
+    model = Two()
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", differentiable="all")
+    assert module.plan.schedule.moves
+    eager = copy.deepcopy(model)
+    for index in (0, 1):
+        for callee in (module, eager):
+            callee.zero_grad()
+            callee(X)[index].backward()
+        assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_a_copy_has_a_tier_of_its_own(tmp_path: Path) -> None:
+    model = layers()
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+    same_step(module, copy.deepcopy(model), X)
+    twin = copy.deepcopy(module)
+    same_step(twin, copy.deepcopy(model), X)
+
+
+def test_what_an_opaque_module_takes_or_returns_stays(tmp_path: Path) -> None:
+    model = layers()
+    model[4] = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, X, 0.75, offload=f"disk:{tmp_path}", untraced=("4",))
+    plan = module.plan
+    assert plan.schedule.moves
+    opaque = [op for op in plan.graph.ops if "Opaque" in type(op.node.target).__name__]
+    held = {
+        s.index for op in opaque if op.phase.value == "forward" for s in (*op.reads, *op.writes)
+    }
+    assert held
+    assert not held & {move.storage for move in plan.schedule.moves}
+    same_step(module, eager, X)
+
+
+def test_frames_do_not_move(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"offload belongs to planning"):
+        RockmateModule(layers(), X, 0.5, mode="frames", offload=f"disk:{tmp_path}")
+
+
+def test_compiled(tmp_path: Path) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(
+        model, backend="rockmate", options={"budget": 0.5, "offload": f"disk:{tmp_path}"}
+    )
+    for callee in (compiled, eager):
+        callee(X).square().mean().backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    plain = transformers.LlamaForCausalLM(config)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(plain, adapters).train()
+    words = torch.randint(0, 500, (2, 64))
+    batch = {"input_ids": words, "labels": words}
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, batch, 0.5, offload=f"disk:{tmp_path}")
+    assert module.plan.schedule.moves
+    for callee in (module, eager):
+        torch.manual_seed(1)
+        callee(**batch).loss.backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_fused_kernels(tmp_path: Path) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    try:
+        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", kernels="fused")
+    except MissingCompilerError:
+        pytest.skip("no compiler")
+    assert module.plan.schedule.moves
+    for callee in (module, eager):
+        callee(X).square().mean().backward()
+    ours, theirs = gradients_of(model), gradients_of(eager)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = layers()
+        eager = copy.deepcopy(model)
+        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+        assert module.plan.schedule.moves
+        parallel = nn.parallel.DistributedDataParallel(module)
+        for _ in range(2):
+            for callee in (parallel, eager):
+                callee(X).square().mean().backward()
+        assert not differing(gradients_of(model), gradients_of(eager))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,257 @@
+"""What goes wrong with a tier is named, costs one step, and leaves no file behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import fcntl
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import moves
+import pytest
+import torch
+from helpers import differing, gradients_of
+from torch import nn
+
+from rockmate import RockmateModule
+from rockmate.errors import InvalidBudgetError, OffloadError
+from rockmate.offload import copy_thread, disk_file
+from rockmate.offload.disk_file import DiskFile, remove_stale_files
+
+X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves.use_fast_link(monkeypatch)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    parts = [part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(*parts).train()
+
+
+def module_of(folder: Path, **options: object) -> RockmateModule:
+    module = RockmateModule(layers(), X, 0.5, offload=f"disk:{folder}", **options)
+    assert module.plan.schedule.moves
+    return module
+
+
+def step(module: Callable[..., torch.Tensor]) -> None:
+    module(X).square().mean().backward()
+
+
+def check_usable(module: RockmateModule, folder: Path) -> None:
+    """The next step has eager's gradients, and the folder is empty."""
+    module.zero_grad()
+    eager = copy.deepcopy(module.original)
+    eager.zero_grad()
+    step(module)
+    step(eager)
+    assert not differing(gradients_of(module.original), gradients_of(eager))
+    assert list(folder.iterdir()) == []
+
+
+def failing_after(
+    number: int, call: Callable[..., int], error: BaseException
+) -> Callable[..., int]:
+    calls = []
+
+    def fail(*args: object) -> int:
+        calls.append(args)
+        if len(calls) == number:
+            raise error
+        return call(*args)
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+def test_a_copy_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(tmp_path)
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(os, name, failing_after(2, getattr(os, name), error))
+    with pytest.raises(OffloadError, match=r"Input/output error.*next one begins anew"):
+        step(module)
+    check_usable(module, tmp_path)
+
+
+def test_a_full_disk_shows_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(tmp_path)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing_after(1, os.posix_fallocate, error))
+        with pytest.raises(OffloadError, match=r"take [\d,]+ bytes of .*host_budget"):
+            step(module)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    check_usable(module, tmp_path)
+
+
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    module = module_of(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(OffloadError, match=r"does not exist\. Make it"):
+        step(module)
+    folder.mkdir()
+    check_usable(module, folder)
+    # A file that a step has, it keeps.
+    output = module(X)
+    shutil.rmtree(folder)
+    output.square().mean().backward()
+    step(module)
+
+
+def test_a_folder_that_was_never_there(tmp_path: Path) -> None:
+    module = RockmateModule(layers(), X, 0.5, offload=f"disk:{tmp_path / 'none'}")
+    with pytest.raises(OffloadError, match="does not exist"):
+        step(module)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_an_interrupt_in_mid_copy(
+    half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path)
+    wait = copy_thread.FileCopy.wait
+    with monkeypatch.context() as patch:
+        # The copy goes on when the step has been given up.
+        slow = lambda *args: (time.sleep(0.02), os_pwrite(*args))[1]  # noqa: E731
+        os_pwrite = os.pwrite
+        patch.setattr(os, "pwrite", slow)
+        number = 1 if half == "forward" else len(module.plan.schedule.moves) + 2
+        patch.setattr(
+            copy_thread.FileCopy, "wait", failing_after(number, wait, KeyboardInterrupt())
+        )
+        with pytest.raises(KeyboardInterrupt):
+            step(module)
+    check_usable(module, tmp_path)
+
+
+def test_an_error_of_the_step_itself_gives_the_slab_back(tmp_path: Path) -> None:
+    module = module_of(tmp_path)
+    output = module(X)
+    handle = module.original[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.square().mean().backward()
+    handle.remove()
+    del output
+    gc.collect()
+    check_usable(module, tmp_path)
+
+
+def test_the_host_budget_bounds_all_pending_steps(tmp_path: Path) -> None:
+    needed = module_of(tmp_path).plan.simulation.host_bytes
+    module = module_of(tmp_path, host_budget=needed + needed // 2)
+    first = module(X)
+    with pytest.raises(OffloadError, match=f"host_budget is {needed + needed // 2:,}"):
+        module(X)
+    first.square().mean().backward()
+    check_usable(module, tmp_path)
+
+
+def test_arguments_that_cannot_be_read(tmp_path: Path) -> None:
+    for offload in ("ssd", "disk", "disk:", "host:/tmp", 3):
+        with pytest.raises(ValueError, match="choose None"):
+            RockmateModule(layers(), X, 0.5, offload=offload)
+    with pytest.raises(ValueError, match="bounds what moves"):
+        RockmateModule(layers(), X, 0.5, host_budget="1GiB")
+    with pytest.raises(ValueError, match="write bytes"):
+        RockmateModule(layers(), X, 0.5, offload=f"disk:{tmp_path}", host_budget=0.5)
+    with pytest.raises(InvalidBudgetError):
+        RockmateModule(layers(), X, 0.5, offload=f"disk:{tmp_path}", host_budget="much")
+
+
+def test_host_memory_is_no_tier_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(OffloadError, match=r"on cpu, which is there already\. Use offload='disk:"):
+        RockmateModule(layers(), X, 0.5, offload="host")
+
+
+def test_a_disk_is_no_tier_of_a_model_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rockmate import Planner
+
+    monkeypatch.undo()
+    with pytest.raises(OffloadError, match=r"is on cuda\. Use offload='host'"):
+        Planner(layers(), X, machine="h100", offload=f"disk:{tmp_path}")
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def test_files_have_no_name(tmp_path: Path) -> None:
+    file = DiskFile(str(tmp_path), 1 << 20)
+    assert not list(tmp_path.iterdir())
+    assert os.fstat(file.descriptor).st_size == 1 << 20
+    assert os.fstat(file.descriptor).st_blocks * 512 >= 1 << 20
+
+
+def test_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:
+    stale, mine = tmp_path / "rockmate-offload-1-ab", tmp_path / "rockmate-offload-2-cd"
+    other = tmp_path / "weights"
+    for path in (stale, mine, other):
+        path.write_bytes(b"x")
+    with mine.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert remove_stale_files(str(tmp_path)) == [stale.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, other.name]
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from rockmate.offload.disk_file import DiskFile
+file = DiskFile({str(tmp_path)!r}, 1 << 20)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -9
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_direct_access_is_used_by_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os_open, dropped = os.open, []
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            os.close(os_open(path, flags & ~os.O_DIRECT, *rest))
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os_open(path, flags, *rest)
+
+    monkeypatch.setattr(disk_file.os, "open", refuse)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: dropped.append(args))
+    module = module_of(tmp_path)
+    check_usable(module, tmp_path)
+    assert len(dropped) == 2 * len(module.plan.schedule.moves)
+    assert all(advice == os.POSIX_FADV_DONTNEED for *_, advice in dropped)
+
+
+def test_the_thread_ends_with_its_module(tmp_path: Path) -> None:
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "rockmate-offload"]
+
+    before = len(threads())
+    module = module_of(tmp_path)
+    step(module)
+    assert len(threads()) == before + 1
+    del module
+    gc.collect()
+    for _ in range(100):
+        if len(threads()) == before:
+            break
+        time.sleep(0.01)
+    assert len(threads()) == before

@@ -1,0 +1,185 @@
+"""Pinned memory, rehearsed without a GPU: streams that do their work as late as they may.
+
+Ops run on the CPU and stand for the step's stream C. A copy is put into the queue of its stream and
+runs when C waits for an event behind it. So whatever reads too early finds other bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import moves
+import pytest
+import torch
+from helpers import differing, gradients_of
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import rockmate.runtime.autograd
+from rockmate import RockmateModule
+from rockmate.errors import OffloadError
+from rockmate.offload import pinned_tier
+from rockmate.offload.pinned_tier import PinnedTier
+
+LOG: list[tuple[str, Any]] = []
+
+
+class LateStream:
+    """A queue of copies. It has no way to make the host wait."""
+
+    def __init__(self, device: object = None) -> None:
+        del device
+        self.queue: list[Callable[[], object]] = []
+        self.num_done = 0
+
+    def wait_stream(self, other: LateStream) -> None:
+        LOG.append(("wait_stream", (self, other)))
+        # C is ahead of every queue: it has run all that was asked of it.
+        assert other is MAIN[0]
+
+    def wait_event(self, event: LateEvent) -> None:
+        LOG.append(("wait_event", (self, event)))
+        assert self is MAIN[0]
+        event.stream.run_until(event.number)
+
+    def run_until(self, number: int) -> None:
+        while self.num_done < number:
+            self.queue[self.num_done]()
+            self.num_done += 1
+
+
+class LateEvent:
+    """The end of a stream's queue at some time."""
+
+    def record(self, stream: LateStream) -> None:
+        self.stream, self.number = stream, len(stream.queue)
+
+
+class Queueing(TorchFunctionMode):
+    """Puts copies into the queue of a stream."""
+
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            target, source = args
+            assert kwargs == {"non_blocking": True}
+            LOG.append(("copy", self.stream))
+            self.stream.queue.append(lambda: target.copy_(source))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_stream(stream: LateStream) -> Iterator[None]:
+    with Queueing(stream):
+        yield
+
+
+MAIN = [LateStream()]
+
+
+@pytest.fixture(autouse=True)
+def late_streams(monkeypatch: pytest.MonkeyPatch) -> PinnedTier:
+    LOG.clear()
+    MAIN[0] = LateStream()
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: MAIN[0])
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(pinned_tier, "_check_device", lambda _: None)
+    monkeypatch.setattr(pinned_tier, "_pinned", lambda n: torch.full((n,), 255, dtype=torch.uint8))
+    tier = PinnedTier()
+    monkeypatch.setattr(rockmate.runtime.autograd, "tier_of", lambda *_: tier)
+    moves.use_fast_link(monkeypatch)
+    return tier
+
+
+X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+
+
+def module_of(folder: Path) -> RockmateModule:
+    torch.manual_seed(0)
+    parts = [part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU())]
+    module = RockmateModule(nn.Sequential(*parts), X, 0.5, offload=f"disk:{folder}")
+    assert module.plan.schedule.moves
+    return module
+
+
+def test_late_copies_bring_back_the_bits(tmp_path: Path, late_streams: PinnedTier) -> None:
+    module = module_of(tmp_path)
+    eager = copy.deepcopy(module.original)
+    for step in range(3):
+        for callee in (module, eager):
+            callee.zero_grad()
+            callee(X + step).square().mean().backward()
+        assert not differing(gradients_of(module.original), gradients_of(eager))
+    assert late_streams.num_bytes == module.plan.simulation.host_bytes
+
+
+def test_each_copy_waits_for_the_step_and_is_waited_for(tmp_path: Path) -> None:
+    module = module_of(tmp_path)
+    module(X).square().mean().backward()
+    number = len(module.plan.schedule.moves)
+    kinds = [kind for kind, _ in LOG]
+    assert kinds.count("copy") == kinds.count("wait_stream") == kinds.count("wait_event")
+    assert kinds.count("copy") == 2 * number
+    for place, (kind, stream) in enumerate(LOG):
+        if kind == "copy":
+            assert LOG[place - 1] == ("wait_stream", (stream, MAIN[0]))
+    streams = {stream for kind, stream in LOG if kind == "copy"}
+    assert len(streams) == 2
+    assert MAIN[0] not in streams
+    assert not hasattr(LateStream, "synchronize")
+
+
+def test_an_abandoned_step_is_waited_for_before_its_memory_goes(
+    tmp_path: Path, late_streams: PinnedTier
+) -> None:
+    module = module_of(tmp_path)
+    issue = pinned_tier.PinnedSlab.copy_out
+    copies = []
+
+    def noted(*args: Any) -> Any:
+        copies.append(issue(*args))
+        if len(copies) == 2:
+            raise KeyboardInterrupt
+        return copies[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned_tier.PinnedSlab, "copy_out", noted)
+        with pytest.raises(KeyboardInterrupt):
+            module(X)
+    gc.collect()
+    assert all(each.is_waited_for for each in copies)
+    assert late_streams.num_bytes == module.plan.simulation.host_bytes
+    module(X).square().mean().backward()
+
+
+def test_pinned_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(OffloadError, match=r"take 4,096 bytes of pinned.*host_budget"):
+        PinnedTier().borrow(4096)
+    assert PinnedTier(8192).num_bytes == 0
+    with pytest.raises(OffloadError, match=r"host_budget is 100"):
+        PinnedTier(100).borrow(4096)
+
+
+def test_values_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(pinned_tier, "_pinned", lambda n: torch.empty(n, dtype=torch.uint8))
+    slab = PinnedTier().borrow(4096)
+    with pytest.raises(OffloadError, match="one of this step is on cpu"):
+        slab.copy_out(0, torch.zeros(16, dtype=torch.uint8))

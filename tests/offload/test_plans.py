@@ -1,0 +1,155 @@
+"""Plans with moves: never slower, below the least peak of recomputation, the same from a file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import models
+import moves
+import pytest
+import torch
+from helpers import differing, gradients_of
+from torch import nn
+
+from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
+from rockmate.costs.link import Link
+
+SLOW = Link(out_gb_per_s=0.5, in_gb_per_s=0.5, latency_ms=0.01, duplex=0.8)
+
+
+def layers(width: int = 256, number: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts).train()
+
+
+X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves.use_fast_link(monkeypatch)
+
+
+def planner_of(folder: Path, **options: object) -> Planner:
+    return Planner(layers(), X, machine="cpu-avx2", offload=f"disk:{folder}", **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
+@pytest.mark.parametrize("link", [moves.FAST, SLOW], ids=["fast", "slow"])
+def test_a_plan_with_moves_is_never_slower_and_fits(
+    name: str, link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves.use_fast_link(monkeypatch, link)
+    workload = models.medium(name)
+    plain = Planner(workload.model, workload.sample, machine="cpu-avx2")
+    planner = Planner(
+        workload.model, workload.sample, machine="cpu-avx2", offload=f"disk:{tmp_path}"
+    )
+    assert planner.baseline_peak_bytes == plain.baseline_peak_bytes
+    assert planner.minimum_peak_bytes <= plain.minimum_peak_bytes
+    for share in (0.6, 0.3):
+        budget = int(share * plain.baseline_peak_bytes)
+        try:
+            without_ms = plain.plan(budget).predicted_ms
+        except InfeasibleBudgetError:
+            without_ms = float("inf")
+        try:
+            plan = planner.plan(budget)
+        except InfeasibleBudgetError:
+            assert without_ms == float("inf")
+            continue
+        assert plan.predicted_ms <= without_ms * (1 + 1e-9)
+        assert plan.predicted_peak_bytes <= budget
+        plan.schedule.verify(plan.graph)
+
+
+def test_moves_reach_budgets_below_the_least_peak_of_recomputation(
+    tmp_path: Path,
+) -> None:
+    workload = models.medium("vit-base")
+    plain = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+    planner = Planner(
+        workload.model,
+        workload.sample,
+        machine="cpu-avx2",
+        offload=f"disk:{tmp_path}",
+        allow_chunking=False,
+    )
+    least = planner.minimum_peak_bytes
+    assert least < 0.9 * plain.minimum_peak_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        plain.plan(least)
+    plan = planner.plan(least)
+    assert plan.predicted_peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.plan(least // 2)
+    assert planner.plan(caught.value.minimum_bytes).predicted_peak_bytes <= least
+
+
+def test_the_host_budget_is_kept(tmp_path: Path) -> None:
+    free = planner_of(tmp_path).plan(0.5)
+    assert free.simulation.host_bytes > 400_000
+    bounded = planner_of(tmp_path, host_budget=700_000).plan(0.5)
+    assert 0 < bounded.simulation.host_bytes <= 700_000
+    assert bounded.predicted_ms >= free.predicted_ms
+
+
+def test_a_file_holds_the_moves(tmp_path: Path) -> None:
+    plan = planner_of(tmp_path, host_budget="1GiB").plan(0.5)
+    assert plan.schedule.moves
+    text = plan.to_text()
+    read = Plan.from_text(text)
+    assert read.schedule.moves == plan.schedule.moves
+    assert read.offload == plan.offload
+    assert read.costs.link == plan.costs.link
+    assert (read.predicted_ms, read.simulation) == (plan.predicted_ms, plan.simulation)
+    assert read.to_text() == text
+    model, eager = layers(), layers()
+    other = tmp_path / "other"
+    other.mkdir()
+    module = RockmateModule(model, X, plan=read, offload=f"disk:{other}")
+    for callee in (module, eager):
+        callee(X).square().mean().backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_a_file_whose_schedule_reads_what_is_away_is_refused(tmp_path: Path) -> None:
+    plan = planner_of(tmp_path).plan(0.5)
+    content = json.loads(plan.to_text())
+    edited = copy.deepcopy(content)
+    # A run less moves everything behind it by a step.
+    backward = next(i for i, row in enumerate(edited["schedule"]) if row.startswith("backward"))
+    edited["schedule"].insert(backward, edited["schedule"][backward])
+    with pytest.raises(PlanFileError):
+        Plan.from_text(json.dumps(edited))
+
+
+def test_a_plan_says_what_moves(tmp_path: Path) -> None:
+    plan = planner_of(tmp_path).plan(0.5)
+    move = plan.schedule.moves[0]
+    text = str(plan.explain(plan.snapshot.storages[move.storage].name))
+    assert f"copied out from step {move.send} on, gone before step {move.sent}" in text
+    assert f"copied back from step {move.fetch} on, there before step {move.fetched}" in text
+    assert "moved away and brought back" in text
+    assert "brought back at" in text
+    assert f"{len(plan.schedule.moves)} values to the disk and back" in plan.summary()
+    assert "moved" in plan.block_table().splitlines()[0]
+    assert "moved" in plan.tree().splitlines()[0]
+    assert sum(size for _, size in plan.live_at_peak()) == plan.predicted_peak_bytes
+
+
+def test_many_budgets_have_the_plans_of_each(tmp_path: Path) -> None:
+    planner = planner_of(tmp_path)
+    plans = planner.plans("0.3:1.0:20")
+    plain = Planner(layers(), X, machine="cpu-avx2").plans("0.3:1.0:20")
+    assert any(plan.schedule.moves for plan in plans.values())
+    assert plans.keys() >= plain.keys()
+    for budget, plan in plans.items():
+        assert plan.predicted_peak_bytes <= budget
+        assert budget not in plain or plan.predicted_ms <= plain[budget].predicted_ms * (1 + 1e-9)
+    points = planner.frontier()
+    assert all(one.predicted_ms > other.predicted_ms for one, other in pairwise(points))

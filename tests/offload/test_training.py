@@ -1,0 +1,174 @@
+"""Training with moves to a disk: eager's bits, and the bytes that were predicted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import models
+import moves
+import pytest
+import torch
+from helpers import differing, gradients_of, net_allocated
+from torch import nn
+
+from bench.measure import allocator_peak
+from rockmate import Planner, RockmateModule
+from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.request import OffloadRequest
+from rockmate.offload.tiers import tier_of
+
+NAMES = ("gpt2", "llama", "hf-resnet")
+NOISE = 0.01
+
+
+def planner_of(model: nn.Module, sample: object, folder: Path, **options: object) -> Planner:
+    return Planner(model, sample, offload=f"disk:{folder}", **options)
+
+
+def disk_of(model: nn.Module, folder: Path) -> DiskTier:
+    tier = tier_of(model, OffloadRequest("disk", str(folder)))
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_have_the_bits_of_eager(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves.use_fast_link(monkeypatch)
+    workload = models.tiny(name)
+    eager = copy.deepcopy(workload.model)
+    planner = planner_of(workload.model, workload.sample, tmp_path)
+    module = planner.module((planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
+    assert module.plan.schedule.moves, "nothing moves"
+    module.plan.schedule.verify(module.plan.graph)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, eager)]
+    for step in range(3):
+        batch = workload.make_batch(step)
+        inputs = {key: value for key, value in batch.items() if key != models.TARGET}
+        losses = []
+        for callee, optimizer in zip((module, eager), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            output = callee(**inputs)
+            loss = output.loss if name in models.HAS_OWN_LOSS else output.square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        assert not differing(gradients_of(workload.model), gradients_of(eager))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not differing(dict(workload.model.state_dict()), dict(eager.state_dict()))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+@pytest.mark.parametrize("name", NAMES)
+def test_measured_bytes_are_the_predicted_ones(
+    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves.use_fast_link(monkeypatch)
+    workload = models.medium(name)
+    planner = planner_of(workload.model, workload.sample, tmp_path)
+    least, most = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    module = planner.module(int(least + share * (most - least)))
+    plan = module.plan
+    assert plan.schedule.moves
+    inputs = {k: v for k, v in workload.make_batch(1).items() if k != models.TARGET}
+
+    def step() -> None:
+        output = module(**inputs)
+        if name in models.HAS_OWN_LOSS:
+            output.loss.backward()
+        else:
+            output.backward(torch.ones_like(output))
+
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step()
+    measured = allocator_peak(step)
+    assert measured <= plan.budget_bytes
+    assert abs(plan.predicted_peak_bytes / measured - 1) <= NOISE
+    assert disk_of(workload.model, tmp_path).num_bytes == plan.simulation.host_bytes
+
+
+def layers(width: int = 256, number: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts).train()
+
+
+def module_of(
+    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> RockmateModule:
+    moves.use_fast_link(monkeypatch)
+    x = torch.randn(128, 256)
+    module = RockmateModule(model, x, 0.5, offload=f"disk:{folder}", **options)
+    assert module.plan.schedule.moves
+    return module
+
+
+def test_several_forwards_wait_for_their_backwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    module = module_of(model, tmp_path, monkeypatch)
+    batches = [torch.randn(128, 256) for _ in range(3)]
+    for callee in (module, eager):
+        outputs = [callee(x).square().mean() for x in batches]
+        # The last is never differentiated.
+        (outputs[1] + outputs[0]).backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+    disk = disk_of(model, tmp_path)
+    del outputs
+    gc.collect()
+    assert disk.num_bytes == 3 * module.plan.simulation.host_bytes
+    module(batches[0]).sum().backward()
+    assert disk.num_bytes == 3 * module.plan.simulation.host_bytes
+
+
+def test_a_kept_graph_brings_its_values_back_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    module = module_of(model, tmp_path, monkeypatch)
+    x = torch.randn(128, 256)
+    for callee in (module, eager):
+        loss = callee(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
+def test_nothing_is_left_in_memory_after_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    module = module_of(model, tmp_path, monkeypatch)
+    x = torch.randn(128, 256)
+
+    def step() -> None:
+        module(x).square().mean().backward()
+
+    step()
+    assert net_allocated(step) == 0
+
+
+def test_the_input_gets_its_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves.use_fast_link(monkeypatch)
+    model = layers()
+    eager = copy.deepcopy(model)
+    x = torch.randn(128, 256, requires_grad=True)
+    module = RockmateModule(model, x, 0.5, offload=f"disk:{tmp_path}")
+    assert module.plan.schedule.moves
+    gradients = []
+    for callee in (module, eager):
+        callee(x).square().mean().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+        x.grad = None
+    assert torch.equal(*gradients)

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -61,8 +61,7 @@ def llama(num_layers: int, num_tokens: int) -> tuple[nn.Module, dict[str, Any]]:
         max_position_embeddings=num_tokens,
     )
     with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(config)
-        model.to(torch.bfloat16)
+        model = cast("nn.Module", LlamaForCausalLM(config)).to(torch.bfloat16)
         words = torch.zeros(1, num_tokens, dtype=torch.int64)
     return model.train(), {"input_ids": words, "labels": words}
 

@@ -118,6 +118,8 @@ class PlanRecord:
     @cached_property
     def flights(self) -> Flights:
         """Collectives that run beside other ops. They follow from schedule, costs and peak."""
+        if self.schedule.moves:  # collectives stay where they stand beside moves
+            return Flights()
         return flights_of(self.graph, self.schedule, self.costs, self.simulation)
 
     @cached_property

@@ -11,9 +11,13 @@ import pytest
 import torch
 import transformers
 from helpers import differing, gradients_of
-from torch import Tensor, nn
+from ranks import run_on_ranks
+from sharded_net import assert_equal, net, planned, sharded_by_torch, trained
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from rockmate import MissingCompilerError, RockmateModule
+from rockmate import MissingCompilerError, RockmateModule, fully_shard
+from rockmate.schedule.flights import Flights
 
 
 @pytest.fixture(autouse=True)
@@ -231,3 +235,18 @@ def test_data_parallel(tmp_path: Path) -> None:
         assert not differing(gradients_of(model), gradients_of(eager))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def check_sharded(mesh: DeviceMesh, folder: str) -> None:
+    """Three steps of parameters sharded over ranks, as PyTorch's own sharding takes them."""
+    moves.use_fast_link(pytest.MonkeyPatch())
+    ours, theirs = fully_shard(net(), mesh), sharded_by_torch(net(), mesh)
+    module = planned(ours, 0.3, offload=f"disk:{folder}")
+    assert_equal(trained(module, ours, seed=0), trained(theirs, theirs, seed=0))
+    assert module.plan.schedule.moves
+    assert module.plan.flights == Flights()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="needs torch.distributed")
+def test_parameters_that_are_sharded(tmp_path: Path) -> None:
+    run_on_ranks(check_sharded, 2, str(tmp_path))

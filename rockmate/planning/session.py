@@ -342,7 +342,7 @@ class PlanningSession:
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
-        plans = self._plan_many(wanted, progress=progress)
+        plans = self.plan_many(wanted, progress=progress)
         one_by_one = [budget for budget in wanted if budget not in plans]
         for budget_bytes in tqdm(
             one_by_one, desc="planning", unit="budget", disable=not (progress and one_by_one)
@@ -351,15 +351,16 @@ class PlanningSession:
                 plans[budget_bytes] = plan
         return never_slower(plans, allow_chunking=self.allow_chunking)
 
-    def _plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
+    def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""
         with gc_paused():
             self._rule.begin(max(1, len(budgets)))
             found = self._variants.best_within_each(budgets, progress=progress)
-            return {
+            plans = {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
+            return never_slower(plans, allow_chunking=self.allow_chunking)
 
     def planned_call(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"

@@ -232,7 +232,7 @@ def _predict(
         for budget in budgets_bytes
         if (strategy, budget) not in known
     ]
-    plans = planner.plans(
+    plans = planner.plan_many(
         [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress
     )
     num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)

@@ -175,7 +175,8 @@ def test_half_precision_under_autocast() -> None:
     x = torch.randn(64, 64)
     exact(x.double()).square().mean().backward()
     with torch.autocast("cpu", torch.bfloat16):
-        module = RockmateModule(model, (x,), 0.6, kernels="fused")
+        # How small a peak can be depends on the kernels of the processor for bf16.
+        module = RockmateModule(model, (x,), 0.6, kernels="fused", on_infeasible="least")
         for callee in (module, eager):
             callee(x).float().square().mean().backward()
 

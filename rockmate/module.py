@@ -211,7 +211,7 @@ class RockmateModule(nn.Module):
         left_out = self._plans.request.left_out_by_frames if self._plans.request else []
         logger.warning(
             "the budget is kept by frames instead of a plan%s, since %s",
-            f", and {' and '.join(left_out)} are not kept" if left_out else "",
+            f", without {' and '.join(left_out)}" if left_out else "",
             error,
         )
         self._frames = self._make_frames()

@@ -361,6 +361,15 @@ def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_droppe
     assert not ShortInBackward.is_to_fail
 
 
+def test_auto_says_what_frames_leave_out(caplog: pytest.LogCaptureFixture) -> None:
+    marks, in_flight = {"blocks.*": "save"}, 2
+    with caplog.at_level(logging.WARNING):
+        RockmateModule(
+            Chain("halting"), batch(0), 0.5, mode="auto", marks=marks, in_flight=in_flight
+        )
+    assert "by frames instead of a plan, without marks and in_flight, since" in caplog.text
+
+
 def test_auto_plans_where_it_can() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -59,8 +59,12 @@ class SizedPlanners:
         assert planner is not None
         return planner
 
-    def planner_for(self, size: int, chunks: Chunks | None, budget: Budget) -> tuple[Planner, Plan]:
+    def planner_for(
+        self, size: int, chunks: Chunks | None, budget: Budget
+    ) -> tuple[Planner, Plan] | None:
         """The planner with the fastest plan at a size, and this plan.
+
+        None if the step cannot run in these chunks.
 
         Args:
             size: the size.
@@ -72,16 +76,19 @@ class SizedPlanners:
             InfeasibleBudgetError: no plan fits.
         """
         planner = self.planner(size, chunks)
-        assert planner is not None
+        if planner is None:
+            return None
         best = planner, planner.plan(budget)
         while chunks is not None and chunks.number > 2:
             chunks = replace(chunks, number=chunks.number // 2)
             planner = self.planner(size, chunks)
+            if planner is None:
+                break
             try:
-                plan = None if planner is None else planner.plan(budget)
+                plan = planner.plan(budget)
             except InfeasibleBudgetError:
                 break
-            if planner is None or plan is None or plan.predicted_ms >= best[1].predicted_ms:
+            if plan.predicted_ms >= best[1].predicted_ms:
                 break
             best = planner, plan
         return best

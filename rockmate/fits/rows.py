@@ -64,16 +64,18 @@ class RowMaker:
 
     def predicted(self, sizes: Sequence[int]) -> list[FitRow]:
         """Rows by estimated costs."""
-        return [
-            self._row(size, self._planned(self._planners, size)[1])
-            for size in self._shown(sizes, "planning")
-        ]
+        return [self._predicted_row(size) for size in self._shown(sizes, "planning")]
+
+    def _predicted_row(self, size: int) -> FitRow:
+        found = self._planned(self._planners, size)
+        assert found is not None  # the search has planned in these chunks
+        return self._row(size, found[1])
 
     def _shown(self, sizes: Iterable[Any], what: str) -> Iterable[Any]:
         return tqdm(sizes, desc=what, unit="size", disable=not self._options.progress)
 
-    def _planned(self, planners: SizedPlanners, size: int) -> tuple[Planner, Plan]:
-        """The plan at a size, and its planner; `InfeasibleBudgetError` if it does not fit."""
+    def _planned(self, planners: SizedPlanners, size: int) -> tuple[Planner, Plan] | None:
+        """As `SizedPlanners.planner_for`."""
         return planners.planner_for(size, self._chunks_at(size), self.budget_bytes(size))
 
     def budget_bytes(self, size: int) -> int:
@@ -121,9 +123,12 @@ class RowMaker:
     def _measured_row(self, size: int) -> FitRow | None:
         planners = SizedPlanners(self._captured, _measured_planner)
         try:
-            planner, plan = self._planned(planners, size)
+            found = self._planned(planners, size)
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             return None
+        if found is None:
+            return None
+        planner, plan = found
         row = replace(
             self._row(size, plan),
             baseline_peak_bytes=planners.whole(size).baseline_peak_bytes,

@@ -96,8 +96,7 @@ class MoveFinder:
     def least_peak(self, schedule: Schedule, simulation: Simulation) -> int:
         """The smallest peak to which moves bring a schedule, as far as `within` finds them."""
         profile = self._profile(schedule, simulation)
-        chosen, live = self._choose(profile, 0)
-        del chosen
+        _, live = self._choose(profile, 0)
         return int(live.max())
 
     def within(

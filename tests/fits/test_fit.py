@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import rockmate
 from rockmate import FitError, FitRow, InvalidBudgetError, MachineError, NothingFitsError, Planner
 from rockmate.capture.sample import read_sample
 from rockmate.costs.machine import load_machine
-from rockmate.fits.least_memory import largest_within
+from rockmate.fits.least_memory import SizedPlanners, largest_within
 from rockmate.fits.size_axis import SizeAxis
 from rockmate.fits.sized_steps import SizedSteps
+from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.step import capture_step
 
@@ -276,6 +279,14 @@ def test_a_size_in_chunks_runs_in_as_few_as_are_fastest() -> None:
     budget = MIB - row.total_bytes + row.peak_bytes
     plan = Planner(model, batch(size), machine="h100").plan(budget)
     assert row.predicted_ms <= 1.01 * plan.predicted_ms
+
+
+def test_a_step_that_cannot_run_in_chunks_has_no_planner_for_them() -> None:
+    step: Any = SimpleNamespace(
+        in_chunks=lambda _: Refusal(call="", module="", reason="it mixes rows")
+    )
+    planners = SizedPlanners(lambda _: step, lambda _: pytest.fail("a planner was made"))
+    assert planners.planner_for(8, Chunks(4, "recompute"), 1) is None
 
 
 def test_measured_rows(tmp_path: Path) -> None:

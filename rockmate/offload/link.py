@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from rockmate.costs.link import Link
 from rockmate.costs.machine import Machine
+from rockmate.costs.measure import cpu_seconds
 from rockmate.errors import MachineError
 from rockmate.offload.copy_thread import FileCopy
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
-# Bytes of each of the copies that are timed, and how many there are.
-_COPY_BYTES, _NUM_COPIES = 16 << 20, 4
+# Bytes of each of the copies that are timed, how many there are, and how often.
+_COPY_BYTES, _NUM_COPIES, _NUM_ROUNDS = 4 << 20, 8, 3
+_NUM_LATENCIES = 15
+# Largest share of a core that copies are taken to need.
+_MOST_OF_A_CORE = 0.9
 # Side of the matrix products that run beside them, each below a millisecond, and seconds for which
 # they are timed alone.
 _SIDE, _ALONE_S = 256, 0.1
@@ -65,39 +71,69 @@ def machine_link(machine: Machine) -> Link:
 def measure_disk_link(tier: DiskTier) -> Link:
     """The rates of a disk, measured while matrix products run beside the copies.
 
-    It takes a few tenths of a second, and as many bytes of the disk as four copies.
+    As in a step, one thread copies, several copies wait for it at a time, and the file has been
+    written before. It takes some tenths of a second.
     """
     slab = tier.borrow(_COPY_BYTES * _NUM_COPIES)
     values = [torch.ones(_COPY_BYTES, dtype=torch.uint8) for _ in range(_NUM_COPIES)]
     alone_s = _product_s(_ALONE_S)
-
-    def timed(copy: Callable[[int, torch.Tensor], FileCopy]) -> tuple[float, float]:
-        begin_s = time.perf_counter()
-        copies = [copy(index * _COPY_BYTES, value) for index, value in enumerate(values)]
-        number = 0
-        while not copies[-1].has_ended:
-            _product()
-            number += 1
-        for each in copies:
-            each.wait()
-        seconds = time.perf_counter() - begin_s
-        return seconds, seconds / max(number, 1) / alone_s
-
-    (out_s, out_slowdown), (in_s, in_slowdown) = timed(slab.copy_out), timed(slab.copy_in)
+    # The first round writes where nothing was, which takes longer on some file systems.
+    rounds = [
+        (_timed(slab.copy_out, values, alone_s), _timed(slab.copy_in, values, alone_s))
+        for _ in range(_NUM_ROUNDS + 1)
+    ][1:]
     small = torch.ones(SLOT_ALIGNMENT, dtype=torch.uint8)
     latencies_s = []
-    for _ in range(5):
+    for _ in range(_NUM_LATENCIES):
         begin_s = time.perf_counter()
         slab.copy_out(0, small).wait()
         latencies_s.append(time.perf_counter() - begin_s)
     slab.release()
+    out_s, in_s = (statistics.median(each[way].seconds for each in rounds) for way in (0, 1))
+    slowdowns = [way.slowdown for each in rounds for way in each]
     return Link(
         out_gb_per_s=_COPY_BYTES * _NUM_COPIES / out_s / 1e9,
         in_gb_per_s=_COPY_BYTES * _NUM_COPIES / in_s / 1e9,
         latency_ms=1e3 * statistics.median(latencies_s),
         has_one_lane=True,
-        slowdown=max(1.0, (out_slowdown + in_slowdown) / 2),
+        slowdown=max(1.0, statistics.median(slowdowns)),
     )
+
+
+class _Timed(NamedTuple):
+    """Some copies: their time, and the factor by which products beside them took longer."""
+
+    seconds: float
+    slowdown: float
+
+
+def _timed(
+    copy: Callable[[int, torch.Tensor], FileCopy], values: Sequence[torch.Tensor], alone_s: float
+) -> _Timed:
+    """Times copies of some values, which are all issued at once, beside products."""
+    begin_s, own_s, all_s = time.perf_counter(), cpu_seconds(), time.process_time()
+    copies = [copy(index * _COPY_BYTES, value) for index, value in enumerate(values)]
+    number = 0
+    while not copies[-1].has_ended:
+        _product()
+        number += 1
+    for each in copies:
+        each.wait()
+    seconds = time.perf_counter() - begin_s
+    own_s, all_s = cpu_seconds() - own_s, time.process_time() - all_s
+    slowdown = own_s / max(number, 1) / alone_s
+    if not _has_core_for_copies():
+        # The step stands still while the thread that copies has the core.
+        slowdown /= 1 - min((all_s - own_s) / seconds, _MOST_OF_A_CORE)
+    return _Timed(seconds, slowdown)
+
+
+def _has_core_for_copies() -> bool:
+    """Whether copies need not share a core with the step.
+
+    With several threads for the step, its own clock shows what it loses.
+    """
+    return torch.get_num_threads() > 1 or len(os.sched_getaffinity(0)) > 1
 
 
 def measure_pinned_link(device: torch.device) -> Link:
@@ -150,12 +186,12 @@ def _stream_ms(stream: torch.cuda.Stream, function: Callable[[], object]) -> flo
 
 
 def _product_s(seconds: float) -> float:
-    """Seconds of one product without copies beside it."""
-    begin_s, number = time.perf_counter(), 0
+    """Seconds of one product without copies beside it, by the clock of the ops' own times."""
+    begin_s, begin_own_s, number = time.perf_counter(), cpu_seconds(), 0
     while time.perf_counter() - begin_s < seconds:
         _product()
         number += 1
-    return (time.perf_counter() - begin_s) / number
+    return (cpu_seconds() - begin_own_s) / number
 
 
 def _product() -> None:

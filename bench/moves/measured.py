@@ -1,0 +1,174 @@
+"""Training with moves to a folder of this machine, one thread, beside what the plan predicts.
+
+Peaks come from the allocator's events, with the outputs held to the end of the backward, as a plan
+counts them. Gradients are compared with eager's, bit for bit. Times are wall times, in turn with
+the plan that moves and recomputes nothing.
+
+The speeds of a machine that is shared change within minutes, those of its disk by a factor of
+several. A planner measures them once. So the predicted time is the plan's replay at the speeds of
+its row: ops take longer by the factor that the plan without moves does, and the rates of the disk
+are the mean of those before the row's steps and after them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.measure import Step, allocator_peak, gradients_of, quiet, training_step
+from bench.models import Workload
+from bench.moves.page import Record
+from bench.moves.small_models import small_workload
+from rockmate import Plan, Planner
+from rockmate.costs.cost import Cost
+from rockmate.costs.link import Link
+from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.link import measure_disk_link
+from rockmate.offload.request import OffloadRequest
+from rockmate.offload.tiers import forget_tiers, tier_of
+from rockmate.schedule.simulate import simulate
+
+SHARES = (0.8, 0.6, 0.4, 0.2, 0.05)
+"""Budgets: shares of the way from the smallest peak to that without recomputation."""
+NUM_ROUNDS = 7
+_SEED = 1
+
+
+def measured(name: str, folder: str) -> Iterator[Record]:
+    """A record for each budget of one model."""
+    workload = small_workload(name)
+    planner = Planner(
+        workload.model, workload.sample, offload=f"disk:{folder}", allow_chunking=False
+    )
+    eager = _gradients(workload, workload.model)
+    base = planner.module(1.0)
+    unmoved = _gradients(workload, base)
+    least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    for share in SHARES:
+        module = planner.module(int(least + share * (peak - least)))
+        disk = new_disk(workload.model, folder)
+        ours = _gradients(workload, module)
+        own_peak = allocator_peak(step_of(workload, module))
+        found = _timed(workload, base, module, folder)
+        yield {
+            "kind": "measured",
+            "model": name,
+            "is_bitwise": same(ours, eager),
+            "is_bitwise_unmoved": same(ours, unmoved),
+            "measured_peak_bytes": own_peak,
+            "measured_host_bytes": disk.num_bytes,
+            **_planned(module.plan),
+            **found,
+        }
+
+
+def _planned(plan: Plan) -> Record:
+    return {
+        "share": plan.budget_bytes / plan.baseline_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_host_bytes": plan.simulation.host_bytes,
+        "num_moves": len(plan.schedule.moves),
+        "num_recomputations": plan.schedule.num_recomputations(),
+    }
+
+
+def _timed(workload: Workload, base: Any, module: Any, folder: str) -> Record:
+    """Times of both, in turn, and the predicted ones at the link's rates as they are now."""
+    before = fresh_link(folder)
+    times = in_turn([step_of(workload, each) for each in (base, module)])
+    link = _between(before, fresh_link(folder))
+    ratios = [own / theirs for theirs, own in zip(*times, strict=True)]
+    speed = statistics.median(times[0]) / base.plan.predicted_ms
+    predicted_ms = time_at(module.plan, link, speed)
+    return {
+        "predicted_ratio": predicted_ms / statistics.median(times[0]),
+        "measured_ratio": statistics.median(ratios),
+        "ratio_spread": max(ratios) - min(ratios),
+        "ops_factor": speed,
+        "predicted_ms": predicted_ms,
+        "planned_ms": module.plan.predicted_ms,
+        "measured_ms": statistics.median(times[1]),
+        "out_gb_per_s": link.out_gb_per_s,
+        "in_gb_per_s": link.in_gb_per_s,
+        "slowdown": link.slowdown,
+    }
+
+
+def fresh_link(folder: str) -> Link:
+    """The rates of the folder's disk, now."""
+    return measure_disk_link(DiskTier(folder))
+
+
+def _between(one: Link, other: Link) -> Link:
+    """The link whose copies take the mean time of two."""
+    return replace(
+        one,
+        out_gb_per_s=statistics.harmonic_mean([one.out_gb_per_s, other.out_gb_per_s]),
+        in_gb_per_s=statistics.harmonic_mean([one.in_gb_per_s, other.in_gb_per_s]),
+        latency_ms=statistics.fmean([one.latency_ms, other.latency_ms]),
+        slowdown=statistics.fmean([one.slowdown, other.slowdown]),
+    )
+
+
+def time_at(plan: Plan, link: Link, ops_factor: float) -> float:
+    """The plan's time if ops take so many times as long, with moves at the rates of a link."""
+
+    def scaled(costs: Sequence[Cost]) -> tuple[Cost, ...]:
+        return tuple(replace(cost, time_ms=ops_factor * cost.time_ms) for cost in costs)
+
+    costs = replace(
+        plan.costs,
+        first=scaled(plan.costs.first),
+        recompute=scaled(plan.costs.recompute),
+        link=link,
+    )
+    return simulate(plan.graph, plan.schedule, costs).time_ms
+
+
+def new_disk(model: nn.Module, folder: str) -> DiskTier:
+    """A tier without files for the steps of a model, so that it has those of one plan alone."""
+    forget_tiers(model)
+    disk = tier_of(model, OffloadRequest("disk", folder))
+    assert isinstance(disk, DiskTier)
+    return disk
+
+
+def step_of(workload: Workload, module: Any) -> Step:
+    """One training step, on the same batch each time."""
+    return partial(training_step, workload, module, workload.make_batch(_SEED), seed=_SEED)
+
+
+def _gradients(workload: Workload, module: Any) -> dict[str, torch.Tensor]:
+    workload.model.zero_grad(set_to_none=False)
+    step_of(workload, module)()
+    found = gradients_of(workload.model)
+    workload.model.zero_grad(set_to_none=False)
+    return found
+
+
+def same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of gradients have the same names and bits."""
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(each, theirs[name]) for name, each in ours.items()
+    )
+
+
+def in_turn(steps: Sequence[Step]) -> list[list[float]]:
+    """Wall times of each step in milliseconds, measured in turn after a round to warm up."""
+    times: list[list[float]] = [[] for _ in steps]
+    with quiet():
+        for number in range(NUM_ROUNDS + 1):
+            for step, own in zip(steps, times, strict=True):
+                begin = time.perf_counter()
+                step()
+                if number:
+                    own.append(1e3 * (time.perf_counter() - begin))
+    return times

@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rockmate.cli.arguments import add_model_arguments, mark_options, names, positive
+from rockmate.cli.arguments import (
+    add_model_arguments,
+    add_offload_arguments,
+    mark_options,
+    names,
+    offload_options,
+    positive,
+)
 
 if TYPE_CHECKING:
     from rockmate.fits.result import Fit
@@ -29,6 +36,7 @@ def add_to(commands: Any) -> None:
     add_model_arguments(fit)
     _add_training(fit)
     _add_search(fit)
+    add_offload_arguments(fit)
     fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
     fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
     fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
@@ -121,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_chunking=arguments.allow_chunking,
         progress=not arguments.quiet and is_terminal(),
         capture=_capture_options(arguments),
+        **offload_options(arguments),
     )
     _check(arguments, options)
     if arguments.plot is not None:  # now rather than after the search

@@ -18,6 +18,7 @@ from rockmate.errors import InvalidBudgetError
 from rockmate.fits.errors import FitError
 from rockmate.fits.size_axis import Dims, Kind
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
+from rockmate.offload.request import OffloadRequest
 
 TOKEN_STEP = 8
 """Lengths of sequences are multiples of it: attention kernels are made for such."""
@@ -54,6 +55,11 @@ class FitOptions:
         num_steps: how many steps are timed.
         allow_chunking: None lets the loss block run in chunks at sizes that nothing else fits, True
             wherever they are faster, False never.
+        offload: lets values move to another memory tier and back, as for `Planner`: "host" for a
+            machine with a GPU, "disk:FOLDER" for a CPU. Without `measure`, the rates of copies are
+            those of the machine's description.
+        host_budget: most bytes that moved values take there, an int or a size as "32GiB"; None for
+            no limit.
         progress: shows progress bars.
         capture: options of the capture, as for `Planner`: "differentiable", "outputs", "gradients",
             "untraced", "marks", "policy", "existing_checkpoints", "in_flight". With several
@@ -73,11 +79,13 @@ class FitOptions:
     measure: bool = False
     num_steps: int = 5
     allow_chunking: bool | None = None
+    offload: str | None = None
+    host_budget: int | str | None = None
     progress: bool = False
     capture: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `FitError` for what cannot be read."""
+        """Raises `FitError` for what cannot be read, `OffloadError` for a tier that is not here."""
         if self.vary not in ("batch", "tokens"):
             raise FitError(f"vary is {self.vary!r}; choose 'batch' or 'tokens'.")
         for size in (*(self.sizes or ()), *([] if self.most is None else [self.most])):
@@ -86,11 +94,23 @@ class FitOptions:
         if self.num_steps < 1:
             raise FitError(f"{self.num_steps} steps cannot be measured. Take at least 1.")
         num_in_flight_of(self.capture.get("in_flight", 1))
+        self._check_offload()
         if self.measure and self.machine is not None:
             raise FitError(
                 f"costs are estimated for {self.machine!r}, which is not measured from here. Leave "
                 "out measuring, or the machine."
             )
+
+    def _check_offload(self) -> None:
+        try:
+            OffloadRequest.parse(self.offload, self.host_budget)
+        except (ValueError, InvalidBudgetError) as error:
+            raise FitError(str(error)) from error
+
+    @property
+    def planner_options(self) -> dict[str, Any]:
+        """Where values may move, as options of `Planner.of`."""
+        return {"offload": self.offload, "host_budget": self.host_budget}
 
     @property
     def limit(self) -> MemoryLimit:

@@ -24,6 +24,7 @@ class Fit:
         optimizer: name of the optimizer.
         axis: "batch" or "tokens": what varies.
         machine: that costs were estimated for; None if they were measured.
+        offload: the memory tier that values may move to; None if nothing moves.
         rows: by size. The last one is the largest that fits.
         largest: the row of the largest size that fits.
         fastest: the row with the most samples a second, or tokens a second along "tokens".
@@ -40,6 +41,7 @@ class Fit:
     rows: tuple[FitRow, ...]
     is_capped: bool
     timings: dict[str, float]
+    offload: str | None = None
 
     @property
     def largest(self) -> FitRow:
@@ -86,7 +88,9 @@ class Fit:
 
     def _heading(self) -> str:
         how = f"estimated for {self.machine}" if self.machine else "measured here"
-        return f"{self.title}\n{size_text(self.memory_bytes)}, {self.optimizer}, times {how}"
+        moves = f", values may move to {self.offload}" if self.offload else ""
+        memory = size_text(self.memory_bytes)
+        return f"{self.title}\n{memory}, {self.optimizer}, times {how}{moves}"
 
     def _remarks(self) -> list[str]:
         largest, fastest = self.largest, self.fastest
@@ -107,7 +111,7 @@ class Fit:
 
 
 _FIELDS = (
-    "title", "memory_bytes", "optimizer", "axis", "machine", "is_capped", "timings",
+    "title", "memory_bytes", "optimizer", "axis", "machine", "offload", "is_capped", "timings",
 )  # fmt: skip
 _DERIVED = ("peak_bytes", "total_bytes", "overhead", "samples_per_s", "tokens_per_s")
 
@@ -129,6 +133,7 @@ def _table(fit: Fit) -> str:
             (title, lambda row, name=name: _short(getattr(row, name)))
             for name, title in PARTS.items()
         ),
+        *([("moved away", lambda row: _short(row.host_bytes))] if fit.offload else []),
         ("time", lambda row: f"{row.predicted_ms:,.4g} ms"),
         ("overhead", lambda row: f"{row.overhead:+.1%}"),
     ]

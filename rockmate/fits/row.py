@@ -29,6 +29,8 @@ class FitRow:
         baseline_ms: forward and backward with nothing recomputed.
         num_recomputations: ops that run again.
         loss_chunks: the chunks that the step runs in; empty if it is whole.
+        host_bytes: what moved values take in the other memory tier; no part of the memory.
+        num_moves: values that move there and back.
         is_largest: whether it is the largest size that fits.
         is_fastest: whether no other row trains more rows, or tokens, a second.
         measured_ms: forward and backward, the median; None if not measured.
@@ -49,6 +51,8 @@ class FitRow:
     baseline_ms: float
     num_recomputations: int
     loss_chunks: str = ""
+    host_bytes: int = 0
+    num_moves: int = 0
     is_largest: bool = False
     is_fastest: bool = False
     measured_ms: float | None = None

@@ -103,6 +103,8 @@ class RowMaker:
             baseline_ms=self._planners.whole(size).baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
             loss_chunks=plan.options.get("loss_chunks", ""),
+            host_bytes=plan.simulation.host_bytes,
+            num_moves=len(plan.schedule.moves),
         )
 
     # --- measured ---
@@ -121,7 +123,7 @@ class RowMaker:
         return [row for row in found if row is not None]
 
     def _measured_row(self, size: int) -> FitRow | None:
-        planners = SizedPlanners(self._captured, _measured_planner)
+        planners = SizedPlanners(self._captured, self._measured_planner)
         try:
             found = self._planned(planners, size)
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
@@ -152,6 +154,9 @@ class RowMaker:
         sample = self._axis.sample_at(self._sample_input, size)
         return capture_step(self._model, sample, **self._options.capture)
 
+    def _measured_planner(self, step: CapturedStep) -> Planner:
+        return Planner.of(step, allow_chunking=False, **self._options.planner_options)
+
     def _run(self, module: nn.Module, sample: Any, *, seed: int) -> None:
         run_step(module, sample, seed=seed, num_in_flight=self._options.num_in_flight)
 
@@ -165,10 +170,6 @@ class RowMaker:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return 1e3 * (time.perf_counter() - begin) / self._options.num_in_flight
-
-
-def _measured_planner(step: CapturedStep) -> Planner:
-    return Planner.of(step, allow_chunking=False)
 
 
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:

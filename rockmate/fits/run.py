@@ -55,7 +55,8 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) 
             what would fit.
         FitError: a size or the memory cannot be read, or the axis cannot be told.
         InvalidBudgetError: the optimizer has no rule for its state.
-        MachineError: the machine is not known.
+        MachineError: the machine is not known, or has no rates of copies to another memory tier.
+        OffloadError: values of this model cannot move to the tier.
         InvalidSampleError, UnsupportedModelError: as for `Planner`.
         TypeError: an option is not known.
     """
@@ -95,6 +96,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         optimizer=_optimizer_name(options.optimizer),
         axis=options.vary,
         machine=None if options.measure else machine.name,
+        offload=options.offload,
         rows=marked(rows, options.vary),
         is_capped=largest + options.step > search.most,
         timings=search.timings,
@@ -125,7 +127,11 @@ class _Search:
 
         def planner_of(step: CapturedStep) -> Planner:
             return Planner.of(
-                step, machine=machine, allow_chunking=chunking, time_limit_s=_TIME_LIMIT_S
+                step,
+                machine=machine,
+                allow_chunking=chunking,
+                time_limit_s=_TIME_LIMIT_S,
+                **options.planner_options,
             )
 
         self.planners = SizedPlanners(self._step, planner_of)

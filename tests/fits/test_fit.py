@@ -425,3 +425,66 @@ def test_the_optimizer_step_has_to_fit() -> None:
     )
     assert fused.largest.batch_size == 4
     assert rockmate.fit(model, torch.zeros(2, 64), held + 70 * MIB, **options).is_capped
+
+
+# --- values that move away ------------------------------------------------------------------------
+
+
+def fit_deep(**options: Any) -> rockmate.Fit:
+    """Twelve layers, of which a row saves 49 kB; the memory holds those of about 150 rows."""
+    parts = [part for _ in range(12) for part in (nn.Linear(512, 512), nn.GELU())]
+    with torch.device("meta"):
+        model = nn.Sequential(*parts, nn.Linear(512, 1))
+    given = {"machine": "cpu-avx2", "reserve": 0, "sizes": [256], "allow_chunking": False}
+    return rockmate.fit(model, torch.zeros(2, 512), "56MiB", **given, **options)
+
+
+def test_moves_make_a_size_faster_and_the_largest_no_smaller() -> None:
+    alone, moving = fit_deep(), fit_deep(offload="disk:/tmp")
+    assert moving.largest.batch_size >= alone.largest.batch_size
+    for row in moving.rows:
+        assert row.total_bytes <= moving.memory_bytes
+    slow, fast = alone.rows[0], moving.rows[0]
+    assert slow.batch_size == fast.batch_size == 256
+    assert slow.num_recomputations
+    assert fast.num_moves
+    assert fast.host_bytes
+    assert fast.predicted_ms < slow.predicted_ms
+    assert "moved away" in str(moving)
+    assert "values may move to disk:/tmp" in str(moving)
+    assert "moved away" not in str(alone)
+    content = json.loads(moving.to_json())
+    assert content["offload"] == "disk:/tmp"
+    assert content["rows"][0]["host_bytes"] == fast.host_bytes
+    bounded = fit_deep(offload="disk:/tmp", host_budget=fast.host_bytes // 2).rows[0]
+    assert bounded.host_bytes <= fast.host_bytes // 2
+
+
+def test_a_fit_with_moves_is_measured(tmp_path: Path) -> None:
+    parts = [part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU())]
+    found = rockmate.fit(
+        nn.Sequential(*parts, nn.Linear(256, 1)),
+        torch.zeros(2, 256),
+        "8MiB",
+        offload=f"disk:{tmp_path}",
+        machine=None,
+        reserve=0,
+        measure=True,
+        num_steps=1,
+        sizes=[64],
+        most=256,
+        allow_chunking=False,
+    )
+    assert found.largest.measured_peak_bytes
+    for row in found.rows:
+        assert row.measured_peak_bytes <= row.peak_bytes * 1.01
+    assert not list(tmp_path.iterdir())
+
+
+def test_tiers_that_a_fit_cannot_use() -> None:
+    with pytest.raises(FitError, match="choose None"):
+        fit_deep(offload="ssd")
+    with pytest.raises(FitError, match="bounds what moves"):
+        fit_deep(host_budget="1GiB")
+    with pytest.raises(rockmate.OffloadError, match="Use offload='disk"):
+        fit_deep(offload="host")

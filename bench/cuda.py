@@ -14,6 +14,7 @@ DIR/PART.jsonl and is not run again, so the same command resumes. A run starts n
 | step | measured peaks and time of a planned step at a budget, in turn with eager |
 | fused | the same with fused kernels, and the error of their gradients |
 | peers | the same as for a step for activation checkpoints and for torch.compile |
+| offload | a planned step with moves to the host, beside `save_on_cpu`: overlap, bytes there, rates |
 | costs | measured times of ops against the estimate for the machine |
 | batch | largest batch under a cap on the memory of the device, planned and eager |
 
@@ -35,11 +36,13 @@ from typing import Any
 import torch
 
 from bench.campaign import measure
-from bench.campaign.page import page
+from bench.campaign.offload import offloaded_step, save_on_cpu_step
+from bench.campaign.page import SAVE_ON_CPU, page
 from bench.machine import machine_record
 from bench.models.gpu import GpuModel, gpu_models
 
 FRACTIONS = (1.0, 0.5, 0.25)
+OFFLOAD_FRACTIONS = (0.5, 0.25)
 CAPS_GB = (24, 48, 80)
 PEERS = ("checkpoint", "compile")
 
@@ -77,6 +80,12 @@ def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -
         for peer in PEERS:
             run = lambda m=model, p=peer: measure.peer_step(m, device, p)  # noqa: E731
             yield Case("peers", name, peer, run)
+    for name, model in models.items():
+        for share in OFFLOAD_FRACTIONS:
+            run = lambda m=model, s=share: offloaded_step(m, device, s)  # noqa: E731
+            yield Case("offload", name, f"{share}", run)
+        run = lambda m=model: save_on_cpu_step(m, device)  # noqa: E731
+        yield Case("offload", name, SAVE_ON_CPU, run)
     for name, model in models.items():
         yield Case("costs", name, "", lambda m=model: measure.op_costs(m, device))
     for name, model in models.items():

@@ -103,7 +103,7 @@ def planned_step(model: GpuModel, device: torch.device, share: float) -> Figures
     begin = time.perf_counter()
     planned = _planned(module, batch, share)
     planning_s = time.perf_counter() - begin
-    return _step_figures(planned, module, batch, device, planning_s)
+    return step_figures(planned, module, batch, device, planning_s)
 
 
 def fused_step(model: GpuModel, device: torch.device, share: float) -> Figures:
@@ -116,7 +116,7 @@ def fused_step(model: GpuModel, device: torch.device, share: float) -> Figures:
     assert isinstance(report, FusionReport)
     reference, ours = _gradients(module, module, batch), _gradients(planned, module, batch)
     return {
-        **_step_figures(planned, module, batch, device, planning_s),
+        **step_figures(planned, module, batch, device, planning_s),
         "compile_s": round(report.compile_s, 2),
         "num_places": report.num_places,
         "num_kernels": report.num_kernels,
@@ -125,13 +125,14 @@ def fused_step(model: GpuModel, device: torch.device, share: float) -> Figures:
     }
 
 
-def _step_figures(
+def step_figures(
     planned: RockmateModule,
     module: nn.Module,
     batch: Batch,
     device: torch.device,
     planning_s: float,
 ) -> Figures:
+    """Predicted and measured peaks and times of a planned step."""
     plan = planned.plan
     return {
         "planning_s": round(planning_s, 2),
@@ -139,7 +140,7 @@ def _step_figures(
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_ratio": plan.predicted_ratio,
         "predicted_ms": plan.predicted_ms,
-        **_against_eager(planned, module, batch, device),
+        **against_eager(planned, module, batch, device),
     }
 
 
@@ -162,7 +163,7 @@ def peer_step(model: GpuModel, device: torch.device, peer: str) -> Figures:
     """Peaks and time of another way to train the model."""
     module, batch = model.model(device), model.batch(device)
     if peer == "compile":
-        return _against_eager(torch.compile(module), module, batch, device)
+        return against_eager(torch.compile(module), module, batch, device)
     if not getattr(module, "supports_gradient_checkpointing", False):
         return {"skipped": "the model has no activation checkpoints of its own"}
 
@@ -174,10 +175,10 @@ def peer_step(model: GpuModel, device: torch.device, peer: str) -> Figures:
         module.gradient_checkpointing_disable()  # pyright: ignore
         return module(**arguments)
 
-    return _against_eager(checkpointed, module, batch, device, eager=plain)
+    return against_eager(checkpointed, module, batch, device, eager=plain)
 
 
-def _against_eager(
+def against_eager(
     ours: Callable[..., Any],
     module: nn.Module,
     batch: Batch,

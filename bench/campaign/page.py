@@ -11,6 +11,9 @@ from bench.pages import all_row, table, targets, worst_row
 Record = Mapping[str, Any]
 _RESERVED_TOLERANCE = 1.05
 _PREDICTED_TOLERANCE = 1.01
+SAVE_ON_CPU = "save_on_cpu"
+"""Setting of the peer in the part with moves."""
+_OVERLAP_TOLERANCE = 0.05
 # Share of the baseline's peak -> largest ratio of the planned time to eager's.
 _TIME_TARGETS = {"1.0": 1.02, "0.5": 1.10, "0.25": 1.20}
 
@@ -39,7 +42,12 @@ def page(records: Mapping[str, Sequence[Record]], machine: Record) -> str:
 
 
 def _target_rows(records: Mapping[str, Sequence[Record]]) -> list[list[str]]:
-    steps = [r for part in ("step", "fused") for r in records[part] if "error" not in r]
+    steps = [
+        record
+        for part in ("step", "fused", "offload")
+        for record in records[part]
+        if "error" not in record and "budget_bytes" in record
+    ]
     fits = sum(record["own_peak_bytes"] <= record["budget_bytes"] for record in steps)
     predicted = [
         (_place(r), max(_ratio(r, "own_peak_bytes"), 1 / _ratio(r, "own_peak_bytes")))
@@ -56,7 +64,30 @@ def _target_rows(records: Mapping[str, Sequence[Record]]) -> list[list[str]]:
     for share, limit in _TIME_TARGETS.items():
         figures = [(r["model"], r["ratio"]) for r in steps if r["setting"] == share]
         rows.append(worst_row(f"time over eager's at {share} of the peak", limit, figures))
-    return rows
+    return [*rows, *_offload_targets(records["offload"])]
+
+
+def _offload_targets(records: Sequence[Record]) -> list[list[str]]:
+    found = [record for record in records if "error" not in record]
+    ours = [record for record in found if record["setting"] != SAVE_ON_CPU]
+    peers = {r["model"]: r for r in found if r["setting"] == SAVE_ON_CPU}
+    same = sum(r["host_bytes"] == r["predicted_host_bytes"] for r in ours)
+    unheld = sum(r["num_host_waits"] <= r["eager_host_waits"] for r in ours)
+    times = [(_place(r), abs(r["ratio"] / r["predicted_ratio"] - 1)) for r in ours]
+    alone = [(_place(r), r["ratio"] / r["recompute_ratio"]) for r in ours if "recompute_ratio" in r]
+    # Where the peer needs no less than ours.
+    dominated = [
+        (_place(r), r["ratio"] / peers[r["model"]]["ratio"])
+        for r in ours
+        if r["model"] in peers and r["own_peak_bytes"] <= peers[r["model"]]["own_peak_bytes"]
+    ]
+    return [
+        all_row("host bytes as predicted", same, len(ours)),
+        all_row("no wait of the host that eager has not", unheld, len(ours)),
+        worst_row("time with moves, distance to the predicted", _OVERLAP_TOLERANCE, times),
+        worst_row("time with moves over that of recomputation alone", 1.0, alone),
+        worst_row("time over save_on_cpu's, at its peak or below", 1.0, dominated),
+    ]
 
 
 def _place(record: Record) -> str:
@@ -127,6 +158,34 @@ def _fused(records: Sequence[Record]) -> list[str]:
     return [*_steps(records), "", *table(columns, rows)]
 
 
+def _offloads(records: Sequence[Record]) -> list[str]:
+    """Ours, with the peer's rows below."""
+    ours = [r for r in records if r["setting"] != SAVE_ON_CPU]
+    columns = [
+        *("model", "of the peak", "moves", "recomputed", "host, MiB", "predicted", "time / eager's"),
+        *("predicted", "waits, ms", "by recomputation alone", "GB/s out, in", "duplex"),
+    ]
+    rows = [
+        [
+            r["model"],
+            r["setting"],
+            f"{r['num_moves']}",
+            f"{r['num_recomputations']}",
+            _mib(r["host_bytes"]),
+            _mib(r["predicted_host_bytes"]),
+            f"{r['ratio']:.3f}",
+            f"{r['predicted_ratio']:.3f}",
+            f"{r['predicted_waits_ms']:.1f}",
+            f"{r['recompute_ratio']:.3f}" if "recompute_ratio" in r else "does not fit",
+            f"{r['out_gb_per_s']:.1f}, {r['in_gb_per_s']:.1f}",
+            f"{r['duplex']:.2f}",
+        ]
+        for r in ours
+    ]
+    peers = [r for r in records if r["setting"] == SAVE_ON_CPU]
+    return [*table(columns, rows), "", *_steps(ours), "", *_peers(peers)]
+
+
 def _peers(records: Sequence[Record]) -> list[str]:
     columns = ["model", "peer", "measured, MiB", "eager, MiB", "time / eager's"]
     rows = [
@@ -173,6 +232,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Record]], list[str]]] = {
     "step": _steps,
     "fused": _fused,
     "peers": _peers,
+    "offload": _offloads,
     "costs": _costs,
     "batch": _batches,
 }

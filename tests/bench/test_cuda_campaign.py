@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import moves
 import pytest
 import torch
 
@@ -62,6 +63,27 @@ def test_the_part_with_fused_kernels(
     assert "## Fused" in capsys.readouterr().out
 
 
+def test_the_part_with_moves_to_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves.use_fast_link(monkeypatch)
+    command = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--model", "gpt2-medium"]
+    assert cuda.main([*command, "--part", "offload"]) == 0
+    records = cuda.finished(tmp_path, "offload")
+    assert [record["setting"] for record in records] == ["0.5", "0.25", "save_on_cpu"]
+    assert not [record["error"] for record in records if "error" in record]
+    for record in records[:2]:
+        assert record["num_moves"]
+        assert record["host_bytes"] == record["predicted_host_bytes"] > 0
+        assert record["own_peak_bytes"] <= record["budget_bytes"]
+        assert record["num_host_waits"] == record["eager_host_waits"] == 0
+    assert records[2]["own_peak_bytes"] < records[2]["eager_peak_bytes"]
+    assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
+    text = capsys.readouterr().out
+    assert "## Offload" in text
+    assert "| host bytes as predicted | all | 2 of 2 |" in text
+
+
 def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     def fail() -> dict[str, int]:
         raise RuntimeError("no memory")
@@ -71,7 +93,7 @@ def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     failed, done = map(json.loads, (tmp_path / "costs.jsonl").read_text().splitlines())
     assert failed["error"] == "RuntimeError: no memory"
     assert done["measured_ms"] == 1.0
-    records = {part: [] for part in (*PARTS, "fused", "peers")} | {"costs": [failed]}
+    records = {part: [] for part in (*PARTS, "fused", "peers", "offload")} | {"costs": [failed]}
     machine = dict.fromkeys(("command", "commit", "processor", "machine", "num_cores"), "x")
     machine |= {"gpu": None, "num_threads": 1, "python": "3", "torch": "2", "transformers": "5"}
     assert "RuntimeError: no memory" in page(records, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,40 @@ def test_data_parallel(tmp_path: Path) -> None:
         assert not differing(gradients_of(model), gradients_of(eager))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def check_data_parallel(mesh: DeviceMesh, folder: str) -> None:
+    """Three steps of both ranks, each with rows of its own, as eager DDP takes them."""
+    rate = moves.FAST.out_gb_per_s / (1 + distributed.get_rank())
+    moves.use_fast_link(pytest.MonkeyPatch(), replace(moves.FAST, out_gb_per_s=rate))
+    model = layers()
+    eager = copy.deepcopy(model)
+    module = RockmateModule(model, X, 0.5, offload=f"disk:{folder}")
+    parallel = [nn.parallel.DistributedDataParallel(each) for each in (module, eager)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
+    for step in range(3):
+        x = X + 3 * step + distributed.get_rank()
+        for callee, optimizer in zip(parallel, optimizers, strict=True):
+            optimizer.zero_grad()
+            output = callee(x)
+            # Both ranks wait here with values in the folder.
+            distributed.barrier()
+            output.square().mean().backward()
+        assert not differing(gradients_of(model), gradients_of(eager))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not differing(dict(model.state_dict()), dict(eager.state_dict()))
+    # One plan, although each rank has measured another link.
+    plans: list[Any] = [None, None]
+    distributed.all_gather_object(plans, module.plan.schedule.moves)
+    assert plans[0]
+    assert plans[0] == plans[1]
+    assert not list(Path(folder).iterdir())
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="needs torch.distributed")
+def test_data_parallel_on_two_ranks_with_one_folder(tmp_path: Path) -> None:
+    run_on_ranks(check_data_parallel, 2, str(tmp_path))
 
 
 def check_sharded(mesh: DeviceMesh, folder: str) -> None:

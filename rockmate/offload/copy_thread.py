@@ -75,20 +75,39 @@ class CopyThread:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Callable[[mmap.mmap], None]) -> None:
-        """Runs a function behind all others; it gets the buffer for transfers."""
+        """Runs a function behind all others; it gets the buffer for transfers.
+
+        Raises:
+            OffloadError: the system has no memory for the thread or its buffer.
+        """
         if self._thread is None or self._pid != os.getpid():
             # A forked process has no thread of its parent's.
             self._jobs, self._pid = queue.SimpleQueue(), os.getpid()
-            self._thread = threading.Thread(
-                target=_work, args=(self._jobs,), name="rockmate-offload", daemon=True
-            )
-            self._thread.start()
+            self._thread = _started(self._jobs)
             weakref.finalize(self, self._jobs.put, None).atexit = False
         self._jobs.put(job)
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[mmap.mmap], None] | None]) -> None:
-    buffer = mmap.mmap(-1, CHUNK_BYTES)
+def _started(jobs: queue.SimpleQueue[Callable[[mmap.mmap], None] | None]) -> threading.Thread:
+    """The thread. All that it needs is had here: if it failed by itself, steps would wait forever."""
+    try:
+        thread = threading.Thread(
+            target=_work,
+            args=(jobs, mmap.mmap(-1, CHUNK_BYTES)),
+            name="rockmate-offload",
+            daemon=True,
+        )
+        thread.start()
+    except (OSError, RuntimeError) as error:
+        msg = (
+            f"copies to offload's folder need a thread and {CHUNK_BYTES:,} bytes of memory, which "
+            f"cannot be had: {error}. Free some, or leave offload out."
+        )
+        raise OffloadError(msg) from error
+    return thread
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[mmap.mmap], None] | None], buffer: mmap.mmap) -> None:
     while (job := jobs.get()) is not None:
         job(buffer)
         # Until the next job comes, this frame would hold what the last one refers to.

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import moves
 import pytest
@@ -23,7 +24,7 @@ from torch import nn
 
 from rockmate import RockmateModule
 from rockmate.errors import InvalidBudgetError, OffloadError
-from rockmate.offload import copy_thread, disk_file
+from rockmate.offload import copy_thread, disk_file, step_moves
 from rockmate.offload.disk_file import DiskFile, remove_stale_files
 
 X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
@@ -62,15 +63,15 @@ def check_usable(module: RockmateModule, folder: Path) -> None:
 
 
 def failing_after(
-    number: int, call: Callable[..., int], error: BaseException
-) -> Callable[..., int]:
+    number: int, call: Callable[..., Any], error: BaseException
+) -> Callable[..., Any]:
     calls = []
 
-    def fail(*args: object) -> int:
+    def fail(*args: object, **options: object) -> Any:
         calls.append(args)
         if len(calls) == number:
             raise error
-        return call(*args)
+        return call(*args, **options)
 
     return fail
 
@@ -82,6 +83,81 @@ def test_a_copy_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, name, failing_after(2, getattr(os, name), error))
     with pytest.raises(OffloadError, match=r"Input/output error.*next one begins anew"):
         step(module)
+    check_usable(module, tmp_path)
+
+
+def test_a_disk_that_fills_up_in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(tmp_path)
+    with monkeypatch.context() as patch:
+        unsupported = OSError(errno.EOPNOTSUPP, "Operation not supported")
+        patch.setattr(os, "posix_fallocate", failing_after(1, os.posix_fallocate, unsupported))
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(os, "pwrite", failing_after(3, os.pwrite, full))
+        with pytest.raises(OffloadError, match=r"No space left on device.*Make room there"):
+            step(module)
+    check_usable(module, tmp_path)
+
+
+def test_a_file_that_ends_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(OffloadError, match=r"the file ends after [\d,]+ bytes"):
+            step(module)
+    check_usable(module, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+def test_transfers_that_do_a_part_are_gone_on_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path)
+    call, number = getattr(os, name), [0]
+
+    def part(descriptor: int, data: Any, offset: int) -> int:
+        number[0] += 1
+        (view,) = data if name == "preadv" else (data,)
+        with view[:4096] as first:
+            return call(descriptor, [first] if name == "preadv" else first, offset)
+
+    monkeypatch.setattr(os, name, part)
+    check_usable(module, tmp_path)
+    assert number[0] > len(module.plan.schedule.moves)
+
+
+@pytest.mark.parametrize("name", ["mmap", "thread"])
+def test_no_memory_for_the_copies(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path)
+
+    def fail(*_: object) -> None:
+        if name == "mmap":
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if name == "mmap":
+            patch.setattr(copy_thread.mmap, "mmap", fail)
+        else:
+            patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(OffloadError, match=r"which cannot be had: .*(memory|thread)"):
+            step(module)
+    check_usable(module, tmp_path)
+
+
+def test_no_memory_for_a_value_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path)
+    output = module(X)
+    with monkeypatch.context() as patch:
+        fault = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        patch.setattr(step_moves.torch, "empty", failing_after(1, torch.empty, fault))
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            output.square().mean().backward()
+    del output
+    gc.collect()
     check_usable(module, tmp_path)
 
 

@@ -14,7 +14,7 @@ DIR/PART.jsonl and is not run again, so the same command resumes. A run starts n
 | step | measured peaks and time of a planned step at a budget, in turn with eager |
 | fused | the same with fused kernels, and the error of their gradients |
 | peers | the same as for a step for activation checkpoints and for torch.compile |
-| offload | a planned step with moves to the host, beside `save_on_cpu`: overlap, bytes there, rates |
+| offload | a planned step with moves to the host: overlap, bytes, rates; and `save_on_cpu` |
 | costs | measured times of ops against the estimate for the machine |
 | batch | largest batch under a cap on the memory of the device, planned and eager |
 

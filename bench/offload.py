@@ -2,6 +2,9 @@
 
     python -m bench.offload --simulated --output FILE.jsonl
     python -m bench.offload --measured FOLDER --output FILE.jsonl   # lines are added
+    python -m bench.offload --peers FOLDER --output FILE.jsonl
+    python -m bench.offload --batches --output FILE.jsonl            # simulated
+    python -m bench.offload --batches FOLDER --output FILE.jsonl     # measured
     python -m bench.offload --page FILE.jsonl > bench/results/offload_<yyyymm>.md
 
 What each part does is in the modules of `bench.moves`.
@@ -18,9 +21,11 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine_record
-from bench.moves import measured, simulated
+from bench.moves import batches, measured, peers, simulated
 from bench.moves.page import Record, page
 from bench.moves.small_models import BRANCHED, SMALL
+
+_SIMULATED = "simulated"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=simulated.NUM_LAYERS)
     parser.add_argument("--tokens", type=int, default=simulated.NUM_TOKENS)
     parser.add_argument("--measured", metavar="FOLDER", help="train with moves to a folder")
-    parser.add_argument("--models", nargs="*", help="of the measured ones (default: all)")
+    parser.add_argument("--peers", metavar="FOLDER", help="train beside others that offload")
+    parser.add_argument(
+        "--batches",
+        nargs="?",
+        const=_SIMULATED,
+        metavar="FOLDER",
+        help="the largest batches: simulated, or measured with moves to a folder",
+    )
+    parser.add_argument("--models", nargs="*", help="of a measured part (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where lines are added")
     parser.add_argument("--page", type=Path, metavar="FILE", help="of which the page is printed")
     arguments = parser.parse_args(argv)
@@ -48,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(records[-1]) + "\n")
     if not arguments.output:
         sys.stdout.write("\n".join(page(records)) + "\n")
-    return 0 if all(record.get("is_bitwise", True) for record in records) else 1
+    return 0 if all(map(_is_held, records)) else 1
+
+
+def _is_held(record: Record) -> bool:
+    """Whether gradients of a record are eager's: those of one model without moves may differ."""
+    return record.get("is_bitwise", True) or record.get("is_bitwise_unmoved", False)
 
 
 def _records(arguments: argparse.Namespace) -> Iterator[Record]:
@@ -60,6 +78,13 @@ def _records(arguments: argparse.Namespace) -> Iterator[Record]:
     if arguments.measured:
         for name in arguments.models or (*SMALL, *BRANCHED):
             yield from measured.measured(name, arguments.measured)
+    if arguments.peers:
+        for name in arguments.models or peers.MODELS:
+            yield from peers.against_peers(name, arguments.peers)
+    if arguments.batches is not None:
+        folder = None if arguments.batches == _SIMULATED else arguments.batches
+        for name in arguments.models or batches.DEPTHS:
+            yield from batches.batches(name, folder)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,15 @@ def _offloads(records: Sequence[Record]) -> list[str]:
     """Ours, with the peer's rows below."""
     ours = [r for r in records if r["setting"] != SAVE_ON_CPU]
     columns = [
-        *("model", "of the peak", "moves", "recomputed", "host, MiB", "predicted", "time / eager's"),
+        *(
+            "model",
+            "of the peak",
+            "moves",
+            "recomputed",
+            "host, MiB",
+            "predicted",
+            "time / eager's",
+        ),
         *("predicted", "waits, ms", "by recomputation alone", "GB/s out, in", "duplex"),
     ]
     rows = [

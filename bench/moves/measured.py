@@ -47,14 +47,14 @@ def measured(name: str, folder: str) -> Iterator[Record]:
     planner = Planner(
         workload.model, workload.sample, offload=f"disk:{folder}", allow_chunking=False
     )
-    eager = _gradients(workload, workload.model)
+    eager = gradients(workload, workload.model)
     base = planner.module(1.0)
-    unmoved = _gradients(workload, base)
+    unmoved = gradients(workload, base)
     least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     for share in SHARES:
         module = planner.module(int(least + share * (peak - least)))
         disk = new_disk(workload.model, folder)
-        ours = _gradients(workload, module)
+        ours = gradients(workload, module)
         own_peak = allocator_peak(step_of(workload, module))
         found = _timed(workload, base, module, folder)
         yield {
@@ -146,7 +146,8 @@ def step_of(workload: Workload, module: Any) -> Step:
     return partial(training_step, workload, module, workload.make_batch(_SEED), seed=_SEED)
 
 
-def _gradients(workload: Workload, module: Any) -> dict[str, torch.Tensor]:
+def gradients(workload: Workload, module: Any) -> dict[str, torch.Tensor]:
+    """Those of one step, by parameter name."""
     workload.model.zero_grad(set_to_none=False)
     step_of(workload, module)()
     found = gradients_of(workload.model)

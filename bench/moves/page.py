@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.machine import machine_text
+from bench.moves.page_parts import batch_table, batch_targets, peer_table, peer_targets
 from bench.pages import all_row, megabytes, table, targets, worst_row
 
 Record = dict[str, Any]
@@ -22,8 +23,10 @@ def page(records: Sequence[Record]) -> list[str]:
     lines += targets(_target_rows(records))
     for machine in dict.fromkeys(r["machine_name"] for r in records if r["kind"] == "simulated"):
         lines += ["", *_simulated_table([r for r in records if r.get("machine_name") == machine])]
-    found = [record for record in records if record["kind"] == "measured"]
-    return [*lines, "", *_measured_table(found)] if found else lines
+    for kind, write in _TABLES.items():
+        found = [record for record in records if record["kind"] == kind]
+        lines += ["", *write(found)] if found else []
+    return lines
 
 
 def _target_rows(records: Sequence[Record]) -> Iterator[list[str]]:
@@ -36,6 +39,8 @@ def _target_rows(records: Sequence[Record]) -> Iterator[list[str]]:
         [(r["machine_name"], r["ratio"] / r["everything_ratio"]) for r in peers],
     )
     yield from _measured_targets([r for r in records if r["kind"] == "measured"])
+    yield from peer_targets([r for r in records if r["kind"] == "peer"])
+    yield from batch_targets([r for r in records if r["kind"] == "batch"])
 
 
 def _simulated_targets(planned: Sequence[Record]) -> Iterator[list[str]]:
@@ -90,6 +95,8 @@ def _simulated_targets(planned: Sequence[Record]) -> Iterator[list[str]]:
 
 def _measured_targets(found: Sequence[Record]) -> Iterator[list[str]]:
     yield all_row("gradients bitwise eager's", sum(r["is_bitwise"] for r in found), len(found))
+    unmoved = sum(r.get("is_bitwise_unmoved", r["is_bitwise"]) for r in found)
+    yield all_row("gradients bitwise those without moves", unmoved, len(found))
     within = [r for r in found if r["measured_peak_bytes"] <= r["budget_bytes"]]
     yield all_row("measured peak within the budget", len(within), len(found))
     same = [r for r in found if r["measured_host_bytes"] == r["predicted_host_bytes"]]
@@ -174,5 +181,12 @@ def _measured_table(records: Sequence[Record]) -> list[str]:
         "model", "of the peak", "moves", "recomputed", "peak, MB", "over predicted", "disk, MB",
         "predicted time", "measured time", "GB/s out, in", "gradients",
     )  # fmt: skip
-    text = "Times are over the plan at the whole peak, which moves and recomputes nothing."
+    text = (
+        "Times are over the plan at the whole peak, which moves and recomputes nothing. Predicted "
+        "times are at the speeds of the machine and its disk at that time; see "
+        "`bench/moves/measured.py`."
+    )
     return ["## A disk on this machine", "", text, "", *table(columns, rows)]
+
+
+_TABLES = {"measured": _measured_table, "peer": peer_table, "batch": batch_table}

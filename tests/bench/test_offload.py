@@ -9,7 +9,10 @@ import moves
 import pytest
 
 from bench import offload as bench_offload
+from bench.models import build
+from bench.moves import batches as bench_batches
 from bench.moves import measured as bench_measured
+from bench.moves import peers as bench_peers
 from bench.moves import simulated as bench_simulated
 
 
@@ -43,3 +46,41 @@ def test_records_and_page(
     assert "| gradients bitwise eager's | all | 1 of 1 |  | hit |" in printed
     assert "## rtx4090: 2 layers, 512 tokens" in printed
     assert "by moving everything" in printed
+
+
+def test_peers_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, folder = tmp_path / "moves.jsonl", tmp_path / "scratch"
+    folder.mkdir()
+    moves.use_fast_link(monkeypatch)
+    monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
+    tiny = lambda name: build(name, tiny=True).with_loss_inside()  # noqa: E731
+    monkeypatch.setattr(bench_peers, "small_workload", tiny)
+    options = ["--output", str(output), "--models"]
+    bench_offload.main(["--peers", str(folder), *options, "gpt2"])
+    monkeypatch.setattr(bench_batches, "DEPTHS", {"resnet50": (1, 1)})
+    monkeypatch.setattr(bench_batches, "PIXELS", 64)
+    monkeypatch.setattr(bench_batches, "MEASURED_PIXELS", 32)
+    monkeypatch.setattr(bench_batches, "_MOST_TIMES", 4)
+    bench_offload.main(["--batches", *options, "resnet50"])
+    bench_offload.main(["--batches", str(folder), *options, "resnet50"])
+    assert not list(folder.iterdir())
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [record["kind"] for record in records] == ["peer"] * 4 + ["batch"] * 2
+    eager, all_away, in_flight, inputs_away = records[:4]
+    for record in records[:4]:
+        assert record["is_bitwise"]
+        assert record["is_peer_bitwise"]
+        assert record["own_bytes"] <= max(record["peer_bytes"], record["least_bytes"])
+    assert all_away["peer_bytes"] < eager["peer_bytes"]
+    assert inputs_away["peer_bytes"] < eager["peer_bytes"]
+    assert in_flight["peer_bytes"] < eager["peer_bytes"]
+    for record in records[4:]:
+        assert record["largest"] % record["rows"] == 0
+        assert record["largest"] >= record["largest_without_moves"] >= record["rows"]
+    capsys.readouterr()
+    assert bench_offload.main(["--page", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "## Peers with the same disk" in printed
+    assert "| resnet50: largest batch over eager's, in its memory | >= 5 |" in printed

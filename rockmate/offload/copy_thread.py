@@ -82,14 +82,14 @@ class CopyThread:
         """
         if self._thread is None or self._pid != os.getpid():
             # A forked process has no thread of its parent's.
-            self._jobs, self._pid = queue.SimpleQueue(), os.getpid()
-            self._thread = _started(self._jobs)
+            self._jobs, self._thread = queue.SimpleQueue(), None
+            self._thread, self._pid = _started(self._jobs), os.getpid()
             weakref.finalize(self, self._jobs.put, None).atexit = False
         self._jobs.put(job)
 
 
 def _started(jobs: queue.SimpleQueue[Callable[[mmap.mmap], None] | None]) -> threading.Thread:
-    """The thread. All that it needs is had here: if it failed by itself, steps would wait forever."""
+    """The thread, with all that it needs: if it failed by itself, steps would wait forever."""
     try:
         thread = threading.Thread(
             target=_work,

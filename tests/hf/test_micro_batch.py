@@ -119,7 +119,13 @@ def test_the_search_plans_with_the_options_of_the_module(
     monkeypatch.setattr(Recorded, "__signature__", inspect.signature(Planner), raising=False)
     monkeypatch.setattr(micro_batch, "Planner", Recorded)
     made, _ = trainer(without_dropout(), tmp_path, max_steps=1)
-    options = {"marks": {"model.layers.*.mlp": "recompute"}, "in_flight": 2, "time_limit_s": 9.0}
+    options = {
+        "marks": {"model.layers.*.mlp": "recompute"},
+        "in_flight": 2,
+        "time_limit_s": 9.0,
+        "offload": f"disk:{tmp_path}",
+        "host_budget": "1GiB",
+    }
     module = wrap_trainer(made, memory_limit=LIMIT, fit="batch", **options)
     assert Recorded.given
     for given in Recorded.given:

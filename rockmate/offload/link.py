@@ -22,8 +22,7 @@ from rockmate.schedule.move import SLOT_ALIGNMENT
 # Bytes of each of the copies that are timed, how many there are, and how often.
 _COPY_BYTES, _NUM_COPIES, _NUM_ROUNDS = 4 << 20, 8, 3
 _NUM_LATENCIES = 15
-# Largest share of a core that copies are taken to need.
-_MOST_OF_A_CORE = 0.9
+_EPSILON_S = 1e-6
 # Side of the matrix products that run beside them, each below a millisecond, and seconds for which
 # they are timed alone.
 _SIDE, _ALONE_S = 256, 0.1
@@ -90,13 +89,13 @@ def measure_disk_link(tier: DiskTier) -> Link:
         latencies_s.append(time.perf_counter() - begin_s)
     slab.release()
     out_s, in_s = (statistics.median(each[way].seconds for each in rounds) for way in (0, 1))
-    slowdowns = [way.slowdown for each in rounds for way in each]
+    slowdowns = [statistics.median(each[way].slowdown for each in rounds) for way in (0, 1)]
     return Link(
         out_gb_per_s=_COPY_BYTES * _NUM_COPIES / out_s / 1e9,
         in_gb_per_s=_COPY_BYTES * _NUM_COPIES / in_s / 1e9,
         latency_ms=1e3 * statistics.median(latencies_s),
         has_one_lane=True,
-        slowdown=max(1.0, statistics.median(slowdowns)),
+        slowdown=max(1.0, statistics.fmean(slowdowns)),
     )
 
 
@@ -124,7 +123,7 @@ def _timed(
     slowdown = own_s / max(number, 1) / alone_s
     if not _has_core_for_copies():
         # The step stands still while the thread that copies has the core.
-        slowdown /= 1 - min((all_s - own_s) / seconds, _MOST_OF_A_CORE)
+        slowdown *= all_s / max(own_s, _EPSILON_S)
     return _Timed(seconds, slowdown)
 
 

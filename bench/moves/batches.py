@@ -73,7 +73,8 @@ def batches(name: str, folder: str | None) -> Iterator[Record]:
         yield {**common, **_found(search.plan(largest, "rockmate"), largest, eager_ms / rows)}
         return
     while True:
-        found = _measured(workload.model, sample, planner_of(largest), memory, largest, rows)
+        planner = search.planner(largest)
+        found = _measured(workload.model, sample, planner, memory, largest, rows)
         if found["time_ratio"] <= MOST_TIME or largest == rows:
             break
         largest -= rows
@@ -95,12 +96,16 @@ class _Search:
         self._most_ms, self._rows = most_ms, rows
         self._planners: dict[int, Planner] = {}
 
-    def plan(self, num_rows: int, strategy: str) -> Plan:
-        """The fastest plan at a batch."""
+    def planner(self, num_rows: int) -> Planner:
+        """The planner at a batch."""
         if num_rows not in self._planners:
             self._planners[num_rows] = self._planner_of(num_rows)
+        return self._planners[num_rows]
+
+    def plan(self, num_rows: int, strategy: str) -> Plan:
+        """The fastest plan at a batch."""
         budget = self._memory - _batch_bytes(self._sample(num_rows))
-        return self._planners[num_rows].plan(max(1, budget), strategy=strategy)
+        return self.planner(num_rows).plan(max(1, budget), strategy=strategy)
 
     def _is_fast(self, num_rows: int, strategy: str) -> bool:
         try:

@@ -21,8 +21,9 @@ def page(records: Sequence[Record]) -> list[str]:
     for record in commands.values():
         lines += [machine_text(record), ""]
     lines += targets(_target_rows(records))
-    for machine in dict.fromkeys(r["machine_name"] for r in records if r["kind"] == "simulated"):
-        lines += ["", *_simulated_table([r for r in records if r.get("machine_name") == machine])]
+    simulated = [record for record in records if record["kind"] == "simulated"]
+    for machine in dict.fromkeys(record["machine_name"] for record in simulated):
+        lines += ["", *_simulated_table([r for r in simulated if r["machine_name"] == machine])]
     for kind, write in _TABLES.items():
         found = [record for record in records if record["kind"] == kind]
         lines += ["", *write(found)] if found else []
@@ -109,6 +110,18 @@ def _measured_targets(found: Sequence[Record]) -> Iterator[list[str]]:
     yield worst_row(
         "measured time over the plan's without moves, distance to predicted", 0.08, times
     )
+    planned = [
+        (_place(r), abs(r["measured_ratio"] / _planned_ratio(r) - 1))
+        for r in found
+        if "ops_factor" in r
+    ]
+    yield worst_row("the same, to the time at the rates that were planned with", 0.08, planned)
+
+
+def _planned_ratio(record: Record) -> float:
+    """The plan's own prediction, over that of the plan without moves."""
+    base_ms = record["predicted_ms"] / record["predicted_ratio"] / record["ops_factor"]
+    return record["planned_ms"] / base_ms
 
 
 def _place(record: Record) -> str:

@@ -15,6 +15,20 @@ from bench.moves import measured as bench_measured
 from bench.moves import peers as bench_peers
 from bench.moves import simulated as bench_simulated
 
+BATCH = {
+    "kind": "batch",
+    "model": "resnet50",
+    "rows": 2,
+    "pixels": 32,
+    "memory_bytes": 1000,
+    "largest": 12,
+    "largest_without_moves": 8,
+    "time_ratio": 1.2,
+    "num_moves": 3,
+    "num_recomputations": 0,
+    "host_bytes": 100,
+}
+
 
 def test_records_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,12 +54,16 @@ def test_records_and_page(
     assert measured["is_bitwise"]
     assert measured["num_moves"]
     assert measured["measured_host_bytes"] == measured["predicted_host_bytes"]
+    batch = {**records[0], **BATCH, "machine_name": records[0]["machine_name"]}
+    with output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(batch) + "\n")
     capsys.readouterr()
     assert bench_offload.main(["--page", str(output)]) == 0
     printed = capsys.readouterr().out
     assert "| gradients bitwise eager's | all | 1 of 1 |  | hit |" in printed
     assert "## rtx4090: 2 layers, 512 tokens" in printed
     assert "by moving everything" in printed
+    assert ">= 5 | 6 on rtx4090 |  | hit |" in printed
 
 
 def test_peers_and_batches(

@@ -7,6 +7,10 @@ like any other, on demand. Few are, because a chunking is skipped if
 * the lower bound or the baseline time of its variant is no shorter than the incumbent, or
 * a larger chunk size already failed for its time. Smaller chunks take no less time and no more
   memory, as a rule.
+
+The same arithmetic in chunks is no faster: where ops are measured so, that is noise. So a step in
+chunks counts as at least `_MIN_OVERHEAD` slower than the whole one. Chunks are then chosen only for
+recomputations that they save, by more than the noise, and never where the whole step has room.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from functools import cached_property, partial
 from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.bound.protocol import Bounds, MinBound, StoredBound
 from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.cost import Costs
+from rockmate.costs.cost import Costs, scaled_times
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
@@ -34,8 +38,9 @@ from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
-from rockmate.planning.strategies import UNMOVED, make_local_search, make_search
+from rockmate.planning.strategies import BITWISE, UNMOVED, make_local_search, make_search
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
@@ -44,6 +49,9 @@ from rockmate.step import CapturedStep
 JOINT_PLANNING_THRESHOLD = 20
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _EXPECTED_GAP_REDUCTION = 0.35
+# Least time that chunks add, as a share of the baseline's time. On one core, baselines of the same
+# step in 2, 4 and 8 chunks differ by up to 0.02 from run to run.
+_MIN_OVERHEAD = 0.01
 # The only strategy that may use chunks. The others are there to compare with.
 _CHUNKING_STRATEGY = "rockmate"
 
@@ -132,7 +140,7 @@ class Variant:
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy."""
-        if strategy in (_CHUNKING_STRATEGY, UNMOVED):
+        if strategy in (_CHUNKING_STRATEGY, UNMOVED, BITWISE):
             return self.local_search
         if strategy not in self._searches:
             self._searches[strategy] = make_search(
@@ -153,7 +161,7 @@ class Variants:
     Args:
         step: as captured.
         costs_of: measures or estimates the costs of a graph.
-        allow_chunking: as for `Planner`.
+        numerics: as for `Planner`.
         rule: when a search ends. Its time limit is also that of all solves together, those of
             every variant included; see `SolverTime`.
 
@@ -167,18 +175,18 @@ class Variants:
         step: CapturedStep,
         costs_of: Callable[[Graph], Costs],
         *,
-        allow_chunking: bool | None,
+        numerics: Numerics,
         rule: StoppingRule,
     ) -> None:
         self._costs_of = costs_of
         self._rule = rule
-        self._allow_chunking = allow_chunking
+        self._numerics = numerics
         self._solver_time = SolverTime(rule.time_limit_s)
         self._solved = SolvedBlocks()
         self._chunked: dict[Chunks, Variant | None] = {}
         self.unchunked = self._new_variant(step)
         self.chunkable = ChunkableBlocks(
-            step, self.unchunked.baseline.peak_bytes, allow_chunking=allow_chunking
+            step, self.unchunked.baseline.peak_bytes, numerics=numerics
         )
 
     def _new_variant(self, step: CapturedStep) -> Variant:
@@ -191,8 +199,26 @@ class Variants:
         if chunking not in self._chunked:
             step = self.unchunked.step.in_chunks(chunking)
             is_refused = isinstance(step, Refusal)
-            self._chunked[chunking] = None if is_refused else self._new_variant(step)
+            self._chunked[chunking] = None if is_refused else self._new_chunked(step)
         return self._chunked[chunking]
+
+    def _new_chunked(self, step: CapturedStep) -> Variant:
+        """The variant of a step in chunks, slowed down to the least time that chunks take."""
+        variant = self._new_variant(step)
+        own_ms = variant.baseline.time_ms
+        if own_ms >= self._least_chunked_ms:
+            return variant
+        costs = scaled_times(variant.costs, self._least_chunked_ms / own_ms)
+        return Variant(step, costs, self._solver_time, self._solved, self._rule)
+
+    @property
+    def _least_chunked_ms(self) -> float:
+        """The least time of any schedule in chunks."""
+        return (1 + _MIN_OVERHEAD) * self.unchunked.baseline.time_ms
+
+    def _may_pay(self, whole_ms: float) -> bool:
+        """Whether a schedule in chunks may be faster than one of the whole step."""
+        return whole_ms > self._least_chunked_ms and bool(self.chunkable.chunkings)
 
     def step_for(self, options: Mapping[str, str]) -> CapturedStep:
         """The variant's step that was captured, and put in chunks, with these options."""
@@ -208,24 +234,30 @@ class Variants:
         chunked = step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return step if isinstance(chunked, Refusal) else chunked
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
-        """How the chunkable blocks run in a variant."""
-        return VariantNotes(self.chunkable, variant.step.options.get("loss_chunks"))
+    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
+        """How the chunkable blocks run in a variant, and how long the step takes without chunks."""
+        chunks = variant.step.options.get("loss_chunks")
+        whole = self.unchunked.local_search
+        return VariantNotes(self.chunkable, chunks, whole.best_within, budget_bytes)
 
     # --- the fastest schedule ---
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule found within the budget, and its variant; None if none fits."""
-        if strategy != _CHUNKING_STRATEGY or not self._considers_chunks(budget_bytes):
-            found = self.unchunked.search(strategy).best_within(budget_bytes)
+        whole = self.unchunked.search(strategy)
+        initial = None
+        if strategy == _CHUNKING_STRATEGY:
+            initial = self.unchunked.local_search.initial_within(budget_bytes)
+        if strategy != _CHUNKING_STRATEGY or not self._may_pay(_ms(initial)):
+            found = whole.best_within(budget_bytes)
             return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
         best_ms = inf
-        for variant, initial in sorted(
+        for variant, start in sorted(
             self._initial_candidates(budget_bytes), key=lambda pair: by_time(pair[1])
         ):
-            gap_ms = initial.time_ms - variant.lower_bound.bound_ms(budget_bytes)
-            if initial.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
+            gap_ms = start.time_ms - variant.lower_bound.bound_ms(budget_bytes)
+            if start.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
                 continue
             found = variant.local_search.best_within(budget_bytes)
             if found is not None and found.time_ms < best_ms:
@@ -237,30 +269,62 @@ class Variants:
     ) -> dict[int, tuple[Variant, Candidate]]:
         """The schedules of the default strategy for many budgets, planned jointly.
 
-        Budgets that may be met in chunks are left out, and so are those that no schedule fits.
-        Empty if fewer than `JOINT_PLANNING_THRESHOLD` budgets remain.
+        Budgets that no schedule fits are left out. Empty if the whole step fits fewer than
+        `JOINT_PLANNING_THRESHOLD` of them.
         """
         search = self.unchunked.local_search
         minimum_bytes = search.minimum().peak_bytes
-        unchunked = [budget for budget in budgets if not self._considers_chunks(budget)]
-        if sum(budget >= minimum_bytes for budget in unchunked) < JOINT_PLANNING_THRESHOLD:
+        if sum(budget >= minimum_bytes for budget in budgets) < JOINT_PLANNING_THRESHOLD:
             return {}
-        found = JointSearch(search).best_within_each(unchunked, progress=progress)
-        return {budget: (self.unchunked, candidate) for budget, candidate in found.items()}
+        whole = JointSearch(search).best_within_each(budgets, progress=progress)
+        best = {budget: (self.unchunked, candidate) for budget, candidate in whole.items()}
+        slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)))]
+        for form in self.chunkable.chunkings if slow else ():
+            self._improve_in_chunks(best, slow, form, progress=progress)
+        return best
 
-    def _considers_chunks(self, budget_bytes: int) -> bool:
-        """Whether a plan for this budget may run in chunks.
+    def _improve_in_chunks(
+        self,
+        best: dict[int, tuple[Variant, Candidate]],
+        budgets: Sequence[int],
+        form: Sequence[Chunks],
+        *,
+        progress: bool,
+    ) -> None:
+        """Takes the schedules of one form where they are faster, until smaller chunks gain nothing.
 
-        So it is where chunks are allowed for all budgets, or where the step as captured does not
-        fit.
+        Args:
+            best: the fastest schedules so far, by budget.
+            budgets: those that chunks may pay for.
+            form: its chunkings.
+            progress: shows a progress bar.
         """
-        search = self.unchunked.local_search
-        if not self._allow_chunking and (
-            search.minimum().peak_bytes <= budget_bytes
-            or search.best_within(budget_bytes) is not None
-        ):
-            return False
-        return bool(self.chunkable.chunkings)
+        for chunking in form:
+            variant = self._variant(chunking)
+            if variant is None or self._rule.is_late:
+                continue
+            open_budgets = [
+                budget
+                for budget in budgets
+                if self.chunkable.chunk_bytes(chunking) <= budget
+                and self._is_promising(variant, budget, _ms_of(best.get(budget)))
+            ]
+            found = JointSearch(variant.local_search).best_within_each(
+                open_budgets, progress=progress
+            )
+            faster = {
+                budget: (variant, candidate)
+                for budget, candidate in found.items()
+                if candidate.time_ms < _ms_of(best.get(budget))
+            }
+            best |= faster
+            if found and not faster:
+                return
+
+    def _is_promising(self, variant: Variant, budget_bytes: int, incumbent_ms: float) -> bool:
+        """Whether a variant may be faster than the incumbent by more than the gap tolerance."""
+        slack_ms = self._rule.gap_tolerance * self.unchunked.baseline.time_ms
+        return variant.lower_bound.bound_ms(budget_bytes) < incumbent_ms - slack_ms
 
     def _initial_candidates(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
         """The initial schedules of all variants that can still become the fastest."""
@@ -289,7 +353,7 @@ class Variants:
                 continue
             if variant.baseline.time_ms >= incumbent_ms:
                 return
-            if variant.lower_bound.bound_ms(budget_bytes) >= incumbent_ms:
+            if not self._is_promising(variant, budget_bytes, incumbent_ms):
                 if ruled_out is not None and not _promises_more(
                     variant.lower_bound, ruled_out, budget_bytes
                 ):
@@ -307,8 +371,7 @@ class Variants:
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """Budgets and the best candidate of each: budgets grow, times fall."""
-        uses_chunks = self._allow_chunking and strategy == _CHUNKING_STRATEGY
-        if not uses_chunks or not self.chunkable.chunkings:
+        if strategy != _CHUNKING_STRATEGY:
             return self.unchunked.search(strategy).frontier()
         low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
 
@@ -323,15 +386,21 @@ class Variants:
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """Lower bounds that hold for every plan of this budget, whatever the strategy.
 
-        Where chunks are considered, the least over the step as captured and all its chunkings.
+        Where plans may be in chunks, the least over the step as captured and all its chunkings.
         """
-        if not self._considers_chunks(budget_bytes):
+        if self._numerics == "bitwise":
             return self.unchunked.lower_bound
         return MinBound(partial(self._lower_bounds, budget_bytes))
 
-    def _lower_bounds(self, budget_bytes: int) -> Iterator[LowerBound]:
-        """The bound of the step as captured and of each chunking whose chunk fits the budget."""
+    def _lower_bounds(self, budget_bytes: int) -> Iterator[Bounds]:
+        """The bound of the step as captured and of each chunking whose chunk fits the budget.
+
+        No chunking is written out where the least time of all of them is no less than the first.
+        """
         yield self.unchunked.lower_bound
+        if not self._may_pay(self.unchunked.lower_bound.bound_ms(budget_bytes)):
+            yield StoredBound(self._least_chunked_ms)
+            return
         for chunking in (chunking for form in self.chunkable.chunkings for chunking in form):
             if self.chunkable.chunk_bytes(chunking) <= budget_bytes:
                 variant = self._variant(chunking)
@@ -339,9 +408,7 @@ class Variants:
                     yield variant.lower_bound
 
     def minimum(self, strategy: str) -> Candidate:
-        """The schedule of the smallest peak; with chunks only where `allow_chunking` is True."""
-        if self._allow_chunking:
-            return self.min_peak(strategy)
+        """The schedule of the smallest peak without chunks."""
         return self.unchunked.search(strategy).minimum()
 
     def min_peak(self, strategy: str) -> Candidate:
@@ -361,6 +428,14 @@ class Variants:
                 smallest = variant.search(strategy).minimum()
                 best = min(best, smallest, key=lambda candidate: candidate.peak_bytes)
         return best
+
+
+def _ms(candidate: Candidate | None) -> float:
+    return inf if candidate is None else candidate.time_ms
+
+
+def _ms_of(pair: tuple[Variant, Candidate] | None) -> float:
+    return inf if pair is None else pair[1].time_ms
 
 
 def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Planner
+from rockmate.planning.numerics import Numerics
 
 
 class Layered(nn.Module):
@@ -33,12 +34,12 @@ class Layered(nn.Module):
         return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
-def layered(allow_chunking: bool | None) -> Planner:
+def layered(numerics: Numerics = "any_order") -> Planner:
     """Its planner, with estimated costs: the same in every run."""
     words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
     return Planner(
         Layered().train(),
         {"words": words, "labels": words.flip(0)},
         machine="cpu-avx2",
-        allow_chunking=allow_chunking,
+        numerics=numerics,
     )

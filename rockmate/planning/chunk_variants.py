@@ -244,18 +244,16 @@ class Variants:
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule found within the budget, and its variant; None if none fits."""
-        whole = self.unchunked.search(strategy)
-        initial = None
-        if strategy == _CHUNKING_STRATEGY:
-            initial = self.unchunked.local_search.initial_within(budget_bytes)
-        if strategy != _CHUNKING_STRATEGY or not self._may_pay(_ms(initial)):
-            found = whole.best_within(budget_bytes)
+        whole = self.unchunked.local_search
+        if strategy != _CHUNKING_STRATEGY or not self._may_pay(
+            _ms(whole.initial_within(budget_bytes))
+        ):
+            found = self.unchunked.search(strategy).best_within(budget_bytes)
             return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
         best_ms = inf
-        for variant, start in sorted(
-            self._initial_candidates(budget_bytes), key=lambda pair: by_time(pair[1])
-        ):
+        starts = self._initial_candidates(budget_bytes)
+        for variant, start in sorted(starts, key=lambda pair: by_time(pair[1])):
             gap_ms = start.time_ms - variant.lower_bound.bound_ms(budget_bytes)
             if start.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
                 continue
@@ -317,9 +315,9 @@ class Variants:
                 for budget, candidate in found.items()
                 if candidate.time_ms < _ms_of(best.get(budget))
             }
-            best |= faster
             if found and not faster:
                 return
+            best |= faster
 
     def _is_promising(self, variant: Variant, budget_bytes: int, incumbent_ms: float) -> bool:
         """Whether a variant may be faster than the incumbent by more than the gap tolerance."""
@@ -397,11 +395,13 @@ class Variants:
 
         No chunking is written out where the least time of all of them is no less than the first.
         """
-        yield self.unchunked.lower_bound
-        if not self._may_pay(self.unchunked.lower_bound.bound_ms(budget_bytes)):
+        whole = self.unchunked.lower_bound
+        yield whole
+        forms = self.chunkable.chunkings
+        if forms and whole.bound_ms(budget_bytes) <= self._least_chunked_ms:
             yield StoredBound(self._least_chunked_ms)
             return
-        for chunking in (chunking for form in self.chunkable.chunkings for chunking in form):
+        for chunking in (chunking for form in forms for chunking in form):
             if self.chunkable.chunk_bytes(chunking) <= budget_bytes:
                 variant = self._variant(chunking)
                 if variant is not None:

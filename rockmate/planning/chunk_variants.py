@@ -216,9 +216,15 @@ class Variants:
         """The least time of any schedule in chunks."""
         return (1 + _MIN_OVERHEAD) * self.unchunked.baseline.time_ms
 
-    def _may_pay(self, whole_ms: float) -> bool:
+    def _may_pay(self, whole_ms: float, budget_bytes: int) -> bool:
         """Whether a schedule in chunks may be faster than one of the whole step."""
-        return whole_ms > self._least_chunked_ms and bool(self.chunkable.chunkings)
+        return whole_ms > self._least_chunked_ms and self._considers_chunks(budget_bytes)
+
+    def _considers_chunks(self, budget_bytes: int) -> bool:
+        """Whether a plan for this budget may run in chunks."""
+        if budget_bytes < self.unchunked.local_search.minimum().peak_bytes:
+            return bool(self.chunkable.chunkings)
+        return self.chunkable.may_help(budget_bytes)
 
     def step_for(self, options: Mapping[str, str]) -> CapturedStep:
         """The variant's step that was captured, and put in chunks, with these options."""
@@ -244,18 +250,15 @@ class Variants:
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule found within the budget, and its variant; None if none fits."""
-        whole = self.unchunked.search(strategy)
-        initial = None
-        if strategy == _CHUNKING_STRATEGY:
-            initial = self.unchunked.local_search.initial_within(budget_bytes)
-        if strategy != _CHUNKING_STRATEGY or not self._may_pay(_ms(initial)):
-            found = whole.best_within(budget_bytes)
+        initial = self.unchunked.local_search.initial_within
+        is_whole = strategy != _CHUNKING_STRATEGY
+        if is_whole or not self._may_pay(_ms(initial(budget_bytes)), budget_bytes):
+            found = self.unchunked.search(strategy).best_within(budget_bytes)
             return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
         best_ms = inf
-        for variant, start in sorted(
-            self._initial_candidates(budget_bytes), key=lambda pair: by_time(pair[1])
-        ):
+        starts = self._initial_candidates(budget_bytes)
+        for variant, start in sorted(starts, key=lambda pair: by_time(pair[1])):
             gap_ms = start.time_ms - variant.lower_bound.bound_ms(budget_bytes)
             if start.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
                 continue
@@ -278,7 +281,7 @@ class Variants:
             return {}
         whole = JointSearch(search).best_within_each(budgets, progress=progress)
         best = {budget: (self.unchunked, candidate) for budget, candidate in whole.items()}
-        slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)))]
+        slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)), budget)]
         for form in self.chunkable.chunkings if slow else ():
             self._improve_in_chunks(best, slow, form, progress=progress)
         return best
@@ -317,14 +320,14 @@ class Variants:
                 for budget, candidate in found.items()
                 if candidate.time_ms < _ms_of(best.get(budget))
             }
-            best |= faster
             if found and not faster:
-                return
+                break
+            best |= faster
 
     def _is_promising(self, variant: Variant, budget_bytes: int, incumbent_ms: float) -> bool:
         """Whether a variant may be faster than the incumbent by more than the gap tolerance."""
-        slack_ms = self._rule.gap_tolerance * self.unchunked.baseline.time_ms
-        return variant.lower_bound.bound_ms(budget_bytes) < incumbent_ms - slack_ms
+        gap_ms = incumbent_ms - variant.lower_bound.bound_ms(budget_bytes)
+        return gap_ms > self._rule.gap_tolerance * self.unchunked.baseline.time_ms
 
     def _initial_candidates(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
         """The initial schedules of all variants that can still become the fastest."""
@@ -393,15 +396,14 @@ class Variants:
         return MinBound(partial(self._lower_bounds, budget_bytes))
 
     def _lower_bounds(self, budget_bytes: int) -> Iterator[Bounds]:
-        """The bound of the step as captured and of each chunking whose chunk fits the budget.
-
-        No chunking is written out where the least time of all of them is no less than the first.
-        """
-        yield self.unchunked.lower_bound
-        if not self._may_pay(self.unchunked.lower_bound.bound_ms(budget_bytes)):
+        """The bound of the step as captured and of each chunking whose chunk fits the budget."""
+        whole = self.unchunked.lower_bound
+        yield whole
+        forms = self.chunkable.chunkings if self._considers_chunks(budget_bytes) else ()
+        if forms and whole.bound_ms(budget_bytes) <= self._least_chunked_ms:
             yield StoredBound(self._least_chunked_ms)
             return
-        for chunking in (chunking for form in self.chunkable.chunkings for chunking in form):
+        for chunking in (chunking for form in forms for chunking in form):
             if self.chunkable.chunk_bytes(chunking) <= budget_bytes:
                 variant = self._variant(chunking)
                 if variant is not None:
@@ -439,10 +441,7 @@ def _ms_of(pair: tuple[Variant, Candidate] | None) -> float:
 
 
 def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
-    """Whether smaller chunks lower the time bound or the peak bound.
-
-    Where they do not, still smaller chunks seldom do.
-    """
+    """Whether smaller chunks lower time bound or peak bound; else smaller ones seldom do."""
     return (
         smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
         or smaller.peak_bound_bytes < larger.peak_bound_bytes

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
+from rockmate.bound.protocol import MinBound
 from rockmate.plan.plan import Plan
 
 
@@ -23,6 +25,7 @@ def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
     for budget_bytes, plan in sorted(plans.items()):
         chosen = plan
         if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
-            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=plan.bounds)
+            both = partial(tuple, (plan.bounds, fastest.bounds))  # the plan may be of another form
+            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=MinBound(both))
         found[budget_bytes] = fastest = chosen
     return found

@@ -411,6 +411,8 @@ class PlanningSession:
         takes seconds.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
+            return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
             return self._variants.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
 

@@ -78,7 +78,9 @@ def _facts(sweep: Sweep) -> str:
     if smallest is not None:
         facts.append(
             (
-                "smallest feasible peak",
+                "smallest peak without chunks"
+                if any(row.loss_chunks for row in sweep.rows)
+                else "smallest feasible peak",
                 f"{size_text(smallest)}, {smallest / baseline.baseline_peak_bytes:.1%} of it",
             )
         )

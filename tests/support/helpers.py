@@ -63,10 +63,10 @@ class Planned:
 
 @functools.cache
 def planned(name: str, size: str = "tiny") -> Planned:
-    """The workload of that name with a planner; made once a session."""
+    """The workload of that name with a planner of bitwise plans; made once a session."""
     workload = models.tiny(name) if size == "tiny" else models.medium(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
-    return Planned(workload, Planner(workload.model, workload.sample), before)
+    return Planned(workload, Planner(workload.model, workload.sample, numerics="bitwise"), before)
 
 
 # --- equality -------------------------------------------------------------------------------------

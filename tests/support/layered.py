@@ -34,12 +34,17 @@ class Layered(nn.Module):
         return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
+def layered_batch() -> dict[str, Tensor]:
+    """Words and labels."""
+    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    return {"words": words, "labels": words.flip(0)}
+
+
 def layered(numerics: Numerics = "any_order") -> Planner:
     """Its planner, with estimated costs: the same in every run."""
-    words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
     return Planner(
         Layered().train(),
-        {"words": words, "labels": words.flip(0)},
+        layered_batch(),
         machine="cpu-avx2",
         numerics=numerics,
     )

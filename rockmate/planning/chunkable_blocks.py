@@ -25,7 +25,7 @@ _MIN_PEAK_SHARE = 0.02
 # Chunks are tried only if the largest value of a block exceeds this share of the budget: of a loss
 # block, three such values are live together. Of 45 plans for five models on two machines, none was
 # faster in chunks below a share of 0.37.
-_MIN_BUDGET_SHARE = 0.25
+_MIN_BUDGET_SHARE = 1 / 3
 UNUSED_HINT = "it can be, and would be no faster by more than noise"
 _NOT_ALLOWED = "chunks add in another order (numerics='bitwise')"
 

@@ -30,7 +30,6 @@ from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
-from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, frontier_at, linspace_int
@@ -240,7 +239,7 @@ class Variants:
         chunked = step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return step if isinstance(chunked, Refusal) else chunked
 
-    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
+    def notes(self, variant: Variant, budget_bytes: int) -> VariantNotes:
         """How the chunkable blocks run in a variant, and how long the step takes without chunks."""
         chunks = variant.step.options.get("loss_chunks")
         whole = self.unchunked.local_search

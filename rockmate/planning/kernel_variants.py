@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
@@ -65,8 +66,9 @@ class KernelVariants(StepForms):
         return self._form_of(options).step_for(options)
 
     def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
-        """See `StepForms.notes`."""
-        return self._form_of(variant.step.options).notes(variant, budget_bytes)
+        """See `StepForms.notes`; bitwise plans have eager's kernels."""
+        found = self._form_of(variant.step.options).notes(variant, budget_bytes)
+        return replace(found, search=self.unchunked.local_search.best_within)
 
     def _form_of(self, options: Mapping[str, str]) -> Variants:
         def is_alike(form: Variants, *names: str) -> bool:

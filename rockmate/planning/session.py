@@ -406,9 +406,9 @@ class PlanningSession:
     def lower_bound_ms(self, budget: Budget) -> float:
         """A time, in milliseconds, that no plan of this planner beats; infinite if none can fit.
 
-        The bound holds for every schedule of the step as captured and, unless numerics are bitwise,
-        for those in every number and form of chunks that planning knows. The first call with chunks
-        takes seconds.
+        The bound holds for every schedule of the step as captured. Where `plan` may choose chunks,
+        it holds for every number and form of chunks that planning knows, too. The first call with
+        chunks takes seconds.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps

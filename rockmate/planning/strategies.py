@@ -43,8 +43,7 @@ def make_search(
     * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
     * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
-      rotor with several options for blocks and spans of blocks; "recompute" is it without moves,
-      "bitwise" without moves and chunks.
+      rotor with several options for blocks and spans; "recompute" and "bitwise" are it, too.
 
     Args:
         strategy: one of `STRATEGIES`.

@@ -32,8 +32,8 @@ def budget_for(planner: Planner, regime: str) -> int | float:
 
 
 def modules_of(model: nn.Module, sample: Any, **options: Any) -> list[RockmateModule]:
-    """One planned module for each regime, all on the same model."""
-    planner = Planner(model, sample, **options)
+    """One planned module for each regime, all on the same model; bitwise unless options say."""
+    planner = Planner(model, sample, **{"numerics": "bitwise", **options})
     return [planner.module(budget_for(planner, regime)) for regime in REGIMES]
 
 

@@ -294,7 +294,8 @@ def capture_step(
 
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
-    with a tensor hook, and with `whole_shared` those to which several gradients flow. `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
+    with a tensor hook, and with `whole_shared` those to which several gradients flow.
+    `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -318,8 +319,7 @@ def capture_step(
         untraced=names,
         keeps_checkpoints=request.honours_checkpoints,
     )
-    shared = shared_names(capture, owner_names(model)) if whole_shared else frozenset()
-    state = _state_of(model, hooked, shared, options)
+    state = _state_of(model, hooked, capture if whole_shared else None, options)
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
@@ -350,16 +350,19 @@ def _fusion_of(
 
 
 def _state_of(
-    model: nn.Module, hooked: str | None, shared: frozenset[str], options: dict[str, str]
+    model: nn.Module, hooked: str | None, capture: Capture | None, options: dict[str, str]
 ) -> ModelSignature:
     """The model's state after its capture, for which it may change itself.
 
-    Names of parameters with whole gradients, as given or as found, go to `options`.
+    Names of parameters with whole gradients, as given or as found, go to `options`: those with a
+    tensor hook, and those to which several gradients flow in `capture`.
     """
     state = ModelSignature.of(model)
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
-    state = replace(state, hooked=state.hooked | shared)
+    if capture is not None:
+        shared = shared_names(capture, owner_names(model))
+        state = replace(state, hooked=state.hooked | shared)
     if state.hooked and options["gradients"] == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
     return state

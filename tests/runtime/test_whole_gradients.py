@@ -1,4 +1,4 @@
-"""With `numerics="bitwise"` gradients of several uses are added to each other first, as in eager."""
+"""Gradients of several uses are added to each other first with `numerics="bitwise"`."""
 
 from __future__ import annotations
 

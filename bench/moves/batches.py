@@ -47,7 +47,7 @@ def batches(name: str, folder: str | None) -> Iterator[Record]:
 
     def planner_of(num_rows: int) -> Planner:
         return Planner(
-            workload.model, sample(num_rows), outputs="loss", allow_chunking=False, **where
+            workload.model, sample(num_rows), outputs="loss", numerics="bitwise", **where
         )
 
     eager = planner_of(rows)

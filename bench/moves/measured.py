@@ -44,9 +44,7 @@ _SEED = 1
 def measured(name: str, folder: str) -> Iterator[Record]:
     """A record for each budget of one model."""
     workload = small_workload(name)
-    planner = Planner(
-        workload.model, workload.sample, offload=f"disk:{folder}", allow_chunking=False
-    )
+    planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
     eager = gradients(workload, workload.model)
     base = planner.module(1.0)
     unmoved = gradients(workload, base)

@@ -47,9 +47,7 @@ def peers(folder: str) -> dict[str, Lend]:
 def against_peers(name: str, folder: str) -> Iterator[Record]:
     """A record for each peer of one model."""
     workload = small_workload(name)
-    planner = Planner(
-        workload.model, workload.sample, offload=f"disk:{folder}", allow_chunking=False
-    )
+    planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
     reference = gradients(workload, workload.model)
     for peer, lend in peers(folder).items():
         theirs = _lent(workload, lend)

@@ -46,7 +46,7 @@ def simulated(machine: str, *, num_layers: int, num_tokens: int) -> Iterator[Rec
     from rockmate import Planner
 
     model, sample = llama(num_layers, num_tokens)
-    options: dict[str, Any] = {"machine": machine, "outputs": "loss", "allow_chunking": False}
+    options: dict[str, Any] = {"machine": machine, "outputs": "loss", "numerics": "bitwise"}
     begin = time.process_time()
     plain = Planner(model, sample, **options)
     plain_s = time.process_time() - begin

@@ -19,6 +19,7 @@ from rockmate.fits.errors import FitError
 from rockmate.fits.size_axis import Dims, Kind
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
 from rockmate.offload.request import OffloadRequest
+from rockmate.planning.numerics import Numerics, check_numerics
 
 TOKEN_STEP = 8
 """Lengths of sequences are multiples of it: attention kernels are made for such."""
@@ -53,8 +54,7 @@ class FitOptions:
         measure: then also measures costs, and trains `num_steps` steps at each size of the table,
             on the device that the model is on. The model is put back to what it was.
         num_steps: how many steps are timed.
-        allow_chunking: None lets the loss block run in chunks at sizes that nothing else fits, True
-            wherever they are faster, False never.
+        numerics: as for `Planner`; "bitwise" leaves out chunks, which fit larger sizes.
         offload: lets values move to another memory tier and back, as for `Planner`: "host" for a
             machine with a GPU, "disk:FOLDER" for a CPU. Without `measure`, the rates of copies are
             those of the machine's description.
@@ -78,7 +78,7 @@ class FitOptions:
     machine: str | Path | Machine | None = None
     measure: bool = False
     num_steps: int = 5
-    allow_chunking: bool | None = None
+    numerics: Numerics = "any_order"
     offload: str | None = None
     host_budget: int | str | None = None
     progress: bool = False
@@ -93,6 +93,7 @@ class FitOptions:
                 raise FitError(f"size {size!r} is no whole number of at least 1.")
         if self.num_steps < 1:
             raise FitError(f"{self.num_steps} steps cannot be measured. Take at least 1.")
+        check_numerics(self.numerics)
         num_in_flight_of(self.capture.get("in_flight", 1))
         self._check_offload()
         if self.measure and self.machine is not None:
@@ -111,6 +112,11 @@ class FitOptions:
     def planner_options(self) -> dict[str, Any]:
         """Where values may move, as options of `Planner.of`."""
         return {"offload": self.offload, "host_budget": self.host_budget}
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """Options of the steps that are captured."""
+        return {**self.capture, "whole_shared": self.numerics == "bitwise"}
 
     @property
     def limit(self) -> MemoryLimit:

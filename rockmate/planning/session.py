@@ -30,7 +30,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError, frames_advised
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
@@ -52,12 +52,14 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.moved_forms import MovedForms
+from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.step import CapturedStep, capture_step
+from rockmate.sharding.simulated import MeshSizes, Shard
+from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +99,21 @@ class PlanningSession:
         in_flight: int = 1,
         offload: str | None = None,
         host_budget: int | str | None = None,
+        mesh: MeshSizes | None = None,
+        shard: Shard | None = None,
     ) -> None:
         check_kernels(kernels)
         rule = StoppingRule(gap_tolerance, time_limit_s)
         request = OffloadRequest.parse(offload, host_budget)
-        target = None if machine is None else load_machine(machine)
+        target = machine_of(machine, mesh, shard)
         self.model, model = model, plain_model(model)
         timings: dict[str, float] = {}
-        with timed(timings, "capture"), frames_advised():
-            step = capture_step(
+        with timed(timings, "capture"):
+            step = captured_step(
                 model,
                 sample_input,
+                mesh=mesh,
+                shard=shard,
                 differentiable=differentiable,
                 outputs=outputs,
                 gradients=gradients,
@@ -175,10 +181,7 @@ class PlanningSession:
         offload: OffloadRequest | None,
         fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
-        """Measures or estimates the costs of a captured step and finds its smallest peak.
-
-        With `fuses` plans choose between the step and what it returns.
-        """
+        """Finds the costs and the smallest peak of a step; `fuses` makes further forms of it."""
         self.timings = timings
         self.allow_chunking = allow_chunking
         self._step = step

@@ -7,7 +7,8 @@ ops may be faster: it has more values to choose from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
@@ -39,6 +40,15 @@ def fused_forms(
     left = fused.options["unfused"]
     whole = step.fused(unfused="", compile_limit_s=compile_limit_s) if left else fused
     return [fused] if whole.options["unfused"] == left else [fused, whole]
+
+
+def fused_later(
+    kernels: Kernels, step: CapturedStep, *, progress: bool, compile_limit_s: float
+) -> Callable[[], list[CapturedStep]] | None:
+    """What makes `fused_forms` of a step; None unless plans choose between kernels."""
+    if kernels != "auto":
+        return None
+    return partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
 
 
 def check_kernels(kernels: str) -> None:

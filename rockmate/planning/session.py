@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -42,8 +42,7 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_forms
-from rockmate.planning.mark_log import log_marks
+from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_later
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
@@ -127,7 +126,6 @@ class PlanningSession:
                 existing_checkpoints=existing_checkpoints,
                 in_flight=in_flight,
             )
-        log_marks(step, existing_checkpoints)
         self._begin(
             step,
             timings,
@@ -136,9 +134,7 @@ class PlanningSession:
             rule=rule,
             progress=progress,
             offload=request,
-            fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
-            if kernels == "auto"
-            else None,
+            fuses=fused_later(kernels, step, progress=progress, compile_limit_s=compile_limit_s),
         )
 
     @classmethod

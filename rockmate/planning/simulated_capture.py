@@ -10,6 +10,7 @@ from torch import nn
 
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import MachineError, frames_advised
+from rockmate.planning.mark_log import log_marks
 from rockmate.sharding.simulated import MeshSizes, Shard, SimulatedMesh
 from rockmate.step import CapturedStep, capture_step
 
@@ -46,11 +47,22 @@ def captured_step(
     shard: Shard | None,
     **options: Any,
 ) -> CapturedStep:
-    """`capture_step`, of one rank of a mesh if there is one; `options` are those of it."""
+    """`capture_step`, of one rank of a mesh if there is one, with marks in the log.
+
+    `options` are those of `capture_step`.
+    """
     if mesh is None:
         with frames_advised():
-            return capture_step(model, sample_input, **options)
-    simulated = SimulatedMesh.of(mesh, shard)
+            step = capture_step(model, sample_input, **options)
+    else:
+        step = _step_on(SimulatedMesh.of(mesh, shard), model, sample_input, options)
+    log_marks(step, options["existing_checkpoints"])
+    return step
+
+
+def _step_on(
+    simulated: SimulatedMesh, model: nn.Module, sample_input: Any, options: dict[str, Any]
+) -> CapturedStep:
     with simulated.holding(model) as sharded:
         step = capture_step(sharded, sample_input, **options)
     absence = (

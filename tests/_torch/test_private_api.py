@@ -88,6 +88,7 @@ from rockmate._torch.dynamo import (
     evaluated,
     fails_past_limit,
     guard_training,
+    is_exporting,
     is_fake_call,
     module_path,
     output_examples,
@@ -940,6 +941,18 @@ def test_versions() -> None:
     check_torch_version()
     with pytest.raises(ImportError, match=r"2\.11 to 2\.13"):
         check_torch_version("2.10.1")
+
+
+def test_dynamo_reads_whether_it_traces_for_an_export() -> None:
+    class Exported(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if is_exporting() else x
+
+    x = torch.zeros(2)
+    compiled = torch.compile(Exported(), backend="eager")
+    exported = torch.export.export(Exported(), (x,), strict=True)
+    assert torch.equal(compiled(x), x)
+    assert torch.equal(exported.module()(x), x + 1)
 
 
 def test_what_dynamo_tells_a_backend() -> None:

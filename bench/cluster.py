@@ -1,6 +1,6 @@
 """Time against memory per rank for a sharded Llama-3 on H100s, by simulation.
 
-    python -m bench.cluster [--model 8b] [--ranks 1,8,64,256,1024] [--budgets 0.1,0.2,0.4,1]
+    python -m bench.cluster [--model 8b] [--ranks 1,8,64,256,1024,128x8] [--budgets 0.1,0.2,0.4,1]
     python -m bench.cluster --published [--model 70b]
 
 Nothing runs: the model is on the meta device, ranks are simulated, and times follow from
@@ -89,9 +89,9 @@ PUBLISHED = (
 
 
 class Row(NamedTuple):
-    """A plan for a number of ranks."""
+    """A plan for a mesh of ranks."""
 
-    num_ranks: int
+    mesh: str
     budget: str
     peak_gib: float
     rank_gib: float
@@ -126,9 +126,9 @@ def model_and_batch(options: argparse.Namespace) -> tuple[nn.Module, dict[str, T
 
 
 def planner_for(
-    options: argparse.Namespace, machine: Machine, num_ranks: int, **further: Any
+    options: argparse.Namespace, machine: Machine, mesh: str, **further: Any
 ) -> Planner:
-    """A planner for one of so many ranks."""
+    """A planner for one rank of a mesh: "8" for shards, "2x8" for replicas of them."""
     model, batch = model_and_batch(options)
     saves_products = further.pop("saves_products", None)
     if saves_products is not None:
@@ -141,7 +141,7 @@ def planner_for(
         model,
         batch,
         machine=machine,
-        mesh=num_ranks,
+        mesh=[*map(int, mesh.split("x"))],
         shard=partial(fully_shard, mp_policy=policy),
         outputs="loss",
         allow_chunking=False,
@@ -195,15 +195,16 @@ def sum_ms(plan: Plan, priced: Plan) -> float:
 
 
 def row_of(
-    plan: Plan, num_ranks: int, budget: str, options: argparse.Namespace, *, is_hidden: bool = False
+    plan: Plan, mesh: str, budget: str, options: argparse.Namespace, *, is_hidden: bool = False
 ) -> Row:
     """A plan with the step's time and memory on a rank."""
     model, _ = model_and_batch(options)
-    own = sum(parameter.numel() for parameter in model.parameters()) / num_ranks
+    num_shards = int(mesh.split("x")[-1])
+    own = sum(parameter.numel() for parameter in model.parameters()) / num_shards
     step_ms = plan.overlapped_ms + options.machine.memory_ms(UPDATED_BYTES * own)
     targets = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
     return Row(
-        num_ranks,
+        mesh,
         budget,
         plan.predicted_peak_bytes / 2**30,
         (plan.predicted_peak_bytes + STATE_BYTES * own) / 2**30,
@@ -215,17 +216,17 @@ def row_of(
     )
 
 
-def frontier_rows(num_ranks: int, options: argparse.Namespace) -> Iterator[Row]:
-    """The plans for a number of ranks."""
+def frontier_rows(mesh: str, options: argparse.Namespace) -> Iterator[Row]:
+    """The plans for a mesh of ranks."""
     machines = options.machine, hidden(options.machine)
-    planners = [planner_for(options, machine, num_ranks) for machine in machines]
+    planners = [planner_for(options, machine, mesh) for machine in machines]
     for budget in map(float, options.budgets.split(",")):
         plain, other = (planned(planner, budget) for planner in planners)
         # The same schedule by the real times of collectives.
         repriced = replace(other, costs=plain.costs, predicted_ms=sum_ms(other, plain))
         best = min((plain, repriced), key=lambda plan: plan.overlapped_ms)
         is_hidden = best is not plain
-        yield row_of(best, num_ranks, f"{budget:g}", options, is_hidden=is_hidden)
+        yield row_of(best, mesh, f"{budget:g}", options, is_hidden=is_hidden)
 
 
 FRONTIER_HEADER = """\
@@ -237,7 +238,7 @@ step with overlap | tokens/s a rank | gathers | planned with hidden collectives 
 def frontier_text(row: Row) -> str:
     """A row in Markdown."""
     return (
-        f"| {row.num_ranks:,} | {row.budget} | {row.peak_gib:.1f} GiB | {row.rank_gib:.1f} GiB "
+        f"| {row.mesh} | {row.budget} | {row.peak_gib:.1f} GiB | {row.rank_gib:.1f} GiB "
         f"| {row.sum_ms:,.0f} ms | {row.overlapped_ms:,.0f} ms | {row.tokens_per_s:,.0f} "
         f"| {row.num_gathers} | {'yes' if row.is_hidden else 'no'} |"
     )
@@ -258,17 +259,17 @@ def published_lines(options: argparse.Namespace) -> Iterator[str]:
             yield f"| {num_ranks} | reported: {row.what} | {row.tokens_per_s:,} | 1 | {memory} | |"
         first = reported[0]
         theirs = planner_for(
-            options, options.machine, num_ranks, saves_products=first.saves_products
+            options, options.machine, str(num_ranks), saves_products=first.saves_products
         )
-        same = row_of(planned(theirs, 1.0), num_ranks, "its schedule, simulated", options)
-        ours = planner_for(options, options.machine, num_ranks)
+        same = row_of(planned(theirs, 1.0), str(num_ranks), "its schedule, simulated", options)
+        ours = planner_for(options, options.machine, str(num_ranks))
         state_gib = same.rank_gib - same.peak_gib
         # Where no memory is reported: that of the schedule.
         limits = [row.gib or same.rank_gib for row in reported]
         found = [same]
         for gib in dict.fromkeys(limits):
             plan = planned(ours, int((gib - state_gib) * 2**30))
-            found.append(row_of(plan, num_ranks, f"a plan within {gib:.1f} GiB", options))
+            found.append(row_of(plan, str(num_ranks), f"a plan within {gib:.1f} GiB", options))
         for row in found:
             shares = " and ".join(f"{row.tokens_per_s / r.tokens_per_s:.2f}" for r in reported)
             yield (
@@ -284,8 +285,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield from published_lines(options)
         return
     yield FRONTIER_HEADER
-    for num_ranks in map(int, options.ranks.split(",")):
-        yield from map(frontier_text, frontier_rows(num_ranks, options))
+    for mesh in options.ranks.split(","):
+        yield from map(frontier_text, frontier_rows(mesh, options))
 
 
 def main() -> None:
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--ranks", default="1,8,64,256,1024")
+    parser.add_argument("--ranks", default="1,8,64,256,1024,128x8")
     parser.add_argument("--budgets", default="0.1,0.2,0.4,1")
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--limit", type=float, default=10.0)

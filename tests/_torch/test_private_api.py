@@ -35,6 +35,7 @@ from rockmate._torch.allocator import (
 from rockmate._torch.aot import (
     compile_flags,
     joint_graph,
+    linalg_checks_kept,
     sequence_number,
     value_checks_as_ops,
     without_decompositions,
@@ -384,6 +385,12 @@ class TestAot:
         assert "aten._assert_async.default" in targets
         assert checks
 
+    def test_the_check_of_a_singular_matrix_is_kept(self) -> None:
+        with linalg_checks_kept(), contextlib.ExitStack() as stack:
+            graph, _ = joint_graph(stack, _Inverse(), [torch.eye(3, requires_grad=True)])
+        effects = [node.args[1] for node in graph.graph.nodes if "effects" in str(node.target)]
+        assert effects == [torch.ops.aten._linalg_check_errors.default]
+
     def test_sequence_number_counts_autograd_nodes(self) -> None:
         before = sequence_number()
         torch.ones(1, requires_grad=True).mul(2).add(1)
@@ -393,6 +400,11 @@ class TestAot:
 class _Resized(nn.Module):
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
         return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
+
+
+class _Inverse(nn.Module):
+    def forward(self, matrix: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.linalg.inv(matrix).sum(),)
 
 
 class _Square(nn.Module):

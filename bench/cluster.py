@@ -144,7 +144,7 @@ def planner_for(
         mesh=[*map(int, mesh.split("x"))],
         shard=partial(fully_shard, mp_policy=policy),
         outputs="loss",
-        allow_chunking=False,
+        numerics="bitwise",
         time_limit_s=options.limit,
         **further,
     )

@@ -1,7 +1,4 @@
-"""A captured training step of a model: the subject of a plan, and what runs a plan.
-
-This file needs no solver and measures nothing.
-"""
+"""A captured training step: the subject of a plan. No solver is needed, nothing is measured."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from rockmate.graph.chunking.chunks import (
     separable_blocks,
 )
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.hooked_gradients import hooked_names
+from rockmate.graph.hooked_gradients import hooked_names, shared_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest, Policy
 from rockmate.graph.node_marks import decided_request, without_source
@@ -274,6 +271,7 @@ def capture_step(
     machine: Machine | None = None,
     loss_chunks: str = "",
     hooked: str | None = None,
+    whole_shared: bool = False,
     kernels: Literal["eager", "fused"] = "eager",
     unfused: str | None = None,
     progress: bool = False,
@@ -287,7 +285,8 @@ def capture_step(
 
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
-    with a tensor hook. `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
+    with a tensor hook, and with `whole_shared` those to which several gradients flow.
+    `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -296,8 +295,7 @@ def capture_step(
     check_choices(**options, kernels=kernels)
     model = innermost(model)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
-    if names:
-        options["untraced"] = ",".join(names)
+    options |= {"untraced": ",".join(names)} if names else {}
     request = MarkRequest.of(marks, policy, existing_checkpoints)
     if num_in_flight_of(in_flight) > 1:
         options["in_flight"] = str(in_flight)
@@ -311,12 +309,11 @@ def capture_step(
         untraced=names,
         keeps_checkpoints=request.honours_checkpoints,
     )
-    state = _state_of(model, hooked, options)
+    state = _state_of(model, hooked, capture if whole_shared else None, options)
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    if kernels == "fused":
-        options["kernels"] = kernels
+    options |= {"kernels": kernels} if kernels == "fused" else {}
     fusion = _fusion_of(options, unfused, sample, machine, progress, compile_limit_s)
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
@@ -341,14 +338,20 @@ def _fusion_of(
     return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
 
 
-def _state_of(model: nn.Module, hooked: str | None, options: dict[str, str]) -> ModelSignature:
+def _state_of(
+    model: nn.Module, hooked: str | None, capture: Capture | None, options: dict[str, str]
+) -> ModelSignature:
     """The model's state after its capture, for which it may change itself.
 
-    Names of parameters with a tensor hook, as given or as found, go to `options`.
+    Names of parameters with whole gradients, as given or as found, go to `options`: those with a
+    tensor hook, and those to which several gradients flow in `capture`.
     """
     state = ModelSignature.of(model)
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
+    if capture is not None:
+        shared = shared_names(capture, owner_names(model))
+        state = replace(state, hooked=state.hooked | shared)
     if state.hooked and options["gradients"] == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
     return state

@@ -69,9 +69,9 @@ class MovedForms(StepForms):
         """See `StepForms.step_for`."""
         return self._forms.step_for(options)
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
+    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
         """See `StepForms.notes`."""
-        return self._forms.notes(variant)
+        return self._forms.notes(variant, budget_bytes)
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """See `StepForms.best_within`."""

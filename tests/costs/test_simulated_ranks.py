@@ -209,7 +209,7 @@ def check_plan_on_ranks(mesh: DeviceMesh, path: str, shape: tuple[int, ...]) -> 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_its_plan_runs_on_the_ranks(shape: tuple[int, ...], tmp_path: Path) -> None:
-    planner = Planner(net(), batch(), machine="cpu-avx2", mesh=shape, allow_chunking=False)
+    planner = Planner(net(), batch(), machine="cpu-avx2", mesh=shape, numerics="bitwise")
     plan = planner.plan(0.5, on_infeasible="least")
     for module_of in (lambda: planner.module(0.5), lambda: planner.module_of(plan)):
         with pytest.raises(PlanMismatchError, match=r"not here. Save it .*fully_shard\("):

@@ -255,9 +255,22 @@ class Memory:
             return None
         return num_bytes if self.kept_bytes + num_bytes <= self._most_kept_bytes else None
 
+    def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
+        """A call comes, as a frame. One that was not recorded adds to what a step needs.
+
+        Args:
+            key: which.
+            call_bytes: gives the bytes that it takes for a second run, its arguments among them.
+        """
+        present = self.calls.present
+        before = present[-1] if present else None
+        self.calls.note(key)
+        needs = self.needs
+        if self.recorder is None and needs is not None and key not in needs.by_key:
+            needs.take(key, before, int(call_bytes() / max(self.scale, 1e-9)))
+
     def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
-        self.calls.note(frame.key)
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
         elif self.needs is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
 from rockmate.frames.menus import Menus
-from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.needs import FrameKey, StepNeeds, merged
 
 _REMEMBERED_STEPS = 16
 _HOOK_S = 8e-6
@@ -97,15 +97,3 @@ class KnownCalls:
             )
             for key in self._order
         ]  # fmt: skip
-
-
-def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
-    """The known calls, and new ones each after the call that went before it."""
-    result, places = list(known), set(known)
-    before: FrameKey | None = None
-    for key in present:
-        if key not in places:
-            result.insert(0 if before is None else result.index(before) + 1, key)
-            places.add(key)
-        before = key
-    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rockmate.frames.memory import Memory
 from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.part import Part, Result
+from rockmate.frames.regions import Region
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import storages_of
 from rockmate.frames.tape import Tape
@@ -96,7 +97,7 @@ class Frame:
             self._taped = TapedSlots(tape)
         self._begin_s = self._memory.clock()
         with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
-            if self._taped is not None:
+            if self._taped is not None and not self._taped.tape.regions:
                 stack.enter_context(self._taped.tape.observing())
             output = self._call.run()
         self.seconds = self._passed_s()
@@ -116,19 +117,33 @@ class Frame:
         """
         key = PartKey(path, self._num_calls[path])
         self._num_calls[path] += 1
+        if not can_run and not self._memory.is_profiling:
+            with self._observed(key):
+                return arguments.forward(*arguments.args, **arguments.kwargs)
         tensors = [each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)]
         inputs = {key for tensor in tensors for key in storages_of(tensor)}
-        profile = PartProfile(self._passed_s(), inputs)
+        profile = PartProfile(self._passed_s(), inputs, begin_op=self._num_ops())
         full_key = FrameKey(f"{self.key.path}.{path}", key.number)
         call = Call(full_key, module, arguments, self._memory) if can_run else None
         part = self._parts[key] = Part(key, len(self._saved), profile, call)
         self._running.append(part)
         try:
-            output = arguments.forward(*arguments.args, **arguments.kwargs)
+            with self._observed(key):
+                output = arguments.forward(*arguments.args, **arguments.kwargs)
         finally:
             self._running.pop()
+        profile.end_op = self._num_ops()
         self._results |= part.end(output, self._passed_s())
         return output
+
+    def _observed(self, key: PartKey) -> AbstractContextManager[Any]:
+        """Has the ops of a call within the frame observed, if a recipe says so."""
+        if self._taped is None or key not in self._taped.tape.regions:
+            return nullcontext()
+        return self._taped.tape.observing()
+
+    def _num_ops(self) -> int:
+        return 0 if self._taped is None else len(self._taped.tape.seconds)
 
     def _passed_s(self) -> float:
         noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
@@ -189,7 +204,11 @@ class Frame:
         if self._taped is None:
             return None
         wrong = self._memory.wrong_ops.get((self.key, self._taped.tape.ops))
-        return None if wrong is None else self._taped.profile(own, self._present(), wrong)
+        if wrong is None:
+            return None
+        calls = {key: part.profile for key, part in self._parts.items()}
+        regions = (Region(key, each.begin_op, each.end_op) for key, each in calls.items())
+        return self._taped.profile(own, self._present(), wrong)._replace(regions=tuple(regions))
 
     def check_tape(self) -> None:
         """Has ops make each saved tensor again, and notes those that do not."""

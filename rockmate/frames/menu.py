@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
 
-from rockmate.frames.derivation import TapedFrame, derivations
+from rockmate.frames.derivation import TapedFrame, derivations, recipe_of
+from rockmate.frames.regions import PartKey
 from rockmate.frames.tape import Recipe
 
 _MOST_PARTS = 8
@@ -31,13 +31,6 @@ _MOST_PREFIXES = 8
 """After how many prefixes parts are tried."""
 
 
-class PartKey(NamedTuple):
-    """Which call of which submodule a part is, within its frame."""
-
-    path: str
-    number: int
-
-
 @dataclass(slots=True)
 class PartProfile:
     """A part of a measured frame.
@@ -48,6 +41,8 @@ class PartProfile:
         inputs: storages of its arguments.
         slots: positions of the tensors that it saves.
         result_slots: positions of later ones that are its results.
+        begin_op: how many ops of the frame had been noted before.
+        end_op: how many when it ended.
     """
 
     begin_s: float
@@ -55,6 +50,8 @@ class PartProfile:
     end_s: float = 0.0
     slots: list[int] = field(default_factory=list)
     result_slots: list[int] = field(default_factory=list)
+    begin_op: int = 0
+    end_op: int = 0
 
     @property
     def all_slots(self) -> set[int]:
@@ -311,7 +308,7 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
         slots_of_state.setdefault(state, set()).add(slot)
     for each in derivations(profile.taped):
         slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
-        recipe = Recipe(profile.taped.ops, frozenset(each.order))
+        recipe = recipe_of(profile.taped, each)
         nothing = frozenset[PartKey]()
         yield Offer(each.num_bytes, each.seconds, nothing, 0, slots, each.extra_bytes, recipe)
 

@@ -323,7 +323,7 @@ class FrameRunner:
             return []
         if self._memory.is_profiling:
             return [inner for inner, _ in module.named_modules() if inner]
-        return sorted(self._memory.part_paths(path))
+        return sorted(self._memory.part_paths(path) | self._memory.region_paths(path))
 
     def _framed(
         self, path: str, module: nn.Module, forward: Callable[..., Any]

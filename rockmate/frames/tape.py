@@ -4,8 +4,10 @@ The tape follows storages through their *states*: what an op makes is a state, a
 in place is another one. An argument is noted by its state and its view, so the tape holds no
 memory, except tensors from outside of the frame, which are there anyway.
 
-Each noted op takes tens of microseconds. A *recipe* says which ops of a forward that was measured
-make certain states again. With it, only those are noted, and all are compared with the recipe's.
+Each noted op takes tens of microseconds, and each that is seen ten or more. A *recipe* says which
+ops of a forward that was measured make certain states again. With it, only those are noted, and all
+that are seen are compared with the recipe's. What is written unseen has another count of writes
+than its state had: it is another state then.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
+from rockmate.frames.regions import PartKey
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import PLAIN
 from rockmate.frames.views import View
@@ -66,12 +69,14 @@ class Recipe(NamedTuple):
     """Some ops of a forward.
 
     Attributes:
-        ops: all of the forward.
+        ops: all of the forward, or of the regions.
         noted: positions of those that are noted.
+        regions: calls within the frame that are observed; empty if all of the forward is.
     """
 
     ops: Sequence[OpOverload]
     noted: frozenset[int]
+    regions: frozenset[PartKey] = frozenset()
 
 
 class _Result(NamedTuple):
@@ -119,6 +124,7 @@ class Tape:
         self._outside: dict[int, _Outside] = {}
         self.num_bytes: list[int] = []
         self._dtypes: list[torch.dtype] = []  # of each state
+        self._versions: list[int] = []  # of each state
         self._views: dict[int, View] = {}  # of the result that is a state
         self._state_of: dict[int, int] = {}  # storage -> its present state
         # While these are there, no other storage gets the number of one that has gone.
@@ -127,6 +133,11 @@ class Tape:
     def observing(self) -> AbstractContextManager[Any]:
         """Has ops within noted."""
         return ops_observed(self._run)
+
+    @property
+    def regions(self) -> frozenset[PartKey]:
+        """Calls within the frame that are observed; empty if all of it is."""
+        return frozenset() if self._recipe is None else self._recipe.regions
 
     @property
     def states_of_ops(self) -> list[StatesOfOp]:
@@ -149,6 +160,9 @@ class Tape:
             return _UNKNOWN
         key = storage_id(tensor)
         state = self._state_of.get(key)
+        if state is not None and self._versions[state] != version_of(tensor):
+            self._outside.pop(state, None)
+            state = None
         if state is None:
             state = self._state_of[key] = self._new_state(tensor)
             if key in self._outside_storages:
@@ -198,8 +212,9 @@ class Tape:
         state = inputs[storage_id(value)] = self.state_of(value)
         return _Read(state, View.of(value), version_of(value))
 
-    def _new_state(self, tensor: torch.Tensor) -> int:
+    def _new_state(self, tensor: torch.Tensor, num_writes: int = 0) -> int:
         self._dtypes.append(tensor.dtype)
+        self._versions.append(version_of(tensor) + num_writes)
         storage = tensor.untyped_storage()
         self.num_bytes.append(storage.nbytes())
         self._references.append(StorageWeakRef(storage))
@@ -222,7 +237,7 @@ class Tape:
         """States before and after a write in place."""
         key = storage_id(tensor)
         before = inputs[key]
-        after = self._state_of[key] = self._new_state(tensor)
+        after = self._state_of[key] = self._new_state(tensor, 1)  # it is counted later
         if before in self._views:
             self._views[after] = self._views[before]
         self._outside.pop(before, None)  # it is not what it was

@@ -4,7 +4,8 @@ Where a forward saves x and f(x), and f is cheap, f(x) need not be held. A set o
 made again in one pass over the tape: each op of the forward that it takes runs once, from what is
 still held. So the seconds of a set are those of its ops, and what it frees are its storages. Noting
 these ops in the forward takes seconds, too, and so does each other op that is seen. Sets grow one
-storage at a time, by the least further seconds for each further byte.
+storage at a time, by the least further seconds for each further byte. What no op makes again may be
+held as booleans, see `two_valued`; it counts as held for the ops.
 """
 
 from __future__ import annotations
@@ -20,6 +21,22 @@ from rockmate.frames.regions import Region, Regions
 from rockmate.frames.tape import Recipe
 
 
+class Packable(NamedTuple):
+    """A state that can be held as booleans.
+
+    Attributes:
+        state: which.
+        freed_bytes: the difference.
+        packed_bytes: of the booleans.
+        seconds: that it takes, there and back.
+    """
+
+    state: int
+    freed_bytes: int
+    packed_bytes: int
+    seconds: float
+
+
 class TapedFrame(NamedTuple):
     """The tape of a measured frame, by states.
 
@@ -32,6 +49,7 @@ class TapedFrame(NamedTuple):
         own: states that the frame alone holds.
         held: states of other saved tensors.
         regions: calls of submodules, by the ops within.
+        packable: states that can be held as booleans.
     """
 
     ops: tuple[OpOverload, ...]
@@ -42,6 +60,7 @@ class TapedFrame(NamedTuple):
     own: frozenset[int]
     held: frozenset[int]
     regions: tuple[Region, ...] = ()
+    packable: tuple[Packable, ...] = ()
 
 
 class Derivation(NamedTuple):
@@ -54,6 +73,7 @@ class Derivation(NamedTuple):
         seconds: that it takes to make them again.
         extra_bytes: that are live meanwhile, beside all that the frame has saved.
         regions: that are observed; None if all of the frame is.
+        packed: further states, which are held as booleans.
     """
 
     states: frozenset[int]
@@ -62,42 +82,83 @@ class Derivation(NamedTuple):
     seconds: float
     extra_bytes: int
     regions: Sequence[Region] | None = None
+    packed: frozenset[int] = frozenset()
 
 
 @lru_cache(maxsize=64)
 def derivations(frame: TapedFrame) -> Sequence[Derivation]:
     """Growing sets of states that can be given up."""
-    ops, num_bytes = OpStates(frame.states), frame.num_bytes
-    present = frame.outside | frame.held
-    left, chosen = set(frame.own), frozenset[int]()
-    observed, seconds, freed = _Observed(frame), 0.0, 0
+    growing = _Growing(frame)
     found: list[Derivation] = []
-    while left:
-        best: tuple[float, int, float, list[int]] | None = None
-        for state in sorted(left):
-            given_up = chosen | {state}
-            order = ops.ops_for(given_up, present | (frame.own - given_up))
-            if order is None:
-                left.discard(state)  # nor is it possible with fewer that are held
-                continue
-            total = observed.seconds_of(order)
-            price = (total - seconds) / max(1, num_bytes[state])
-            if best is None or price < best[0]:
-                best = price, state, total, order
-        if best is None:
-            break
-        _, state, seconds, order = best
-        left.discard(state)
-        chosen |= {state}
-        freed += num_bytes[state]
-        live_bytes = max(
-            sum(num_bytes[each] for each in live) for live in ops.live_states(order, chosen)
-        )
-        extra_bytes, regions = live_bytes - freed, observed.regions_of(order)
-        found.append(
-            Derivation(chosen, tuple(order), freed, seconds, extra_bytes, regions)
-        )
+    while growing.has_grown():
+        found.append(growing.derivation())
     return found
+
+
+class _Growing:
+    """A set of states that are given up, which grows by the cheapest bytes."""
+
+    def __init__(self, frame: TapedFrame) -> None:
+        self._frame, self._ops, self._observed = frame, OpStates(frame.states), _Observed(frame)
+        self._present = frame.outside | frame.held
+        self._packable = {each.state: each for each in frame.packable}
+        self._left = set(frame.own)
+        self._chosen, self._packed = frozenset[int](), frozenset[int]()
+        self._order: list[int] = []
+        self._ops_s = 0.0
+
+    def has_grown(self) -> bool:
+        """Adds a state, if there is another one that can be given up."""
+        best: tuple[float, int, list[int] | None] | None = None
+        for state in sorted(self._left):
+            order = self._order_with(state)
+            if order is not None:
+                seconds = self._observed.seconds_of(order) - self._ops_s
+                freed_bytes = self._frame.num_bytes[state]
+            elif state in self._packable:
+                _, freed_bytes, _, seconds = self._packable[state]
+            else:
+                self._left.discard(state)  # nor is it possible with fewer that are held
+                continue
+            price = seconds / max(1, freed_bytes)
+            if best is None or price < best[0]:
+                best = price, state, order
+        if best is None:
+            return False
+        _, state, order = best
+        self._left.discard(state)
+        if order is None:
+            self._packed |= {state}
+        else:
+            self._chosen |= {state}
+            self._order, self._ops_s = order, self._observed.seconds_of(order)
+        return True
+
+    def _order_with(self, state: int) -> list[int] | None:
+        given_up = self._chosen | {state}
+        return self._ops.ops_for(given_up, self._present | (self._frame.own - given_up))
+
+    def derivation(self) -> Derivation:
+        """What is given up by now."""
+        num_bytes, order = self._frame.num_bytes, self._order
+        derived_bytes = sum(num_bytes[each] for each in self._chosen)
+        packed = [self._packable[each] for each in self._packed]
+        live = self._ops.live_states(order, self._chosen)
+        # What is packed is unpacked before ops run, one after the other.
+        extra_bytes = (
+            max(sum(num_bytes[each] for each in states) for states in live) - derived_bytes
+            if order
+            else max((each.packed_bytes for each in packed), default=0)
+        )
+        return Derivation(
+            states=self._chosen,
+            order=tuple(order),
+            num_bytes=derived_bytes + sum(each.freed_bytes for each in packed),
+            seconds=self._ops_s + sum(each.seconds for each in packed),
+            extra_bytes=extra_bytes,
+            regions=self._observed.regions_of(order),
+            packed=self._packed,
+        )
 
 
 def recipe_of(frame: TapedFrame, derivation: Derivation) -> Recipe:

@@ -5,7 +5,7 @@ A frame saves tensors one after the other. Three kinds of sets of them can be ma
 * a *prefix*: the frame's forward runs again, up to the last tensor of the prefix;
 * what a *part*, the call of a submodule within the frame, saves, and those of its results that are
   saved after it: the part's forward runs again, from inputs that stay in memory;
-* what *ops* of the frame's forward make, see `derivation`.
+* what *ops* of the frame's forward make, see `derivation`. What none makes may be held in less.
 
 Sets of parts are tried greedily, the least seconds for each byte first, and prefixes after them.
 The lower convex hull of their (bytes, seconds) is the menu.
@@ -73,9 +73,10 @@ class Offer:
         parts: whose tensors are given up.
         prefix: how many of the first tensors are given up, beside those; 0 for none.
         derived: positions of tensors that are made again by the ops that made them. Such an offer
-            gives up nothing else.
+            gives up neither parts nor a prefix.
         extra_bytes: that are live while they are made again, beside all that the frame has saved.
         recipe: of those ops.
+        packed: positions of further tensors, which are held as booleans.
     """
 
     num_bytes: int
@@ -85,10 +86,18 @@ class Offer:
     derived: frozenset[int] = frozenset()
     extra_bytes: int = 0
     recipe: Recipe | None = None
+    packed: frozenset[int] = frozenset()
+
+    @property
+    def by_itself(self) -> frozenset[int]:
+        """Positions of tensors that are given up one by one, with neither parts nor a prefix."""
+        return self.derived | self.packed
 
     def __str__(self) -> str:
-        if self.derived:
-            return f"{len(self.derived)} tensors, made again by their ops"
+        if self.by_itself:
+            made = f"{len(self.derived)} tensors, made again by their ops"
+            packed = f"{len(self.packed)} held as booleans"
+            return ", ".join([made] * bool(self.derived) + [packed] * bool(self.packed))
         parts = [
             each.path if not each.number else f"{each.path} (call {each.number + 1})"
             for each in sorted(self.parts)
@@ -307,10 +316,14 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
     for slot, state in enumerate(profile.slot_states):
         slots_of_state.setdefault(state, set()).add(slot)
     for each in derivations(profile.taped):
-        slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
-        recipe = recipe_of(profile.taped, each)
-        nothing = frozenset[PartKey]()
-        yield Offer(each.num_bytes, each.seconds, nothing, 0, slots, each.extra_bytes, recipe)
+        derived, packed = (
+            frozenset[int]().union(*(slots_of_state[state] for state in states))
+            for states in (each.states, each.packed)
+        )
+        yield Offer(
+            each.num_bytes, each.seconds, frozenset(), 0, derived, each.extra_bytes,
+            recipe_of(profile.taped, each) if derived else None, packed,
+        )  # fmt: skip
 
 
 def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:

@@ -99,6 +99,7 @@ class Tape:
         seconds: of each op.
         num_bytes: of the storage of each state.
         noting_s: seconds that it has taken to note them.
+        clock: seconds.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Tape:
             recipe: what is to be noted; None for all.
         """
         self._recipe, self._num_seen, self._is_as_known = recipe, 0, True
-        self._path, self._outside_storages, self._clock = path, frozenset(outside), clock
+        self._path, self._outside_storages, self.clock = path, frozenset(outside), clock
         self.seconds: list[float] = []
         self.noting_s = 0.0
         self._ops: list[_TapedOp] = []
@@ -143,6 +144,11 @@ class Tape:
     def states_of_ops(self) -> list[StatesOfOp]:
         """What each op reads and makes."""
         return [each.states for each in self._ops]
+
+    @property
+    def num_ops(self) -> int:
+        """How many have been noted."""
+        return len(self._ops)
 
     @property
     def outside_states(self) -> frozenset[int]:
@@ -176,13 +182,13 @@ class Tape:
             return op(*args, **kwargs)
         if self._recipe is not None and not self._is_to_note(op, self._recipe):
             return op(*args, **kwargs)
-        entered = self._clock()
+        entered = self.clock()
         inputs: dict[int, int] = {}  # storage -> state
         noted_args = [self._noted(each, inputs) for each in _without_statistics(op, args)]
         noted_kwargs = {name: self._noted(each, inputs) for name, each in kwargs.items()}
-        begin = self._clock()
+        begin = self.clock()
         output = op(*args, **kwargs)
-        self.seconds.append(self._clock() - begin)
+        self.seconds.append(self.clock() - begin)
         can_repeat = _UNKNOWN not in inputs.values() and _can_repeat(op, args, kwargs)
         results = self._results(output, inputs)
         rewritten = [self._rewritten(each, inputs) for each in _written(op, args, kwargs)]
@@ -190,7 +196,7 @@ class Tape:
         read = frozenset(inputs.values())
         states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
         self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
-        self.noting_s += self._clock() - entered - self.seconds[-1]
+        self.noting_s += self.clock() - entered - self.seconds[-1]
         return output
 
     def _is_to_note(self, op: OpOverload, recipe: Recipe) -> bool:

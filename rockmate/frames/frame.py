@@ -112,11 +112,7 @@ class Frame:
                 return arguments.forward(*arguments.args, **arguments.kwargs)
         tensors = [each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)]
         inputs = {key for tensor in tensors for key in storages_of(tensor)}
-        profile = PartProfile(
-            self._passed_s(),
-            inputs,
-            begin_op=0 if self._taped is None else self._taped.tape.num_ops,
-        )
+        profile = PartProfile(self._passed_s(), inputs, begin_op=self._num_ops())
         full_key = FrameKey(f"{self.key.path}.{path}", key.number)
         call = Call(full_key, module, arguments, self._memory) if can_run else None
         part = self._parts[key] = Part(key, len(self._saved), profile, call)
@@ -126,9 +122,12 @@ class Frame:
                 output = arguments.forward(*arguments.args, **arguments.kwargs)
         finally:
             self._running.pop()
-        profile.end_op = 0 if self._taped is None else self._taped.tape.num_ops
+        profile.end_op = self._num_ops()
         self._results |= part.end(output, self._passed_s())
         return output
+
+    def _num_ops(self) -> int:
+        return 0 if self._taped is None else self._taped.tape.num_ops
 
     def _passed_s(self) -> float:
         noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
@@ -142,10 +141,6 @@ class Frame:
             if isinstance(saved, Saved) and returned.issuperset(saved.storages):
                 self._let_go(index)
                 self._returned[index] = saved
-
-    def roll_back(self) -> None:
-        """Undoes what an unfinished run has changed: attributes, buffers and random state."""
-        self._call.roll_back()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)
@@ -275,10 +270,9 @@ class Frame:
 
     def _can_give_up(self, offer: Offer) -> bool:
         if offer.by_itself:
-            return self.taken is None and (
-                not offer.derived
-                or (self._taped is not None and self._taped.can_make(offer.derived, self._present))
-            )
+            if self.taken is not None or not offer.derived:
+                return self.taken is None
+            return self._taped is not None and self._taped.can_make(offer.derived, self._present)
         if self.taken is not None and self.taken.by_itself:
             return offer is self.offers[-1]
         if offer.prefix and not offer.parts:

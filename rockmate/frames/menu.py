@@ -27,6 +27,8 @@ _MOST_CHOICES = 32
 """How many offers are kept while sets of parts are put together."""
 _MOST_TRIED_PARTS = 12
 """Of how many parts sets are put together: those of the most bytes for their seconds."""
+_PART_S = 2e-4
+"""Seconds that it takes a part to be able to run again, and to begin."""
 _MOST_PREFIXES = 8
 """After how many prefixes parts are tried."""
 
@@ -150,7 +152,7 @@ class FrameProfile:
             part = self.parts[key]
             needed |= part.inputs
             last_s = part.end_s if part.result_slots else self.saved_s[part.slots[-1]]
-            seconds += last_s - part.begin_s
+            seconds += last_s - part.begin_s + _PART_S
         slots = self.slots_of(parts) | set(range(prefix))
         return Offer(self.bytes_without(slots, needed), seconds, parts, prefix)
 

@@ -16,6 +16,8 @@ from rockmate.frames.storages import PLAIN, storages_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type for the bits of an element, by its bytes."""
+_PIECE = 1 << 15
+"""How many elements are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,15 @@ class TwoValued:
         integers = _INTEGERS.get(tensor.itemsize)
         if integers is None or version_of(tensor) != saved.version or not fills_storage(tensor):
             return None
-        bits = tensor.view(integers)
-        is_set = bits.ne(0)
+        bits = tensor.as_strided((tensor.numel(),), (1,)).view(integers)
         other = int(bits.amax())
-        if not other:  # all are zero, or the sign bit alone is set
-            return None
-        if not torch.equal(bits.eq(other), is_set):
-            return None
+        is_set = torch.empty(bits.shape, dtype=torch.bool, device=bits.device)
+        # Memory is short when tensors are given up: this takes none beside the result.
+        for own, result in zip(bits.split(_PIECE), is_set.split(_PIECE), strict=True):
+            torch.ne(own, 0, out=result)
+            if not torch.equal(own.eq(other), result):
+                return None
+        is_set = is_set.as_strided(tensor.shape, tensor.stride())
         return TwoValued(is_set, storages_of(is_set), other, tensor.dtype)
 
     def unpacked(self) -> Saved:

@@ -85,10 +85,16 @@ class Derivation(NamedTuple):
     packed: frozenset[int] = frozenset()
 
 
-@lru_cache(maxsize=64)
-def derivations(frame: TapedFrame) -> Sequence[Derivation]:
-    """Growing sets of states that can be given up."""
-    growing = _Growing(frame)
+@lru_cache(maxsize=128)
+def derivations(frame: TapedFrame, caution: float = 1.0) -> Sequence[Derivation]:
+    """Growing sets of states that can be given up.
+
+    Args:
+        frame: the tape.
+        caution: how much the seconds of observing weigh where the next state is chosen. A set that
+            grows with more has the ops of fewer submodules.
+    """
+    growing = _Growing(frame, caution)
     found: list[Derivation] = []
     while growing.has_grown():
         found.append(growing.derivation())
@@ -98,14 +104,15 @@ def derivations(frame: TapedFrame) -> Sequence[Derivation]:
 class _Growing:
     """A set of states that are given up, which grows by the cheapest bytes."""
 
-    def __init__(self, frame: TapedFrame) -> None:
+    def __init__(self, frame: TapedFrame, caution: float) -> None:
         self._frame, self._ops, self._observed = frame, OpStates(frame.states), _Observed(frame)
+        self._caution = caution
         self._present = frame.outside | frame.held
         self._packable = {each.state: each for each in frame.packable}
         self._left = set(frame.own)
         self._chosen, self._packed = frozenset[int](), frozenset[int]()
         self._order: list[int] = []
-        self._ops_s = 0.0
+        self._weighed_s = 0.0
 
     def has_grown(self) -> bool:
         """Adds a state, if there is another one that can be given up."""
@@ -113,7 +120,7 @@ class _Growing:
         for state in sorted(self._left):
             order = self._order_with(state)
             if order is not None:
-                seconds = self._observed.seconds_of(order) - self._ops_s
+                seconds = self._observed.seconds_of(order, self._caution) - self._weighed_s
                 freed_bytes = self._frame.num_bytes[state]
             elif state in self._packable:
                 _, freed_bytes, _, seconds = self._packable[state]
@@ -131,7 +138,8 @@ class _Growing:
             self._packed |= {state}
         else:
             self._chosen |= {state}
-            self._order, self._ops_s = order, self._observed.seconds_of(order)
+            self._order = order
+            self._weighed_s = self._observed.seconds_of(order, self._caution)
         return True
 
     def _order_with(self, state: int) -> list[int] | None:
@@ -154,7 +162,7 @@ class _Growing:
             states=self._chosen,
             order=tuple(order),
             num_bytes=derived_bytes + sum(each.freed_bytes for each in packed),
-            seconds=self._ops_s + sum(each.seconds for each in packed),
+            seconds=self._observed.seconds_of(order) + sum(each.seconds for each in packed),
             extra_bytes=extra_bytes,
             regions=self._observed.regions_of(order),
             packed=self._packed,
@@ -187,11 +195,11 @@ class _Observed:
         found = self._regions.around(order)
         return found if self._observing_s(found) < self._observing_s(None) else None
 
-    def seconds_of(self, order: Sequence[int]) -> float:
+    def seconds_of(self, order: Sequence[int], caution: float = 1.0) -> float:
         """All that ops cost that run again."""
         again_s = sum(self._frame.seconds[at] for at in order)
         noted_s = self._cost.noted_s * len(order)
-        return again_s + noted_s + self._observing_s(self.regions_of(order))
+        return again_s + noted_s + caution * self._observing_s(self.regions_of(order))
 
     def _observing_s(self, regions: Sequence[Region] | None) -> float:
         if regions is None:

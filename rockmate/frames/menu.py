@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
 
 from rockmate.frames.derivation import TapedFrame, derivations, recipe_of
@@ -27,6 +28,8 @@ _MOST_CHOICES = 32
 """How many offers are kept while sets of parts are put together."""
 _MOST_TRIED_PARTS = 12
 """Of how many parts sets are put together: those of the most bytes for their seconds."""
+_CAUTIONS = (1.0, 4.0)
+"""How much the seconds of observing ops weigh where sets of derived tensors grow."""
 _PART_S = 2e-4
 """Seconds that it takes a part to be able to run again, and to begin."""
 _MOST_PREFIXES = 8
@@ -317,7 +320,7 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
     slots_of_state: dict[int, set[int]] = {}
     for slot, state in enumerate(profile.slot_states):
         slots_of_state.setdefault(state, set()).add(slot)
-    for each in derivations(profile.taped):
+    for each in chain.from_iterable(derivations(profile.taped, each) for each in _CAUTIONS):
         derived, packed = (
             frozenset[int]().union(*(slots_of_state[state] for state in states))
             for states in (each.states, each.packed)

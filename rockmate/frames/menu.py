@@ -28,6 +28,8 @@ _MOST_CHOICES = 32
 """How many offers are kept while sets of parts are put together."""
 _MOST_TRIED_PARTS = 12
 """Of how many parts sets are put together: those of the most bytes for their seconds."""
+ALL_TENSORS = 1 << 30
+"""The prefix of a frame whose number of tensors is not known."""
 _CAUTIONS = (1.0, 4.0)
 """How much the seconds of observing ops weigh where sets of derived tensors grow."""
 _PART_S = 2e-4
@@ -107,7 +109,8 @@ class Offer:
             each.path if not each.number else f"{each.path} (call {each.number + 1})"
             for each in sorted(self.parts)
         ]
-        return ", ".join([f"its first {self.prefix} tensors"] * bool(self.prefix) + parts)
+        first = "all" if self.prefix == ALL_TENSORS else f"its first {self.prefix} tensors"
+        return ", ".join([first] * bool(self.prefix) + parts)
 
 
 @dataclass(slots=True)

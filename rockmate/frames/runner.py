@@ -237,6 +237,7 @@ class FrameRunner:
         self._paths = [path for path in self._paths if path not in self._keep]
         if large:
             memory.budget_bytes = memory.needs = None
+            memory.calls.forget()
             self._num_profiles = 0
             return
         memory.needs, self._asked_bytes = needs, budget_bytes

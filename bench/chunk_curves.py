@@ -154,8 +154,8 @@ def curve_of(name: str) -> Curve:
         batch["labels"] = _tokens(2)
     sys.stderr.write(f"bench: {name}\n")
     planners = [
-        Planner(model, batch, outputs="loss", machine=_MACHINE, allow_chunking=may_chunk)
-        for may_chunk in (False, True)
+        Planner(model, batch, outputs="loss", machine=_MACHINE, numerics=numerics)
+        for numerics in ("bitwise", "any_order")
     ]
     whole = planners[0]
     without, chunked = (

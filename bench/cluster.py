@@ -101,7 +101,7 @@ def rows_for(
             step,
             time_limit_s=options.limit,
             machine=machine_for(num_ranks, is_hidden=is_hidden),
-            allow_chunking=False,
+            numerics="bitwise",
         )
         for is_hidden in (False, True)
     ]

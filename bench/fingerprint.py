@@ -112,7 +112,13 @@ def fingerprint(name: str, *, is_tiny: bool = False) -> Iterator[Record]:
         is_tiny: take the variant that tests use.
     """
     workload = models.build(name, tiny=is_tiny)
-    planner = Planner(workload.model, workload.sample, machine=MACHINE, time_limit_s=TIME_LIMIT_S)
+    planner = Planner(
+        workload.model,
+        workload.sample,
+        machine=MACHINE,
+        numerics="bitwise",
+        time_limit_s=TIME_LIMIT_S,
+    )
     yield {
         "kind": "model",
         "model": name,

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from bench.fit_page import is_held, page
 from bench.machine import machine_record
+from rockmate.planning.numerics import Numerics
 
 _MIB = 1 << 20
 _RESERVE_BYTES = 2 * _MIB  # see above
@@ -58,14 +59,14 @@ class Case:
         sample: makes a sample of so many rows.
         memory_mib: the memory, libraries and interpreter aside.
         optimizer: "adamw" or "sgd".
-        allow_chunking: as for `Planner`.
+        numerics: as for `Planner`.
     """
 
     build: Callable[[], nn.Module]
     sample: Callable[[int], Any]
     memory_mib: int
     optimizer: str = "adamw"
-    allow_chunking: bool | None = False
+    numerics: Numerics = "bitwise"
 
 
 def _words(num_rows: int, *, tokens: int = _TOKENS) -> dict[str, Tensor]:
@@ -134,7 +135,7 @@ CASES: Mapping[str, Case] = {
         ),
         sample=_words,
         memory_mib=300,
-        allow_chunking=None,
+        numerics="any_order",
     ),
     "gpt2": Case(
         build=_of_transformers(
@@ -202,7 +203,7 @@ def predicted(case: Case) -> int:
         optimizer=case.optimizer,
         reserve=_RESERVE_BYTES,
         machine="cpu-avx2",
-        allow_chunking=case.allow_chunking,
+        numerics=case.numerics,
         sizes=[1],
     )
     return found.largest.batch_size
@@ -249,7 +250,7 @@ def train_capped(name: str, num_rows: int) -> int:
 
     case = CASES[name]
     model, sample = case.build(), case.sample(num_rows)
-    planner = Planner(model, sample, machine="cpu-avx2", allow_chunking=case.allow_chunking)
+    planner = Planner(model, sample, machine="cpu-avx2", numerics=case.numerics)
     module = planner.module(1, on_infeasible="least")
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = (

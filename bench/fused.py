@@ -57,10 +57,9 @@ class Case:
         workload.model.zero_grad(set_to_none=False)
         self.eager_peak_bytes = allocator_peak(self.step_of(workload.model))
         self._suffix = IN_CHUNKS if chunks else ""
+        self._strategy = "rockmate" if chunks else "bitwise"
         begin = time.perf_counter()
-        self.planner = Planner(
-            workload.model, workload.sample, kernels="auto", allow_chunking=chunks
-        )
+        self.planner = Planner(workload.model, workload.sample, kernels="auto")
         self.planner_s = time.perf_counter() - begin
         variants: Any = self.planner._variants  # pyright: ignore[reportPrivateUsage]
         self._forms: dict[str, Any] = dict(zip(KERNELS, variants._forms, strict=False))
@@ -98,11 +97,11 @@ class Case:
 
     def module(self, kernels: str, budget_bytes: int) -> RockmateModule | None:
         """The planned module of a kind of kernels; None if no plan fits."""
-        best = self._forms[kernels].best_within(budget_bytes, "rockmate")
+        best = self._forms[kernels].best_within(budget_bytes, self._strategy)
         if best is None:
             return None
         as_plan: Any = self.planner._as_plan  # pyright: ignore[reportPrivateUsage]
-        return self.planner.module_of(as_plan(budget_bytes, "rockmate", *best))
+        return self.planner.module_of(as_plan(budget_bytes, self._strategy, *best))
 
     def peak_bytes(self, callee: Callable[..., Any]) -> int:
         """The peak of a step of a model or module."""

@@ -76,10 +76,10 @@ def measure_model(
     eager_bytes = _peak(model, steps["eager"])
     reference = measure.gradients_of(model)
     records: list[Record] = []
+    planner = Planner(model, workload.sample, outputs="loss")
     for may_chunk in (False, True):
-        planner = Planner(model, workload.sample, outputs="loss", allow_chunking=may_chunk)
         for budget in budgets:
-            record = _point(planner, batch, budget, eager_bytes, reference)
+            record = _point(planner, may_chunk, batch, budget, eager_bytes, reference)
             records.append(
                 {"chunks": may_chunk, "budget": budget, "eager_mb": eager_bytes / 1e6, **record}
             )
@@ -111,6 +111,7 @@ def _text(value: Any) -> str:
 
 def _point(
     planner: Planner,
+    may_chunk: bool,
     batch: Mapping[str, Tensor],
     budget: str,
     eager_bytes: int,
@@ -121,7 +122,7 @@ def _point(
     )
     begin = time.process_time()
     try:
-        module = planner.module(budget_bytes)
+        module = planner.module(budget_bytes, strategy="rockmate" if may_chunk else "bitwise")
     except InfeasibleBudgetError:
         return {"plan": "infeasible"}
     plan_s = time.process_time() - begin

@@ -71,7 +71,7 @@ def simulated(machine: str, *, num_layers: int, num_tokens: int) -> Iterator[Rec
     from rockmate import Planner
 
     model, sample = llama(num_layers, num_tokens)
-    options: dict[str, Any] = {"machine": machine, "outputs": "loss", "allow_chunking": False}
+    options: dict[str, Any] = {"machine": machine, "outputs": "loss", "numerics": "bitwise"}
     begin = time.process_time()
     plain = Planner(model, sample, **options)
     plain_s = time.process_time() - begin
@@ -211,7 +211,7 @@ def measured(name: str, folder: str) -> Iterator[Record]:
     model, sample = small_models()[name]()
     model.train()
     eager = copy.deepcopy(model)
-    planner = Planner(model, sample, offload=f"disk:{folder}", allow_chunking=False)
+    planner = Planner(model, sample, offload=f"disk:{folder}", numerics="bitwise")
     link = planner.plan(1.0).costs.link
     assert link is not None
     least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes

@@ -201,7 +201,7 @@ def _planner(workload: models.Workload) -> Planner:
     # Imported here, so that the peers can be measured without it.
     from rockmate import Planner
 
-    return Planner(workload.model, workload.sample)
+    return Planner(workload.model, workload.sample, numerics="bitwise")
 
 
 def _candidate(

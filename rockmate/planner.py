@@ -51,9 +51,10 @@ class Planner(PlanningSession):
         untraced: paths of submodules to leave out of the capture, for control flow that depends on
             tensor values. Each runs as it is, with its memory and time measured. The rest is
             planned around it. Recurrent layers are always left out.
-        allow_chunking: whether the loss block may run in chunks of its rows, which adds the same
-            numbers in another order. None uses chunks for budgets that nothing else meets, True
-            wherever they are faster, False never.
+        numerics: "any_order" takes the fastest plan, in chunks where that is faster by more than
+            noise: the loss block, or feed-forward blocks, then run in chunks of their rows, which
+            adds the same numbers in another order. "bitwise" leaves chunks out: gradients are the
+            same bits at every budget, and those of eager unless kernels are fused.
         kernels: "eager" runs PyTorch's own kernels, with eager's bits. "fused" runs groups of
             pointwise ops, normalizations and reductions as one kernel each, compiled by Inductor
             before ops are measured. The numbers then differ from eager's by rounding, and are the
@@ -79,7 +80,8 @@ class Planner(PlanningSession):
 
     Raises:
         TypeError: `time_limit_s` or `gap_tolerance` is no number.
-        ValueError: one of them is not above 0, or `kernels` has none of its values.
+        ValueError: one of them is not above 0, `numerics` or `kernels` has none of its values, or
+            they contradict each other: "bitwise" and "auto".
         MissingCompilerError: "fused" needs a compiler that is not there.
         MarkError: a mark or the policy cannot be read or kept.
         OffloadError: values of this model cannot move to the tier, or it cannot be reached.
@@ -91,12 +93,12 @@ class Planner(PlanningSession):
         model: the model, as given.
         timings: seconds spent in "capture", "costs" and "solve", and in "compile" with
             kernels="auto". Planning for one more budget is not included.
-        allow_chunking: as given.
+        numerics: as given.
         fusion: what fusing has brought, group by group; None where every op runs by itself.
         baseline_peak_bytes: the activation peak without recomputation.
         baseline_ms: the time of one forward and backward without recomputation, in milliseconds.
         minimum_peak_bytes: the smallest budget that has a plan whatever the measured op times:
-            without chunks, unless `allow_chunking` is True. Plans in chunks meet smaller budgets;
+            without chunks. Plans in chunks meet smaller budgets;
             `InfeasibleBudgetError.minimum_bytes` is the smallest of all.
     """
 

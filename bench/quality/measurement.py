@@ -76,9 +76,14 @@ def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) ->
     say("capture")
     workload = models.build(name, tiny=extent.is_tiny)
     if name in TWO_LAYER_MODELS:
-        planner = Planner(workload.model, workload.sample, time_limit_s=extent.whole_graph_limit_s)
+        planner = Planner(
+            workload.model,
+            workload.sample,
+            numerics="bitwise",
+            time_limit_s=extent.whole_graph_limit_s,
+        )
     else:
-        planner = Planner(workload.model, workload.sample)
+        planner = Planner(workload.model, workload.sample, numerics="bitwise")
     run = _ModelPlans(name=name, planner=planner, extent=extent, say=say)
     yield run.model_record()
     if name not in PLANNING_MODELS:
@@ -151,13 +156,12 @@ class _ModelPlans:
         """Smallest peaks with only the loss returned, where blocks may run in chunks."""
         self.say("smallest peak in chunks")
         planner = self._loss_only_planner(machine=MACHINE)
-        return {strategy: planner.minimum_peak(strategy) for strategy in ("rotor", DEFAULT)}
+        forms = planner._variants  # pyright: ignore[reportPrivateUsage]
+        return {name: forms.min_peak(name).peak_bytes for name in ("rotor", DEFAULT)}
 
     def _loss_only_planner(self, **options: Any) -> Planner:
         workload = models.build(self.name, tiny=self.extent.is_tiny).with_loss_inside()
-        return Planner(
-            workload.model, workload.sample, outputs="loss", allow_chunking=True, **options
-        )
+        return Planner(workload.model, workload.sample, outputs="loss", **options)
 
     def chunked_series(self) -> Iterator[Record]:
         """The default strategy at the budgets of the series, with chunks.

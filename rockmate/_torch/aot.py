@@ -104,6 +104,25 @@ def value_checks_as_ops() -> Iterator[None]:
         torch._check_tensor_all = check
 
 
+@contextlib.contextmanager
+def linalg_checks_kept() -> Iterator[None]:
+    """Has the op that raises for a singular matrix count as an effect, as from PyTorch 2.13 on.
+
+    It has no result, so older versions drop it from a captured graph.
+    """
+    from torch._higher_order_ops.effects import _EffectType, _get_effect, _register_effectful_op
+
+    check = "aten::_linalg_check_errors"
+    if _get_effect(check) is not None:
+        yield
+        return
+    handle = _register_effectful_op(check, _EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        handle.destroy()
+
+
 def sequence_number() -> int:
     """Number of autograd nodes made so far in this thread.
 

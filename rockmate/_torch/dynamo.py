@@ -43,6 +43,15 @@ class Placeholder:
     shape: tuple[Any, ...]
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces, also in code that Dynamo traces for it.
+
+    There `torch.compiler.is_exporting()` is always true before PyTorch 2.13; the flag behind it is
+    read as it is.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def placeholders_of(graph: fx.GraphModule) -> list[Placeholder]:
     """The inputs of a graph, in order."""
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]

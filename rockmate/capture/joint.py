@@ -26,7 +26,12 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from rockmate._torch.aot import compile_flags, joint_graph, value_checks_as_ops
+from rockmate._torch.aot import (
+    compile_flags,
+    joint_graph,
+    linalg_checks_kept,
+    value_checks_as_ops,
+)
 from rockmate._torch.fake import is_fake
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
@@ -202,6 +207,7 @@ def _traced(
         stack.enter_context(values_marked())
         stack.enter_context(known_masks(args, kwargs))
         stack.enter_context(value_checks_as_ops())
+        stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
         stack.enter_context(training_only_features_off(model, keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))

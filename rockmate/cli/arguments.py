@@ -51,10 +51,11 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
 def _add_planning_arguments(command: argparse.ArgumentParser) -> None:
     """How the step is captured, and what every plan of it keeps."""
     command.add_argument(
-        "--allow-chunking",
-        action=argparse.BooleanOptionalAction,
-        help="run the loss block in chunks wherever that is faster, or never (default: for "
-        "budgets that nothing else meets)",
+        "--numerics",
+        choices=("any_order", "bitwise"),
+        default="any_order",
+        help="whether plans may run in chunks, which add the same numbers in another order, where "
+        "that is faster; bitwise keeps the bits of every gradient (default: any_order)",
     )
     command.add_argument(
         "--kernels",

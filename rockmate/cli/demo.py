@@ -207,9 +207,7 @@ def _wrap(
     try:
         if options.mode == "plan":
             # The demo promises every bit.
-            planner = Planner(
-                model, batch, progress=progress, allow_chunking=False, **options.marks
-            )
+            planner = Planner(model, batch, progress=progress, numerics="bitwise", **options.marks)
             module = planner.module(budget_bytes)
             stage_s = dict(planner.timings)
         else:
@@ -227,7 +225,7 @@ def _framed(
     """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
     given = {**options.marks, "mode": options.mode}
     if options.mode == "auto":
-        module = RockmateModule(model, batch, budget_bytes, allow_chunking=False, **given)
+        module = RockmateModule(model, batch, budget_bytes, numerics="bitwise", **given)
     else:
         module = RockmateModule(model, None, budget_bytes, **given)
     if module.frames is not None:

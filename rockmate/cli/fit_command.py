@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         machine=arguments.machine,
         measure=arguments.measure,
         num_steps=arguments.steps,
-        allow_chunking=arguments.allow_chunking,
+        numerics=arguments.numerics,
         progress=not arguments.quiet and is_terminal(),
         capture=_capture_options(arguments),
     )

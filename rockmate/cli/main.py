@@ -155,7 +155,8 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--strategies",
         type=names,
         metavar="S,S",
-        help="to compare (default: rockmate; with --offload recompute too, which moves nothing)",
+        help="to compare (default: rockmate; with --offload recompute too, which moves nothing, "
+        "and bitwise where plans of rockmate are in chunks)",
     )
     sweep.add_argument(
         "--measure",
@@ -278,6 +279,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         strategies=default_strategies(arguments.offload)
         if arguments.strategies is None
         else arguments.strategies,
+        adds_bitwise=arguments.strategies is None,
         measure=arguments.measure,
         num_steps=arguments.steps,
         progress=not arguments.quiet,
@@ -295,7 +297,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             title=source.title,
             out=arguments.out,
             machine=arguments.machine,
-            allow_chunking=arguments.allow_chunking,
+            numerics=arguments.numerics,
             gap_tolerance=arguments.gap_tolerance,
             time_limit_s=arguments.time_limit,
             untraced=arguments.untraced,
@@ -364,7 +366,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         source.sample_input,
         progress=not arguments.quiet and is_terminal(),
         machine=arguments.machine,
-        allow_chunking=arguments.allow_chunking,
+        numerics=arguments.numerics,
         gap_tolerance=arguments.gap_tolerance,
         time_limit_s=arguments.time_limit,
         untraced=arguments.untraced,

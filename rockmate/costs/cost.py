@@ -86,6 +86,15 @@ def unit_times(costs: Costs) -> Costs:
     return Costs(first=first, recompute=recompute, num_distinct=costs.num_distinct)
 
 
+def scaled_times(costs: Costs, factor: float) -> Costs:
+    """The same costs with the time of every run multiplied by a factor."""
+    first, recompute = (
+        tuple(replace(cost, time_ms=factor * cost.time_ms) for cost in table)
+        for table in (costs.first, costs.recompute)
+    )
+    return replace(costs, first=first, recompute=recompute)
+
+
 def scaled_recompute_times(costs: Costs, factors: Floats) -> Costs:
     """The same costs with the time of each recomputation multiplied by a factor, by `Op.index`."""
     scaled = tuple(

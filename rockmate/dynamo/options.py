@@ -22,13 +22,13 @@ _CHOICES = {
     "differentiable": ("all", "loss"),
     "gradients": ("accumulated", "returned"),
     "kernels": ("eager", "fused", "auto"),
+    "numerics": ("any_order", "bitwise"),
 }
 _KINDS: dict[str, tuple[type, ...]] = {
     "time_limit_s": (int, float),
     "compile_limit_s": (int, float),
     "gap_tolerance": (int, float),
     "progress": (bool,),
-    "allow_chunking": (bool, type(None)),
 }
 # Of the arguments of `Planner`: those that speak of a module or a device that Dynamo's graph has
 # not. Dynamo's graph returns a flat tuple, in which no output has a name.

@@ -100,7 +100,7 @@ class SizedPlanners:
         """
         whole = self.whole(size)
         forms = ChunkableBlocks(
-            self.step(size), whole.baseline_peak_bytes, allow_chunking=None
+            self.step(size), whole.baseline_peak_bytes, numerics="any_order"
         ).chunkings
         best, least_bytes = None, whole.minimum_peak_bytes
         for chunks in (form[-1] for form in forms):

@@ -18,6 +18,7 @@ from rockmate.errors import InvalidBudgetError
 from rockmate.fits.errors import FitError
 from rockmate.fits.size_axis import Dims, Kind
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
+from rockmate.planning.numerics import Numerics, check_numerics
 
 TOKEN_STEP = 8
 """Lengths of sequences are multiples of it: attention kernels are made for such."""
@@ -52,8 +53,7 @@ class FitOptions:
         measure: then also measures costs, and trains `num_steps` steps at each size of the table,
             on the device that the model is on. The model is put back to what it was.
         num_steps: how many steps are timed.
-        allow_chunking: None lets the loss block run in chunks at sizes that nothing else fits, True
-            wherever they are faster, False never.
+        numerics: as for `Planner`; "bitwise" leaves out chunks, which fit larger sizes.
         progress: shows progress bars.
         capture: options of the capture, as for `Planner`: "differentiable", "outputs", "gradients",
             "untraced", "marks", "policy", "existing_checkpoints", "in_flight". With several
@@ -72,7 +72,7 @@ class FitOptions:
     machine: str | Path | Machine | None = None
     measure: bool = False
     num_steps: int = 5
-    allow_chunking: bool | None = None
+    numerics: Numerics = "any_order"
     progress: bool = False
     capture: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,12 +85,18 @@ class FitOptions:
                 raise FitError(f"size {size!r} is no whole number of at least 1.")
         if self.num_steps < 1:
             raise FitError(f"{self.num_steps} steps cannot be measured. Take at least 1.")
+        check_numerics(self.numerics)
         num_in_flight_of(self.capture.get("in_flight", 1))
         if self.measure and self.machine is not None:
             raise FitError(
                 f"costs are estimated for {self.machine!r}, which is not measured from here. Leave "
                 "out measuring, or the machine."
             )
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """Options of the steps that are captured."""
+        return {**self.capture, "whole_shared": self.numerics == "bitwise"}
 
     @property
     def limit(self) -> MemoryLimit:

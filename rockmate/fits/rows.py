@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ class RowMaker:
         return [row for row in found if row is not None]
 
     def _measured_row(self, size: int) -> FitRow | None:
-        planners = SizedPlanners(self._captured, _measured_planner)
+        planner_of = partial(Planner.of, numerics=self._options.numerics)
+        planners = SizedPlanners(self._captured, planner_of)
         try:
             found = self._planned(planners, size)
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
@@ -150,7 +152,7 @@ class RowMaker:
 
     def _captured(self, size: int) -> CapturedStep:
         sample = self._axis.sample_at(self._sample_input, size)
-        return capture_step(self._model, sample, **self._options.capture)
+        return capture_step(self._model, sample, **self._options.step_options)
 
     def _run(self, module: nn.Module, sample: Any, *, seed: int) -> None:
         run_step(module, sample, seed=seed, num_in_flight=self._options.num_in_flight)
@@ -165,10 +167,6 @@ class RowMaker:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return 1e3 * (time.perf_counter() - begin) / self._options.num_in_flight
-
-
-def _measured_planner(step: CapturedStep) -> Planner:
-    return Planner.of(step, allow_chunking=False)
 
 
 def _other_size(axis: SizeAxis, kind: Any, options: FitOptions) -> int | None:

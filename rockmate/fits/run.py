@@ -120,12 +120,13 @@ class _Search:
         self.axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
-        self._steps = SizedSteps(model, sample, sample_input, self.axis, machine, options.capture)
-        chunking = bool(options.allow_chunking)
+        self._steps = SizedSteps(
+            model, sample, sample_input, self.axis, machine, options.step_options
+        )
 
         def planner_of(step: CapturedStep) -> Planner:
             return Planner.of(
-                step, machine=machine, allow_chunking=chunking, time_limit_s=_TIME_LIMIT_S
+                step, machine=machine, numerics=options.numerics, time_limit_s=_TIME_LIMIT_S
             )
 
         self.planners = SizedPlanners(self._step, planner_of)
@@ -166,7 +167,7 @@ class _Search:
             lambda units: self.need(units * step), self._limit_bytes, most=most, known=known
         )
         self._whole = whole * step
-        if self._options.allow_chunking is False or whole == most:
+        if self._options.numerics == "bitwise" or whole == most:
             return self._whole
         above = min(most, max(1, 2 * whole))
         self._chunks = chunks = self.planners.smallest_chunks(above * step)

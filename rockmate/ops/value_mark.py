@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from rockmate._torch.dynamo import is_exporting
+
 # Number of captures that are going on; a capture holds a lock, so at most one.
 _num_captures = 0
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
@@ -117,7 +119,7 @@ def recompute(value: Tensor, name: str | None = None) -> Tensor:
 
 def _marked(value: Tensor, name: str | None, word: str) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             _leave_to_backend(value, name, word)
         return value
     if not _num_captures:

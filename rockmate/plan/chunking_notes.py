@@ -32,6 +32,14 @@ class ChunkingNotes(Protocol):
         """The notes of large blocks that begin with a matrix product which widens its operand."""
         ...
 
+    @property
+    def bitwise_ms(self) -> float | None:
+        """Time of the fastest schedule found without chunks; infinite if none fits the budget.
+
+        None if the step runs without, or if that is unknown.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNotes:
@@ -40,7 +48,9 @@ class KnownNotes:
     Attributes:
         loss_block: see `ChunkingNotes.loss_block`.
         feed_forward: see `ChunkingNotes.feed_forward`.
+        bitwise_ms: see `ChunkingNotes.bitwise_ms`.
     """
 
     loss_block: ChunkingNote = ChunkingNote()
     feed_forward: tuple[ChunkingNote, ...] = ()
+    bitwise_ms: float | None = None

@@ -195,6 +195,15 @@ class PlanRecord:
         """The same for large blocks that begin with a matrix product which widens its operand."""
         return self.chunking_notes.feed_forward
 
+    @property
+    def bitwise_ms(self) -> float | None:
+        """Time of the fastest plan found without chunks and moves; infinite if none fits.
+
+        What bitwise gradients would take within the budget. None if the plan is not in chunks. The
+        first read may take seconds.
+        """
+        return self.chunking_notes.bitwise_ms
+
     # --- blocks and values --------------------------------------------------------------------
 
     @cached_property

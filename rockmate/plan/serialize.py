@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
+from math import inf
 from typing import Any
 
 from rockmate.bound.protocol import StoredBound
@@ -78,6 +79,7 @@ def plan_text(plan: PlanRecord) -> str:
         **{name: getattr(plan, name) for name in (*_PLAIN_FIELDS, *_OPTIONAL_FIELDS)},
         "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
+        **_bitwise_content(plan),
         "feed_forward": [[note.module, note.text] for note in plan.feed_forward],
         "schedule": plan.schedule.rows(snapshot.names),
         "live_bytes": plan.simulation.live_bytes,
@@ -122,6 +124,19 @@ def read_plan(text: str, *, origin: str = "the text") -> PlanRecord:
         raise PlanFileError(msg) from error
     _check_schedule_rows(plan, content["schedule"], origin)
     return _replayed(plan, origin)
+
+
+def _bitwise_content(plan: PlanRecord) -> dict[str, Any]:
+    """The time without chunks, null if no schedule fits; nothing for a plan without chunks."""
+    if plan.bitwise_ms is None:
+        return {}
+    return {"bitwise_ms": plan.bitwise_ms if plan.bitwise_ms < inf else None}
+
+
+def _bitwise_ms(content: Mapping[str, Any]) -> float | None:
+    if "bitwise_ms" not in content:
+        return None
+    return inf if content["bitwise_ms"] is None else content["bitwise_ms"]
 
 
 def _moves_content(plan: PlanRecord) -> dict[str, Any]:
@@ -248,6 +263,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
                 ChunkingNote(module=module, text=text)
                 for module, text in content.get("feed_forward", ())
             ),
+            bitwise_ms=_bitwise_ms(content),
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 from rockmate.budget import size_text
 from rockmate.graph.mark_request import MarkRequest
@@ -81,6 +82,7 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if "loss_chunks" in plan.options:
         note = plan.loss_block
         yield "loss block", f"{note.text} ({note.module or 'no single submodule'})"
+        yield "  bitwise", _bitwise_text(plan)
     if plan.held_at_peak_bytes:
         yield (
             "outputs",
@@ -101,6 +103,16 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
             f"{plan.num_unproved_blocks} answers without a proof of optimality; "
             "a larger time_limit_s may help",
         )
+
+
+def _bitwise_text(plan: PlanRecord) -> str:
+    """What a plan takes that adds in the order of the step as captured."""
+    if plan.bitwise_ms is None:
+        return "no: chunks add the same numbers in another order"
+    if plan.bitwise_ms == inf:
+        return "no plan without chunks fits the budget"
+    ratio = plan.bitwise_ms / plan.baseline_ms if plan.baseline_ms else 1.0
+    return f'{ratio:.3f}x without chunks, with numerics="bitwise"'
 
 
 def _fusion_text(plan: PlanRecord) -> str:

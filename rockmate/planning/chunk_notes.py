@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.plan.chunking_notes import ChunkingNote
-from rockmate.planning.chunkable_blocks import ChunkableBlocks
+from rockmate.planning.candidate import Candidate
+from rockmate.planning.chunkable_blocks import UNUSED_HINT, ChunkableBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +22,14 @@ class VariantNotes:
     Attributes:
         blocks: of the step as captured.
         chunks: the chunking of the variant, as `Chunks` writes it; None for the step as captured.
+        search: finds schedules without chunks.
+        budget_bytes: of the plan.
     """
 
     blocks: ChunkableBlocks
     chunks: str | None
+    search: Callable[[int], Candidate | None]
+    budget_bytes: int
 
     @property
     def loss_block(self) -> ChunkingNote:
@@ -31,7 +38,7 @@ class VariantNotes:
         module = block.block if isinstance(block, Refusal) else block.name
         if self.chunks:
             return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
-        reason = self.blocks.loss_refusal or self.blocks.unused_hint
+        reason = self.blocks.loss_refusal or UNUSED_HINT
         return ChunkingNote(module=module, text=f"not in chunks: {reason}")
 
     @property
@@ -39,10 +46,18 @@ class VariantNotes:
         """Whether each large feed-forward block runs in chunks, and why."""
         return tuple(map(self._layer_note, self.blocks.feed_forward))
 
+    @property
+    def bitwise_ms(self) -> float | None:
+        """Time of the fastest schedule found without chunks, if the variant is in chunks."""
+        if not self.chunks:
+            return None
+        found = self.search(self.budget_bytes)
+        return inf if found is None else found.time_ms
+
     def _layer_note(self, block: Region | Refusal) -> ChunkingNote:
         if isinstance(block, Refusal):
             return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
         if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
             return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
-        reason = self.blocks.layer_refusal(block) or self.blocks.unused_hint
+        reason = self.blocks.layer_refusal(block) or UNUSED_HINT
         return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

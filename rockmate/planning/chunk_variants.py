@@ -7,6 +7,10 @@ like any other, on demand. Few are, because a chunking is skipped if
 * the lower bound or the baseline time of its variant is no shorter than the incumbent, or
 * a larger chunk size already failed for its time. Smaller chunks take no less time and no more
   memory, as a rule.
+
+The same arithmetic in chunks is no faster: where ops are measured so, that is noise. So a step in
+chunks counts as at least `_MIN_OVERHEAD` slower than the whole one. Chunks are then chosen only for
+recomputations that they save, by more than the noise, and never where the whole step has room.
 """
 
 from __future__ import annotations
@@ -17,16 +21,15 @@ from functools import cached_property, partial
 from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.bound.protocol import Bounds, MinBound, StoredBound
 from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.cost import Costs
+from rockmate.costs.cost import Costs, scaled_times
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
-from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, frontier_at, linspace_int
@@ -34,8 +37,9 @@ from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
-from rockmate.planning.strategies import UNMOVED, make_local_search, make_search
+from rockmate.planning.strategies import BITWISE, UNMOVED, make_local_search, make_search
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
@@ -44,6 +48,9 @@ from rockmate.step import CapturedStep
 JOINT_PLANNING_THRESHOLD = 20
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _EXPECTED_GAP_REDUCTION = 0.35
+# Least time that chunks add, as a share of the baseline's time. On one core, baselines of the same
+# step in 2, 4 and 8 chunks differ by up to 0.02 from run to run.
+_MIN_OVERHEAD = 0.01
 # The only strategy that may use chunks. The others are there to compare with.
 _CHUNKING_STRATEGY = "rockmate"
 
@@ -132,7 +139,7 @@ class Variant:
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy."""
-        if strategy in (_CHUNKING_STRATEGY, UNMOVED):
+        if strategy in (_CHUNKING_STRATEGY, UNMOVED, BITWISE):
             return self.local_search
         if strategy not in self._searches:
             self._searches[strategy] = make_search(
@@ -153,7 +160,7 @@ class Variants:
     Args:
         step: as captured.
         costs_of: measures or estimates the costs of a graph.
-        allow_chunking: as for `Planner`.
+        numerics: as for `Planner`.
         rule: when a search ends. Its time limit is also that of all solves together, those of
             every variant included; see `SolverTime`.
 
@@ -167,18 +174,18 @@ class Variants:
         step: CapturedStep,
         costs_of: Callable[[Graph], Costs],
         *,
-        allow_chunking: bool | None,
+        numerics: Numerics,
         rule: StoppingRule,
     ) -> None:
         self._costs_of = costs_of
         self._rule = rule
-        self._allow_chunking = allow_chunking
+        self._numerics = numerics
         self._solver_time = SolverTime(rule.time_limit_s)
         self._solved = SolvedBlocks()
         self._chunked: dict[Chunks, Variant | None] = {}
         self.unchunked = self._new_variant(step)
         self.chunkable = ChunkableBlocks(
-            step, self.unchunked.baseline.peak_bytes, allow_chunking=allow_chunking
+            step, self.unchunked.baseline.peak_bytes, numerics=numerics
         )
 
     def _new_variant(self, step: CapturedStep) -> Variant:
@@ -191,8 +198,32 @@ class Variants:
         if chunking not in self._chunked:
             step = self.unchunked.step.in_chunks(chunking)
             is_refused = isinstance(step, Refusal)
-            self._chunked[chunking] = None if is_refused else self._new_variant(step)
+            self._chunked[chunking] = None if is_refused else self._new_chunked(step)
         return self._chunked[chunking]
+
+    def _new_chunked(self, step: CapturedStep) -> Variant:
+        """The variant of a step in chunks, slowed down to the least time that chunks take."""
+        variant = self._new_variant(step)
+        own_ms = variant.baseline.time_ms
+        if own_ms >= self._least_chunked_ms:
+            return variant
+        costs = scaled_times(variant.costs, self._least_chunked_ms / own_ms)
+        return Variant(step, costs, self._solver_time, self._solved, self._rule)
+
+    @property
+    def _least_chunked_ms(self) -> float:
+        """The least time of any schedule in chunks."""
+        return (1 + _MIN_OVERHEAD) * self.unchunked.baseline.time_ms
+
+    def _may_pay(self, whole_ms: float, budget_bytes: int) -> bool:
+        """Whether a schedule in chunks may be faster than one of the whole step."""
+        return whole_ms > self._least_chunked_ms and self._considers_chunks(budget_bytes)
+
+    def _considers_chunks(self, budget_bytes: int) -> bool:
+        """Whether a plan for this budget may run in chunks."""
+        if budget_bytes < self.unchunked.local_search.minimum().peak_bytes:
+            return bool(self.chunkable.chunkings)
+        return self.chunkable.may_help(budget_bytes)
 
     def step_for(self, options: Mapping[str, str]) -> CapturedStep:
         """The variant's step that was captured, and put in chunks, with these options."""
@@ -208,24 +239,27 @@ class Variants:
         chunked = step.in_chunks(Chunks.parse(options["loss_chunks"]))
         return step if isinstance(chunked, Refusal) else chunked
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
-        """How the chunkable blocks run in a variant."""
-        return VariantNotes(self.chunkable, variant.step.options.get("loss_chunks"))
+    def notes(self, variant: Variant, budget_bytes: int) -> VariantNotes:
+        """How the chunkable blocks run in a variant, and how long the step takes without chunks."""
+        chunks = variant.step.options.get("loss_chunks")
+        whole = self.unchunked.local_search
+        return VariantNotes(self.chunkable, chunks, whole.best_within, budget_bytes)
 
     # --- the fastest schedule ---
 
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule found within the budget, and its variant; None if none fits."""
-        if strategy != _CHUNKING_STRATEGY or not self._considers_chunks(budget_bytes):
+        initial = self.unchunked.local_search.initial_within
+        is_whole = strategy != _CHUNKING_STRATEGY
+        if is_whole or not self._may_pay(_ms(initial(budget_bytes)), budget_bytes):
             found = self.unchunked.search(strategy).best_within(budget_bytes)
             return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
         best_ms = inf
-        for variant, initial in sorted(
-            self._initial_candidates(budget_bytes), key=lambda pair: by_time(pair[1])
-        ):
-            gap_ms = initial.time_ms - variant.lower_bound.bound_ms(budget_bytes)
-            if initial.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
+        starts = self._initial_candidates(budget_bytes)
+        for variant, start in sorted(starts, key=lambda pair: by_time(pair[1])):
+            gap_ms = start.time_ms - variant.lower_bound.bound_ms(budget_bytes)
+            if start.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
                 continue
             found = variant.local_search.best_within(budget_bytes)
             if found is not None and found.time_ms < best_ms:
@@ -237,30 +271,62 @@ class Variants:
     ) -> dict[int, tuple[Variant, Candidate]]:
         """The schedules of the default strategy for many budgets, planned jointly.
 
-        Budgets that may be met in chunks are left out, and so are those that no schedule fits.
-        Empty if fewer than `JOINT_PLANNING_THRESHOLD` budgets remain.
+        Budgets that no schedule fits are left out. Empty if the whole step fits fewer than
+        `JOINT_PLANNING_THRESHOLD` of them.
         """
         search = self.unchunked.local_search
         minimum_bytes = search.minimum().peak_bytes
-        unchunked = [budget for budget in budgets if not self._considers_chunks(budget)]
-        if sum(budget >= minimum_bytes for budget in unchunked) < JOINT_PLANNING_THRESHOLD:
+        if sum(budget >= minimum_bytes for budget in budgets) < JOINT_PLANNING_THRESHOLD:
             return {}
-        found = JointSearch(search).best_within_each(unchunked, progress=progress)
-        return {budget: (self.unchunked, candidate) for budget, candidate in found.items()}
+        whole = JointSearch(search).best_within_each(budgets, progress=progress)
+        best = {budget: (self.unchunked, candidate) for budget, candidate in whole.items()}
+        slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)), budget)]
+        for form in self.chunkable.chunkings if slow else ():
+            self._improve_in_chunks(best, slow, form, progress=progress)
+        return best
 
-    def _considers_chunks(self, budget_bytes: int) -> bool:
-        """Whether a plan for this budget may run in chunks.
+    def _improve_in_chunks(
+        self,
+        best: dict[int, tuple[Variant, Candidate]],
+        budgets: Sequence[int],
+        form: Sequence[Chunks],
+        *,
+        progress: bool,
+    ) -> None:
+        """Takes the schedules of one form where they are faster, until smaller chunks gain nothing.
 
-        So it is where chunks are allowed for all budgets, or where the step as captured does not
-        fit.
+        Args:
+            best: the fastest schedules so far, by budget.
+            budgets: those that chunks may pay for.
+            form: its chunkings.
+            progress: shows a progress bar.
         """
-        search = self.unchunked.local_search
-        if not self._allow_chunking and (
-            search.minimum().peak_bytes <= budget_bytes
-            or search.best_within(budget_bytes) is not None
-        ):
-            return False
-        return bool(self.chunkable.chunkings)
+        for chunking in form:
+            variant = self._variant(chunking)
+            if variant is None or self._rule.is_late:
+                continue
+            open_budgets = [
+                budget
+                for budget in budgets
+                if self.chunkable.chunk_bytes(chunking) <= budget
+                and self._is_promising(variant, budget, _ms_of(best.get(budget)))
+            ]
+            found = JointSearch(variant.local_search).best_within_each(
+                open_budgets, progress=progress
+            )
+            faster = {
+                budget: (variant, candidate)
+                for budget, candidate in found.items()
+                if candidate.time_ms < _ms_of(best.get(budget))
+            }
+            if found and not faster:
+                break
+            best |= faster
+
+    def _is_promising(self, variant: Variant, budget_bytes: int, incumbent_ms: float) -> bool:
+        """Whether a variant may be faster than the incumbent by more than the gap tolerance."""
+        gap_ms = incumbent_ms - variant.lower_bound.bound_ms(budget_bytes)
+        return gap_ms > self._rule.gap_tolerance * self.unchunked.baseline.time_ms
 
     def _initial_candidates(self, budget_bytes: int) -> list[tuple[Variant, Candidate]]:
         """The initial schedules of all variants that can still become the fastest."""
@@ -289,7 +355,7 @@ class Variants:
                 continue
             if variant.baseline.time_ms >= incumbent_ms:
                 return
-            if variant.lower_bound.bound_ms(budget_bytes) >= incumbent_ms:
+            if not self._is_promising(variant, budget_bytes, incumbent_ms):
                 if ruled_out is not None and not _promises_more(
                     variant.lower_bound, ruled_out, budget_bytes
                 ):
@@ -307,8 +373,7 @@ class Variants:
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """Budgets and the best candidate of each: budgets grow, times fall."""
-        uses_chunks = self._allow_chunking and strategy == _CHUNKING_STRATEGY
-        if not uses_chunks or not self.chunkable.chunkings:
+        if strategy != _CHUNKING_STRATEGY:
             return self.unchunked.search(strategy).frontier()
         low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
 
@@ -323,25 +388,28 @@ class Variants:
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """Lower bounds that hold for every plan of this budget, whatever the strategy.
 
-        Where chunks are considered, the least over the step as captured and all its chunkings.
+        Where plans may be in chunks, the least over the step as captured and all its chunkings.
         """
-        if not self._considers_chunks(budget_bytes):
+        if self._numerics == "bitwise":
             return self.unchunked.lower_bound
         return MinBound(partial(self._lower_bounds, budget_bytes))
 
-    def _lower_bounds(self, budget_bytes: int) -> Iterator[LowerBound]:
+    def _lower_bounds(self, budget_bytes: int) -> Iterator[Bounds]:
         """The bound of the step as captured and of each chunking whose chunk fits the budget."""
-        yield self.unchunked.lower_bound
-        for chunking in (chunking for form in self.chunkable.chunkings for chunking in form):
+        whole = self.unchunked.lower_bound
+        yield whole
+        forms = self.chunkable.chunkings if self._considers_chunks(budget_bytes) else ()
+        if forms and whole.bound_ms(budget_bytes) <= self._least_chunked_ms:
+            yield StoredBound(self._least_chunked_ms)
+            return
+        for chunking in (chunking for form in forms for chunking in form):
             if self.chunkable.chunk_bytes(chunking) <= budget_bytes:
                 variant = self._variant(chunking)
                 if variant is not None:
                     yield variant.lower_bound
 
     def minimum(self, strategy: str) -> Candidate:
-        """The schedule of the smallest peak; with chunks only where `allow_chunking` is True."""
-        if self._allow_chunking:
-            return self.min_peak(strategy)
+        """The schedule of the smallest peak without chunks."""
         return self.unchunked.search(strategy).minimum()
 
     def min_peak(self, strategy: str) -> Candidate:
@@ -363,11 +431,16 @@ class Variants:
         return best
 
 
-def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
-    """Whether smaller chunks lower the time bound or the peak bound.
+def _ms(candidate: Candidate | None) -> float:
+    return inf if candidate is None else candidate.time_ms
 
-    Where they do not, still smaller chunks seldom do.
-    """
+
+def _ms_of(pair: tuple[Variant, Candidate] | None) -> float:
+    return inf if pair is None else pair[1].time_ms
+
+
+def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
+    """Whether smaller chunks lower time bound or peak bound; else smaller ones seldom do."""
     return (
         smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
         or smaller.peak_bound_bytes < larger.peak_bound_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
@@ -16,6 +17,7 @@ from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.step_forms import StepForms
+from rockmate.planning.strategies import BITWISE
 from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
@@ -63,9 +65,10 @@ class KernelVariants(StepForms):
         """See `StepForms.step_for`."""
         return self._form_of(options).step_for(options)
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
-        """See `StepForms.notes`."""
-        return self._form_of(variant.step.options).notes(variant)
+    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
+        """See `StepForms.notes`; bitwise plans have eager's kernels."""
+        found = self._form_of(variant.step.options).notes(variant, budget_bytes)
+        return replace(found, search=self.unchunked.local_search.best_within)
 
     def _form_of(self, options: Mapping[str, str]) -> Variants:
         def is_alike(form: Variants, *names: str) -> bool:
@@ -75,9 +78,13 @@ class KernelVariants(StepForms):
         alike = [form for form in self._forms if is_alike(form, "kernels")] or self._forms
         return next((form for form in alike if is_alike(form, "unfused")), alike[0])
 
+    def _of(self, strategy: str) -> Sequence[Variants]:
+        """The forms that a strategy chooses from: "bitwise" has eager's kernels."""
+        return self._forms[:1] if strategy == BITWISE else self._forms
+
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """See `StepForms.best_within`."""
-        found = [form.best_within(budget_bytes, strategy) for form in self._forms]
+        found = [form.best_within(budget_bytes, strategy) for form in self._of(strategy)]
         return min(filter(None, found), key=lambda pair: pair[1].time_ms, default=None)
 
     def best_within_each(
@@ -93,7 +100,7 @@ class KernelVariants(StepForms):
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """See `StepForms.frontier`."""
-        points = [point for form in self._forms for point in form.frontier(strategy)]
+        points = [point for form in self._of(strategy) for point in form.frontier(strategy)]
         fastest: list[tuple[int, Candidate]] = []
         for budget_bytes, candidate in sorted(points, key=lambda each: (each[0], each[1].time_ms)):
             if not fastest or candidate.time_ms < fastest[-1][1].time_ms:
@@ -106,10 +113,10 @@ class KernelVariants(StepForms):
 
     def minimum(self, strategy: str) -> Candidate:
         """See `StepForms.minimum`."""
-        found = [form.minimum(strategy) for form in self._forms]
+        found = [form.minimum(strategy) for form in self._of(strategy)]
         return min(found, key=lambda candidate: candidate.peak_bytes)
 
     def min_peak(self, strategy: str) -> Candidate:
         """See `StepForms.min_peak`."""
-        found = [form.min_peak(strategy) for form in self._forms]
+        found = [form.min_peak(strategy) for form in self._of(strategy)]
         return min(found, key=lambda candidate: candidate.peak_bytes)

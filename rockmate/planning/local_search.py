@@ -153,7 +153,7 @@ class LocalSearch:
         self._num_ops = len(graph.ops)
         self._num_in_flight = graph.num_in_flight
         self._solved: dict[int, Candidate] = {}
-        self._initial: dict[int, InitialCandidates] = {}
+        self._first: dict[int, Candidate] = {}
 
     @property
     def num_unproved(self) -> int:
@@ -177,13 +177,13 @@ class LocalSearch:
         return self._best_at_minimum
 
     def initial_within(self, budget_bytes: int) -> Candidate | None:
-        """The incumbent before deferral and oscillation, which take most of the time.
+        """The incumbent after the starts that take milliseconds.
 
         None as for `best_within`.
         """
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
-        return fastest(*self._initial_candidates(budget_bytes))
+        return self._from_knapsack(budget_bytes)
 
     def frontier(self) -> list[tuple[int, Candidate]]:
         """See `Searcher`."""
@@ -208,16 +208,20 @@ class LocalSearch:
             self._solved[budget_bytes] = best
         return self._solved[budget_bytes]
 
-    def _initial_candidates(self, budget_bytes: int) -> InitialCandidates:
-        if budget_bytes not in self._initial:
+    def _from_knapsack(self, budget_bytes: int) -> Candidate:
+        if budget_bytes not in self._first:
             best = self.min_peak.fastest_within(budget_bytes)
             self._note("smallest peaks", best, budget_bytes)
             best = self._refine_starts(best, self._knapsack_starts(budget_bytes), budget_bytes)
-            overall = self._tighten_with_deferral(best, budget_bytes)
-            if not self._is_within(overall, budget_bytes, SKIP_ROTOR_BELOW_GAP):
-                best = self._refine_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
-            self._initial[budget_bytes] = InitialCandidates(best, overall)
-        return self._initial[budget_bytes]
+            self._first[budget_bytes] = best
+        return self._first[budget_bytes]
+
+    def _initial_candidates(self, budget_bytes: int) -> InitialCandidates:
+        best = self._from_knapsack(budget_bytes)
+        overall = self._tighten_with_deferral(best, budget_bytes)
+        if not self._is_within(overall, budget_bytes, SKIP_ROTOR_BELOW_GAP):
+            best = self._refine_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
+        return InitialCandidates(best, overall)
 
     def _is_within(self, candidate: Candidate, budget_bytes: int, gap: float) -> bool:
         return self.problem.is_within_gap(candidate, budget_bytes, gap)

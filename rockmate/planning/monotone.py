@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
+from rockmate.bound.protocol import MinBound
 from rockmate.plan.plan import Plan
 
 
-def never_slower(plans: Mapping[int, Plan], *, allow_chunking: bool | None) -> dict[int, Plan]:
+def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
     """The plans by growing budget, none of them slower than one for less memory.
 
     Args:
         plans: by budget in bytes.
-        allow_chunking: as for `Planner`. A plan in chunks is handed on only if it is True.
     """
     found: dict[int, Plan] = {}
     fastest: Plan | None = None
     for budget_bytes, plan in sorted(plans.items()):
         chosen = plan
         if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
-            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=plan.bounds)
-        found[budget_bytes] = chosen
-        if allow_chunking or "loss_chunks" not in chosen.options:
-            fastest = chosen
+            both = partial(tuple, (plan.bounds, fastest.bounds))  # the plan may be of another form
+            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=MinBound(both))
+        found[budget_bytes] = fastest = chosen
     return found

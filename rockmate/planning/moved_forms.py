@@ -40,7 +40,9 @@ _RATIO = 1.25
 _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
 # bound's relaxation, with these shares of the budget left to values on their way.
-_FAR, _ROOMS = 0.02, (0.0, 0.1, 0.2, 0.35)
+_FAR, _ROOMS = 0.02, (0.0, 0.05, 0.1, 0.2, 0.35)
+# How often, if nothing is found, the largest values stay and the search begins again.
+_NUM_RETRIES = 2
 # The only strategy with moves. The others are there to compare with.
 _STRATEGY = "rockmate"
 
@@ -67,9 +69,9 @@ class MovedForms(StepForms):
         """See `StepForms.step_for`."""
         return self._forms.step_for(options)
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
+    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
         """See `StepForms.notes`."""
-        return self._forms.notes(variant)
+        return self._forms.notes(variant, budget_bytes)
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """See `StepForms.best_within`."""
@@ -168,9 +170,22 @@ class MovedForms(StepForms):
         What they recompute is searched for with these values free of charge, and some room for
         those that are on their way.
         """
-        variant, moved = self.unchunked, bound.moved_values(budget_bytes)
-        if not moved:
-            return []
+        moved = bound.moved_values(budget_bytes)
+        found: list[Found] = []
+        for _ in range(_NUM_RETRIES + 1):
+            if moved and not found:
+                found = self._with_free_values(moved, budget_bytes)
+                moved = self._without_largest(moved)
+        return found
+
+    def _without_largest(self, values: Collection[int]) -> frozenset[int]:
+        """Those that may find room on their way back where the largest do not."""
+        storages = self.unchunked.graph.storages
+        most = max(storages[value].num_bytes for value in values)
+        return frozenset(value for value in values if storages[value].num_bytes < most)
+
+    def _with_free_values(self, moved: Collection[int], budget_bytes: int) -> list[Found]:
+        variant = self.unchunked
         graph = with_free_values(variant.graph, moved)
         free = variant.with_graph(graph)
         found: list[Found] = []

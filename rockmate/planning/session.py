@@ -52,6 +52,7 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.moved_forms import MovedForms
+from rockmate.planning.numerics import Numerics, check_numerics
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
@@ -70,7 +71,7 @@ class PlanningSession:
     """
 
     timings: dict[str, float]
-    allow_chunking: bool | None
+    numerics: Numerics
     fusion: FusionReport | None
     baseline_peak_bytes: int
     baseline_ms: float
@@ -88,7 +89,7 @@ class PlanningSession:
         progress: bool = False,
         machine: str | Path | Machine | None = None,
         untraced: Sequence[str] = (),
-        allow_chunking: bool | None = None,
+        numerics: Numerics = "any_order",
         kernels: Kernels = "eager",
         compile_limit_s: float = COMPILE_LIMIT_S,
         marks: Mapping[Any, str] | None = None,
@@ -99,6 +100,7 @@ class PlanningSession:
         host_budget: int | str | None = None,
     ) -> None:
         check_kernels(kernels)
+        check_numerics(numerics, kernels=kernels)
         rule = StoppingRule(gap_tolerance, time_limit_s)
         request = OffloadRequest.parse(offload, host_budget)
         target = None if machine is None else load_machine(machine)
@@ -113,6 +115,7 @@ class PlanningSession:
                 gradients=gradients,
                 machine=target,
                 untraced=untraced,
+                whole_shared=numerics == "bitwise",
                 kernels="eager" if kernels == "auto" else kernels,
                 progress=progress,
                 compile_limit_s=compile_limit_s,
@@ -126,7 +129,7 @@ class PlanningSession:
             step,
             timings,
             machine=target,
-            allow_chunking=allow_chunking,
+            numerics=numerics,
             rule=rule,
             progress=progress,
             offload=request,
@@ -144,7 +147,7 @@ class PlanningSession:
         gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
         progress: bool = False,
         machine: str | Path | Machine | None = None,
-        allow_chunking: bool | None = None,
+        numerics: Numerics = "any_order",
         offload: str | None = None,
         host_budget: int | str | None = None,
     ) -> Self:
@@ -156,7 +159,7 @@ class PlanningSession:
             step,
             {},
             machine=None if machine is None else load_machine(machine),
-            allow_chunking=allow_chunking,
+            numerics=numerics,
             rule=rule,
             progress=progress,
             offload=OffloadRequest.parse(offload, host_budget),
@@ -169,7 +172,7 @@ class PlanningSession:
         timings: dict[str, float],
         *,
         machine: Machine | None,
-        allow_chunking: bool | None,
+        numerics: Numerics,
         rule: StoppingRule,
         progress: bool,
         offload: OffloadRequest | None,
@@ -180,7 +183,7 @@ class PlanningSession:
         With `fuses` plans choose between the step and what it returns.
         """
         self.timings = timings
-        self.allow_chunking = allow_chunking
+        self.numerics: Numerics = numerics
         self._step = step
         self._rule = rule
         self._machine = machine
@@ -200,9 +203,7 @@ class PlanningSession:
             with timed(timings, "compile"):
                 steps += fuses()
         with timed(timings, "costs"):
-            forms = [
-                Variants(each, costs_of, allow_chunking=allow_chunking, rule=rule) for each in steps
-            ]
+            forms = [Variants(each, costs_of, numerics=numerics, rule=rule) for each in steps]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
@@ -238,7 +239,8 @@ class PlanningSession:
             strategy: one of `rockmate.STRATEGIES`. "none" recomputes nothing. "chen" saves the
                 boundary of every sqrt(n)-th block (Chen et al. 2016). "rotor" is Rotor's dynamic
                 program without options. "checkmate" solves the whole graph as one program, for
-                small models. "recompute" is the default without moves. All are to compare with.
+                small models. "recompute" is the default without moves, "bitwise" without moves and
+                chunks. All are to compare with.
             on_infeasible: "least" plans the smallest peak found where no schedule fits, with one
                 line in the log. The plan's `budget_bytes` is then that peak.
 
@@ -319,7 +321,7 @@ class PlanningSession:
     def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
         """Takes plans of a strategy; none of those that are kept is slower than a smaller one."""
         known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
-        found = never_slower(known | dict(plans), allow_chunking=self.allow_chunking)
+        found = never_slower(known | dict(plans))
         self._plans |= {(budget, strategy): plan for budget, plan in found.items()}
 
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
@@ -329,9 +331,7 @@ class PlanningSession:
         So it is with `plan`, for budgets that were asked for before. From twenty feasible budgets
         on, they are planned jointly, which takes much less time. Near the lower bound, these are as
         fast as those of `plan`; close to the smallest peak some are a few percent slower or faster,
-        and up to a fifth at the smallest peak itself. Plans that may run in chunks are made one by
-        one; with `allow_chunking=True` all are, else plans in chunks are not handed on. Infeasible
-        budgets are left out.
+        and up to a fifth at the smallest peak itself. Infeasible budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -349,7 +349,7 @@ class PlanningSession:
         ):
             if (plan := self._plan_within(budget_bytes, "rockmate")) is not None:
                 plans[budget_bytes] = plan
-        return never_slower(plans, allow_chunking=self.allow_chunking)
+        return never_slower(plans)
 
     def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
         """The plans of `plans` that are made jointly; empty if there are too few budgets."""
@@ -360,7 +360,7 @@ class PlanningSession:
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-            return never_slower(plans, allow_chunking=self.allow_chunking)
+            return never_slower(plans)
 
     def planned_call(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
@@ -399,7 +399,7 @@ class PlanningSession:
     def minimum_peak(self, strategy: str = "rockmate") -> int:
         """The smallest budget, in bytes, for which a strategy always has a plan.
 
-        It refers to plans without chunks, unless `allow_chunking` is True.
+        It refers to plans without chunks.
         """
         return self._variants.minimum(strategy).peak_bytes
 
@@ -407,11 +407,12 @@ class PlanningSession:
         """A time, in milliseconds, that no plan of this planner beats; infinite if none can fit.
 
         The bound holds for every schedule of the step as captured. Where `plan` may choose chunks,
-        it holds for every number and form of chunks that planning knows too. This is so for budgets
-        that the step as captured does not fit and, with `allow_chunking=True`, for all. The first
-        call with chunks takes seconds.
+        it holds for every number and form of chunks that planning knows, too. The first call with
+        chunks takes seconds.
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
+        if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
+            return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
             return self._variants.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
 
@@ -433,7 +434,7 @@ class PlanningSession:
             snapshot=variant.snapshot,
             chain=variant.chain,
             options=variant.step.options,
-            chunking_notes=self._variants.notes(variant),
+            chunking_notes=self._variants.notes(variant, budget_bytes),
             fusion=variant.step.fusion.report if variant.step.fusion else None,
             captured=variant.graph,
             strategy=strategy,

@@ -25,7 +25,7 @@ class StepForms(Protocol):
         """The form that was captured with these options."""
         ...
 
-    def notes(self, variant: Variant) -> ChunkingNotes:
+    def notes(self, variant: Variant, budget_bytes: int) -> ChunkingNotes:
         """How the chunkable blocks run in a form."""
         ...
 

@@ -19,9 +19,11 @@ from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
-STRATEGIES = ("none", "chen", "rotor", "checkmate", "recompute", "rockmate")
+STRATEGIES = ("none", "chen", "rotor", "checkmate", "recompute", "bitwise", "rockmate")
 # The default without moves, to compare with where values may move; else the default itself.
 UNMOVED = "recompute"
+# The default without chunks and moves, to compare with where plans may be in chunks.
+BITWISE = "bitwise"
 
 
 def make_search(
@@ -41,7 +43,7 @@ def make_search(
     * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
     * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
-      rotor with several options for blocks and spans of blocks; "recompute" is it without moves.
+      rotor with several options for blocks and spans; "recompute" and "bitwise" are it, too.
 
     Args:
         strategy: one of `STRATEGIES`.

@@ -78,7 +78,9 @@ def _facts(sweep: Sweep) -> str:
     if smallest is not None:
         facts.append(
             (
-                "smallest feasible peak",
+                "smallest peak without chunks"
+                if any(row.loss_chunks for row in sweep.rows)
+                else "smallest feasible peak",
                 f"{size_text(smallest)}, {smallest / baseline.baseline_peak_bytes:.1%} of it",
             )
         )
@@ -171,20 +173,24 @@ _MEASURED_HEADS = ("measured peak", "measured ms", "measured time", "gradients")
 
 def _rows(sweep: Sweep) -> str:
     with_measured = any(row.is_measured for row in sweep.rows)
+    with_chunks = any(row.loss_chunks for row in sweep.rows)
     with_moved = any(row.moved_bytes for row in sweep.rows)
-    heads = _ROW_HEADS + (("moved",) if with_moved else ())
+    heads = _ROW_HEADS + (("chunks",) if with_chunks else ())
+    heads += ("moved",) if with_moved else ()
     heads += _MEASURED_HEADS if with_measured else ()
     lines = ["<thead><tr>", *(f"<th>{head}</th>" for head in heads), "</tr></thead><tbody>"]
     for row in sweep.rows:
         lines.append(
-            _row_html(row, with_moved=with_moved, with_measured=with_measured)
+            _row_html(
+                row, with_chunks=with_chunks, with_moved=with_moved, with_measured=with_measured
+            )
             if row.is_feasible
             else _infeasible_html(row, num_columns=len(heads))
         )
     return "".join([*lines, "</tbody>"])
 
 
-def _row_html(row: SweepRow, *, with_moved: bool, with_measured: bool) -> str:
+def _row_html(row: SweepRow, *, with_chunks: bool, with_moved: bool, with_measured: bool) -> str:
     cells = [
         row.strategy,
         size_text(row.budget_bytes),
@@ -196,6 +202,8 @@ def _row_html(row: SweepRow, *, with_moved: bool, with_measured: bool) -> str:
         _number(row.extra_ms_per_100_mib, ",.1f"),
         _number(row.num_recomputed, ","),
     ]
+    if with_chunks:
+        cells.append(row.loss_chunks)
     if with_moved:
         cells.append(peak_text(row.moved_bytes))
     if with_measured:

@@ -25,6 +25,7 @@ class SweepOptions:
         budgets: in any order, or as text (see `rockmate.budget.parse_budgets`). None takes every
             tenth of the baseline peak down to the smallest feasible one without chunks, and that.
         strategies: names out of `rockmate.STRATEGIES`.
+        adds_bitwise: whether "bitwise" joins them where plans of the others are in chunks.
         measure: train a few steps at each budget.
         num_steps: how many of those are timed and compared with eager's.
         progress: show progress bars on standard error.
@@ -32,6 +33,7 @@ class SweepOptions:
 
     budgets: Sequence[Budget] | str | None = None
     strategies: Sequence[str] = ("rockmate",)
+    adds_bitwise: bool = False
     measure: bool = False
     num_steps: int = 5
     progress: bool = False

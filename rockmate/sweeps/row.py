@@ -36,6 +36,7 @@ class SweepRow:
         lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved.
             `Plan.quick_lower_bound_ms`, so the plan's own may be closer.
         num_recomputed: runs that repeat an op.
+        loss_chunks: the chunks that the step runs in; empty if it is whole.
         moved_bytes: bytes that moved values take in another memory tier.
         extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the
             next larger peak of the strategy down to this one.
@@ -64,6 +65,7 @@ class SweepRow:
     predicted_ratio: float | None = None
     lower_bound_ratio: float | None = None
     num_recomputed: int | None = None
+    loss_chunks: str = ""
     moved_bytes: int | None = None
     extra_ms_per_100_mib: float | None = None
     is_recommended: bool = False
@@ -143,6 +145,7 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
         predicted_ratio=plan.predicted_ratio,
         lower_bound_ratio=plan.quick_lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
         num_recomputed=plan.schedule.num_recomputations(),
+        loss_chunks=plan.options.get("loss_chunks", ""),
         moved_bytes=plan.simulation.host_bytes or None,
     )
 

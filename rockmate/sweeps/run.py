@@ -24,7 +24,7 @@ from rockmate.errors import InfeasibleBudgetError, SolverLimitError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
-from rockmate.planning.strategies import STRATEGIES, UNMOVED
+from rockmate.planning.strategies import BITWISE, STRATEGIES, UNMOVED
 from rockmate.progress import is_terminal
 from rockmate.sweeps.measure import SideBySide
 from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
@@ -56,8 +56,9 @@ def sweep(
         budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every
             tenth of the peak with nothing recomputed down to the smallest feasible one without
             chunks. Twenty and more are planned together; see `Planner.plans`.
-        strategies: names out of `rockmate.STRATEGIES`, to compare; by default "rockmate", and with
-            `offload` "recompute" as well, which moves nothing.
+        strategies: names out of `rockmate.STRATEGIES`, to compare; by default "rockmate", with
+            `offload` "recompute" as well, which moves nothing, and "bitwise", which runs nothing in
+            chunks, where plans of "rockmate" do.
         measure: trains a few steps at each budget beside eager: adds measured peak, time, and the
             difference of the gradients. Takes memory for one copy of the weights and gradients on
             the host. The model is put back to what it was.
@@ -82,6 +83,7 @@ def sweep(
         strategies=default_strategies(planner_options.get("offload"))
         if strategies is None
         else strategies,
+        adds_bitwise=strategies is None,
         measure=measure,
         num_steps=num_steps,
         progress=progress,
@@ -189,8 +191,8 @@ def _begin(planner: Planner, model: nn.Module, title: str) -> Sweep:
     }
     if baseline.offload is not None:
         settings["offload"] = [baseline.offload.text, baseline.offload.host_bytes]
-    if planner.allow_chunking is not None:
-        settings["allow_chunking"] = planner.allow_chunking
+    if planner.numerics != "any_order":
+        settings["numerics"] = planner.numerics
     return Sweep(title=title, settings=settings, baseline=baseline, timings=dict(planner.timings))
 
 
@@ -225,19 +227,33 @@ def _predict(
     state: Sweep, planner: Planner, budgets_bytes: Sequence[int], options: SweepOptions
 ) -> None:
     begin = time.perf_counter()
+    _predict_strategies(state, planner, budgets_bytes, options.strategies, options.progress)
+    is_chunked = any("loss_chunks" in plan.options for plan in state.plans.values())
+    if options.adds_bitwise and is_chunked:
+        _predict_strategies(state, planner, budgets_bytes, (BITWISE,), options.progress)
+    state.timings["sweep"] = time.perf_counter() - begin
+
+
+def _predict_strategies(
+    state: Sweep,
+    planner: Planner,
+    budgets_bytes: Sequence[int],
+    strategies: Sequence[str],
+    progress: bool,
+) -> None:
     known = {row.key for row in state.rows}
     wanted = [
         (strategy, budget)
-        for strategy in options.strategies
+        for strategy in strategies
         for budget in budgets_bytes
         if (strategy, budget) not in known
     ]
     plans = planner.plan_many(
-        [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=options.progress
+        [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=progress
     )
     num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)
     with tqdm(
-        total=num_left, desc="planning", unit="budget", disable=not (options.progress and num_left)
+        total=num_left, desc="planning", unit="budget", disable=not (progress and num_left)
     ) as bar:
         for strategy, budget_bytes in wanted:
             if strategy == _DEFAULT and budget_bytes in plans:
@@ -245,7 +261,6 @@ def _predict(
             else:
                 _predict_row(state, planner, strategy, budget_bytes)
                 bar.update()
-    state.timings["sweep"] = time.perf_counter() - begin
 
 
 def _predict_row(state: Sweep, planner: Planner, strategy: str, budget_bytes: int) -> None:

@@ -97,6 +97,8 @@ def _columns(sweep: Sweep) -> list[_Column]:
         _Column("time", 0, lambda row: _number(row.predicted_ratio, ".3f", "x")),
         _Column("ms/100 MiB", 7, lambda row: _number(row.extra_ms_per_100_mib, ",.1f")),
     ]
+    if any(row.loss_chunks for row in sweep.rows):
+        columns.append(_Column("chunks", 4, lambda row: row.loss_chunks))
     if any(row.moved_bytes for row in sweep.rows):
         columns.append(_Column("moved", 5, lambda row: _size(row.moved_bytes)))
     if any(row.is_measured for row in sweep.rows):

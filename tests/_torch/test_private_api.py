@@ -35,6 +35,7 @@ from rockmate._torch.allocator import (
 from rockmate._torch.aot import (
     compile_flags,
     joint_graph,
+    linalg_checks_kept,
     sequence_number,
     value_checks_as_ops,
     without_decompositions,
@@ -88,6 +89,7 @@ from rockmate._torch.dynamo import (
     evaluated,
     fails_past_limit,
     guard_training,
+    is_exporting,
     is_fake_call,
     module_path,
     output_examples,
@@ -383,6 +385,12 @@ class TestAot:
         assert "aten._assert_async.default" in targets
         assert checks
 
+    def test_the_check_of_a_singular_matrix_is_kept(self) -> None:
+        with linalg_checks_kept(), contextlib.ExitStack() as stack:
+            graph, _ = joint_graph(stack, _Inverse(), [torch.eye(3, requires_grad=True)])
+        effects = [node.args[1] for node in graph.graph.nodes if "effects" in str(node.target)]
+        assert effects == [torch.ops.aten._linalg_check_errors.default]
+
     def test_sequence_number_counts_autograd_nodes(self) -> None:
         before = sequence_number()
         torch.ones(1, requires_grad=True).mul(2).add(1)
@@ -392,6 +400,11 @@ class TestAot:
 class _Resized(nn.Module):
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
         return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
+
+
+class _Inverse(nn.Module):
+    def forward(self, matrix: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.linalg.inv(matrix).sum(),)
 
 
 class _Square(nn.Module):
@@ -940,6 +953,18 @@ def test_versions() -> None:
     check_torch_version()
     with pytest.raises(ImportError, match=r"2\.11 to 2\.13"):
         check_torch_version("2.10.1")
+
+
+def test_dynamo_reads_whether_it_traces_for_an_export() -> None:
+    class Exported(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if is_exporting() else x
+
+    x = torch.zeros(2)
+    compiled = torch.compile(Exported(), backend="eager")
+    exported = torch.export.export(Exported(), (x,), strict=True)
+    assert torch.equal(compiled(x), x)
+    assert torch.equal(exported.module()(x), x + 1)
 
 
 def test_what_dynamo_tells_a_backend() -> None:

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> str:
 
 def content_of(config: str, tmp_path: Path, *arguments: str) -> dict:
     path = tmp_path / "fit.json"
-    common = ["--machine", "h100", "--reserve", "1MiB", "--no-allow-chunking", "--quiet"]
+    common = ["--machine", "h100", "--reserve", "1MiB", "--numerics", "bitwise", "--quiet"]
     assert main(["fit", config, *common, "--tokens", "32", "--json", str(path), *arguments]) == 0
     return json.loads(path.read_text(encoding="utf-8"))
 

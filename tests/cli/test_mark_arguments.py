@@ -118,7 +118,7 @@ def test_a_measured_sweep_runs_as_many_forwards(
 def test_fit_counts_marks_and_forwards(module: str, tmp_path: Path) -> None:
     def rows(*arguments: str) -> list[dict]:
         given = ["--memory", "1MiB", "--reserve", "4KiB", "--machine", "cpu-avx2", "--quiet"]
-        command = ["fit", f"{module}:net", "--sizes", "32", "--no-allow-chunking"]
+        command = ["fit", f"{module}:net", "--sizes", "32", "--numerics", "bitwise"]
         assert main([*command, *given, "--json", "fit.json", *arguments]) == 0
         return json.loads((tmp_path / "fit.json").read_text())["rows"]
 

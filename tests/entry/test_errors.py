@@ -109,7 +109,7 @@ def test_infeasible_budget_names_a_minimum_that_works(name: str) -> None:
 @pytest.mark.parametrize("name", models.TINY)
 def test_a_budget_just_below_the_minimum_is_met_if_the_plan_there_needs_no_more(name: str) -> None:
     workload = models.tiny(name)
-    planner = Planner(workload.model, workload.sample, allow_chunking=False)
+    planner = Planner(workload.model, workload.sample, numerics="bitwise")
     at_minimum = planner.plan(planner.minimum_peak_bytes)
     plan = planner.plan(at_minimum.predicted_peak_bytes)
     assert plan.predicted_peak_bytes <= plan.budget_bytes

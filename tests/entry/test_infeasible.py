@@ -22,10 +22,10 @@ def test_the_smallest_peak_is_taken_with_one_warning(caplog: pytest.LogCaptureFi
     model, x = make_model(), torch.randn(64, 32)
     eager = copy.deepcopy(model)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        RockmateModule(model, x, 1000, machine="cpu-avx2", allow_chunking=False)
+        RockmateModule(model, x, 1000, machine="cpu-avx2", numerics="bitwise")
     caplog.clear()
     module = RockmateModule(
-        model, x, 1000, on_infeasible="least", machine="cpu-avx2", allow_chunking=False
+        model, x, 1000, on_infeasible="least", machine="cpu-avx2", numerics="bitwise"
     )
     assert module.plan.budget_bytes == caught.value.minimum_bytes
     (record,) = [each for each in caplog.records if each.name == "rockmate.planning.session"]
@@ -41,11 +41,11 @@ def test_a_larger_batch_goes_on_with_its_smallest_peak() -> None:
     model, small, large = make_model(), torch.randn(8, 32), torch.randn(512, 32)
     eager = copy.deepcopy(model)
     strict = RockmateModule(
-        copy.deepcopy(model), small, 1.0, machine="cpu-avx2", allow_chunking=False
+        copy.deepcopy(model), small, 1.0, machine="cpu-avx2", numerics="bitwise"
     )
     with pytest.raises(InfeasibleBudgetError):
         strict(large)
-    options = {"on_infeasible": "least", "machine": "cpu-avx2", "allow_chunking": False}
+    options = {"on_infeasible": "least", "machine": "cpu-avx2", "numerics": "bitwise"}
     module = RockmateModule(model, small, 1.0, **options)
     budget_bytes = module.plan.budget_bytes
     for batch in (small, large, small):
@@ -58,7 +58,7 @@ def test_a_larger_batch_goes_on_with_its_smallest_peak() -> None:
 def test_other_shapes_keep_the_budget_that_was_asked_for() -> None:
     """A larger batch that took more bytes does not raise the budget of the next."""
     small, large, other = torch.randn(8, 4, 32), torch.randn(256, 4, 32), torch.randn(2, 16, 32)
-    options = {"on_infeasible": "least", "machine": "cpu-avx2", "allow_chunking": False}
+    options = {"on_infeasible": "least", "machine": "cpu-avx2", "numerics": "bitwise"}
     module = RockmateModule(make_model(), small, 1.0, **options)
     budget_bytes = module.plan.budget_bytes
     module(large)
@@ -70,7 +70,7 @@ def test_other_shapes_keep_the_budget_that_was_asked_for() -> None:
 
 def test_a_planner_takes_the_smallest_peak() -> None:
     model, x = make_model(), torch.randn(64, 32)
-    planner = Planner(model, x, machine="cpu-avx2", allow_chunking=False)
+    planner = Planner(model, x, machine="cpu-avx2", numerics="bitwise")
     with pytest.raises(InfeasibleBudgetError, match='on_infeasible="least"') as caught:
         planner.plan(1000)
     assert planner.plan(1000, on_infeasible="least").budget_bytes == caught.value.minimum_bytes

@@ -446,7 +446,7 @@ def test_a_schedule_with_a_mark_is_one_without_it(monkeypatch: pytest.MonkeyPatc
     assert price.ms_without <= planner.plan(high).predicted_ms
     (price,) = planner.mark_prices(1)
     assert math.isnan(price.added_ms)
-    without = Planner(Net("name", depth=6), sample(), allow_chunking=False)
+    without = Planner(Net("name", depth=6), sample(), numerics="bitwise")
     (price,) = planner.mark_prices(planner.minimum_peak_bytes)
     assert price.minimum_peak_bytes <= min(planner.minimum_peak_bytes, without.minimum_peak_bytes)
     assert price.added_ms >= 0

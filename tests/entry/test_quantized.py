@@ -334,7 +334,7 @@ def test_float8_training(emulates: bool) -> None:
     reference = train(plain, plain, loss_of)
     for regime in REGIMES:
         own = converted(WIDTH)
-        planner = Planner(own, torch.randn(NUM_ROWS, WIDTH), allow_chunking=False)
+        planner = Planner(own, torch.randn(NUM_ROWS, WIDTH), numerics="bitwise")
         module = planner.module(budget_for(planner, regime))
         for ours, theirs in zip(train(module, own, loss_of), reference, strict=True):
             assert_same(ours, theirs)

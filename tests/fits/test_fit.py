@@ -169,7 +169,7 @@ def test_lifted_checkpoints_are_one_line(caplog: pytest.LogCaptureFixture) -> No
 def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
     """By planners of fixed sizes, and by parts that are counted here."""
     memory = 400 * MIB
-    found = fit_mlp(memory, allow_chunking=False)
+    found = fit_mlp(memory, numerics="bitwise")
     size = found.largest.batch_size
     held = MIB + 4 * sum(parameter.nbytes for parameter in Mlp().parameters())
     for rows, fits in ((size, True), (size + 1, False)):
@@ -189,7 +189,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
 
 def test_a_row_has_the_plan_of_a_planner() -> None:
     memory = 400 * MIB
-    row = fit_mlp(memory, sizes=[64], allow_chunking=False).rows[0]
+    row = fit_mlp(memory, sizes=[64], numerics="bitwise").rows[0]
     assert row.batch_size == 64
     with torch.device("meta"):
         planner = Planner(Mlp(), torch.zeros(64, 64), machine="cpu-avx2")
@@ -203,7 +203,7 @@ def test_a_row_has_the_plan_of_a_planner() -> None:
 
 def test_less_state_leaves_room_for_more_rows() -> None:
     sizes = {
-        name: fit_mlp("400MiB", optimizer=name, allow_chunking=False, sizes=[1]).largest
+        name: fit_mlp("400MiB", optimizer=name, numerics="bitwise", sizes=[1]).largest
         for name in ("adamw", "adamw_8bit", "sgd")
     }
     assert sizes["adamw"].batch_size < sizes["adamw_8bit"].batch_size < sizes["sgd"].batch_size
@@ -216,7 +216,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
         parameter.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
     row = rockmate.fit(
-        model, words(2), "8MiB", machine="cpu-avx2", reserve=1, sizes=[1], allow_chunking=False
+        model, words(2), "8MiB", machine="cpu-avx2", reserve=1, sizes=[1], numerics="bitwise"
     ).largest
     assert row.gradient_bytes == model.lm_head.weight.nbytes
     assert row.state_bytes == 2 * row.gradient_bytes
@@ -234,7 +234,7 @@ def test_the_longest_sequence_is_within_the_positions_of_the_model() -> None:
     assert "largest sequence: at least 32" in str(found)
     short = rockmate.fit(
         on_meta(llama, max_position_embeddings=1 << 14), words(2), "64MiB", machine="cpu-avx2",
-        reserve=1, vary="tokens", allow_chunking=False,
+        reserve=1, vary="tokens", numerics="bitwise",
     )  # fmt: skip
     assert not short.is_capped
     assert short.largest.num_tokens is not None
@@ -245,7 +245,7 @@ def test_the_longest_sequence_is_within_the_positions_of_the_model() -> None:
 def test_chunks_of_the_loss_block_fit_more_rows() -> None:
     model = on_meta(llama, vocab_size=4096)
     options = {"machine": "cpu-avx2", "reserve": 1, "sizes": [2]}
-    whole = rockmate.fit(model, words(2), "24MiB", allow_chunking=False, **options)
+    whole = rockmate.fit(model, words(2), "24MiB", numerics="bitwise", **options)
     chunked = rockmate.fit(model, words(2), "24MiB", **options)
     assert chunked.largest.batch_size > whole.largest.batch_size
     assert chunked.largest.loss_chunks
@@ -310,7 +310,7 @@ def test_measured_rows(tmp_path: Path) -> None:
 
 
 def test_json_and_picture(tmp_path: Path) -> None:
-    found = fit_mlp("400MiB", sizes=[4, 64], allow_chunking=False)
+    found = fit_mlp("400MiB", sizes=[4, 64], numerics="bitwise")
     found.save(tmp_path / "fit.json")
     content = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
     assert content["memory_bytes"] == 400 * MIB

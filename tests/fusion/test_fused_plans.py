@@ -29,7 +29,7 @@ def case(name: str) -> tuple[Any, Planner, dict[str, Tensor]]:
     """The workload, its planner with fused kernels, and the weights that it began with."""
     workload = models.tiny(name).with_loss_inside()
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
-    planner = Planner(workload.model, workload.sample, kernels="fused", allow_chunking=False)
+    planner = Planner(workload.model, workload.sample, kernels="fused", numerics="bitwise")
     return workload, planner, before
 
 
@@ -101,7 +101,7 @@ def test_the_peak_without_recomputation_is_no_higher_than_with_single_ops(name: 
 
 def test_auto_is_never_slower_than_either_form_and_prefers_what_fits() -> None:
     workload, _, _ = case("gpt2")
-    auto = PlanningSession(workload.model, workload.sample, kernels="auto", allow_chunking=False)
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto", numerics="bitwise")
     forms = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
     assert len(forms) == 2
     smallest = auto.minimum_peak_bytes
@@ -123,7 +123,7 @@ def test_auto_considers_kernels_that_are_slower_but_save_memory(
     monkeypatch.setattr("rockmate.fusion.kernels._COMPILED", {})
     times = iter([2.0, 1.0] * 1000)
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: next(times))
-    auto = PlanningSession(workload.model, workload.sample, kernels="auto", allow_chunking=False)
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto", numerics="bitwise")
     single, fused, whole = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
     assert fused.unchunked.step.fusion.report.num_places == 0
     assert whole.unchunked.step.fusion.report.num_places > 0
@@ -212,7 +212,7 @@ def test_hooks_and_frozen_parameters() -> None:
 
 def test_plans_in_chunks_and_estimated_costs() -> None:
     workload, _, _ = case("gpt2")
-    chunked = Planner(workload.model, workload.sample, kernels="fused", allow_chunking=True)
+    chunked = Planner(workload.model, workload.sample, kernels="fused", numerics="any_order")
     plan = chunked.plan(chunked.minimum_peak_bytes)
     assert plan.predicted_peak_bytes <= chunked.minimum_peak_bytes
     chunked.module_of(plan)

@@ -32,7 +32,7 @@ LINKS = (
 def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) -> None:
     torch.manual_seed(seed)
     model, x = RandomNetwork(seed), torch.randn(2, 8, 16, 16)
-    planner = Planner(model, x, machine="cpu-avx2", allow_chunking=False)
+    planner = Planner(model, x, machine="cpu-avx2", numerics="bitwise")
     draw = random.Random(seed)
     for budget in (planner.minimum_peak_bytes, 0.6, 1.0):
         try:
@@ -62,7 +62,7 @@ def test_plans_are_near_the_bound_and_never_below(
         workload.sample,
         machine="cpu-avx2",
         offload=f"disk:{tmp_path}",
-        allow_chunking=False,
+        numerics="bitwise",
     )
     for share in (0.7, 0.4):
         try:
@@ -83,7 +83,7 @@ def test_a_full_host_leaves_the_bound_without_moves(
     model, x = nn.Sequential(*parts), torch.randn(128, 256)
 
     def bound_ms(**options: object) -> float:
-        planner = Planner(model, x, machine="cpu-avx2", allow_chunking=False, **options)
+        planner = Planner(model, x, machine="cpu-avx2", numerics="bitwise", **options)
         return planner.lower_bound_ms(0.5)
 
     disk = f"disk:{tmp_path}"

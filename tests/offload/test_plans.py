@@ -71,13 +71,13 @@ def test_moves_reach_budgets_below_the_least_peak_of_recomputation(
     tmp_path: Path,
 ) -> None:
     workload = models.medium("vit-base")
-    plain = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+    plain = Planner(workload.model, workload.sample, machine="cpu-avx2", numerics="bitwise")
     planner = Planner(
         workload.model,
         workload.sample,
         machine="cpu-avx2",
         offload=f"disk:{tmp_path}",
-        allow_chunking=False,
+        numerics="bitwise",
     )
     least = planner.minimum_peak_bytes
     assert least < 0.9 * plain.minimum_peak_bytes

@@ -39,7 +39,7 @@ def cases(seed: int) -> tuple[nn.Module, torch.Tensor, list[Plan]]:
         model, x = Perceptron(seed), torch.randn(64, 32)
     if not any(True for _ in model.parameters()):
         pytest.skip("this network has nothing to train")
-    planner = Planner(model, x, machine="cpu-avx2", allow_chunking=False)
+    planner = Planner(model, x, machine="cpu-avx2", numerics="bitwise")
     plans = []
     for budget in (planner.minimum_peak_bytes, 0.7, 1.0):
         try:

@@ -33,10 +33,13 @@ from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, Ro
 from rockmate._torch.allocator import timeline
 from rockmate.bound.protocol import MinBound
 from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import scaled_times
 from rockmate.costs.measure import measure_costs
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.parameters import owner_names
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.numerics import Numerics
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
@@ -72,26 +75,62 @@ def wide() -> tuple[Wide, dict[str, Tensor], Planner]:
     return model, batch, Planner(model, batch)
 
 
-def test_chunks_only_for_budgets_that_nothing_else_meets() -> None:
+def test_chunks_where_nothing_else_fits_and_none_where_there_is_room() -> None:
     _, _, planner = wide()
-    assert "loss_chunks" not in planner.plan(planner.minimum_peak_bytes).options
+    roomy = planner.plan(1.0)
+    assert "loss_chunks" not in roomy.options
+    assert roomy.bitwise_ms is None
     below = planner.plan(planner.minimum_peak_bytes // 3)
     assert "loss_chunks" in below.options
     assert below.predicted_peak_bytes <= planner.minimum_peak_bytes // 3
     assert re.search(r"loss block +in \d+ chunks of its rows; .* \(head\)", below.summary())
+    assert "no plan without chunks fits the budget" in below.summary()
+    assert Plan.from_text(below.to_text()).bitwise_ms == below.bitwise_ms == inf
     assert "loss block: in" in str(below.explain("head"))
     assert "not in chunks: it can be" in str(planner.plan(1.0).explain("head"))
 
 
-def test_so_it_is_for_many_budgets_together() -> None:
-    _, _, planner = wide()
-    below = planner.minimum_peak_bytes // 3
-    plans = planner.plans(
-        [below, *linspace_int(planner.minimum_peak_bytes, 2 * planner.minimum_peak_bytes, 20)]
-    )
-    assert plans[below].schedule == planner.plan(below).schedule
-    assert [budget for budget, plan in plans.items() if "loss_chunks" in plan.options] == [below]
-    assert len(plans) == 21
+def test_where_chunks_are_faster_by_more_than_noise() -> None:
+    """One by one, from the largest budget down, nothing is handed on that could hide a slow one."""
+    whole = layered(numerics="bitwise")
+    budgets = linspace_int(whole.minimum_peak_bytes // 2, whole.baseline_peak_bytes, 30)
+    together = layered().plans(budgets)
+    planner = layered()
+    alone = {each: planner._variants.best_within(each, "rockmate") for each in reversed(budgets)}
+    num_chunked = 0
+    for budget, plan in together.items():
+        found = alone[budget]
+        assert found is not None
+        variant, candidate = found
+        bitwise = whole._variants.best_within(budget, "rockmate")
+        whole_ms = inf if bitwise is None else bitwise[1].time_ms
+        for options, ms in (
+            (variant.step.options, candidate.time_ms),
+            (plan.options, plan.predicted_ms),
+        ):
+            assert ms <= whole_ms * 1.001
+            assert ms >= whole.baseline_ms * (1.01 - 1e-9) or "loss_chunks" not in options
+        num_chunked += "loss_chunks" in plan.options
+        if "loss_chunks" in plan.options and plan.bitwise_ms != inf:
+            assert plan.bitwise_ms == pytest.approx(whole_ms)
+            assert "x without chunks, with numerics=" in plan.summary()
+    times = [candidate.time_ms for _, candidate in filter(None, alone.values())]
+    assert times == sorted(times)
+    assert 5 < num_chunked < len(together) == 30
+    assert "loss_chunks" not in together[budgets[-1]].options
+
+
+def test_chunks_that_are_measured_as_faster_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the time in chunks is no reason for chunks where the step has room."""
+    planner = layered()
+    variants: Any = planner._variants
+    right = variants._costs_of
+    monkeypatch.setattr(variants, "_costs_of", lambda graph: scaled_times(right(graph), 0.5))
+    chunked = variants._variant(Chunks(4, "at_once"))
+    assert chunked.baseline.time_ms == pytest.approx(1.01 * planner.baseline_ms)
+    assert "loss_chunks" not in planner.plan(1.0).options
 
 
 @pytest.mark.parametrize("share", [0.35, 0.2])
@@ -190,19 +229,42 @@ def test_a_plan_in_chunks_for_a_loss_that_has_none() -> None:
 
 def test_not_allowed() -> None:
     model, batch, planner = wide()
-    strict = Planner(model, batch, allow_chunking=False)
+    strict = Planner(model, batch, numerics="bitwise")
     with pytest.raises(InfeasibleBudgetError):
         strict.plan(planner.minimum_peak_bytes // 3)
-    assert "allow_chunking=False" in str(strict.plan(1.0).explain("head"))
+    assert "numerics='bitwise'" in str(strict.plan(1.0).explain("head"))
 
 
-def test_allowed_wherever_they_are_faster() -> None:
-    model, batch, planner = wide()
-    free = Planner(model, batch, allow_chunking=True)
-    assert free.minimum_peak_bytes < planner.minimum_peak_bytes // 4
-    points = free.frontier()
-    assert points[0].budget_bytes == free.minimum_peak_bytes
-    assert free.plan(planner.minimum_peak_bytes).predicted_ms <= free.baseline_ms * 2
+def test_the_frontier_begins_at_the_smallest_peak_in_chunks() -> None:
+    _, _, planner = wide()
+    points = planner.frontier()
+    assert points[0].budget_bytes < planner.minimum_peak_bytes // 4
+    assert planner.frontier(strategy="bitwise")[0].budget_bytes == planner.minimum_peak_bytes
+    assert planner.plan(planner.minimum_peak_bytes).predicted_ms <= planner.baseline_ms * 2
+
+
+def test_the_strategy_bitwise_is_the_default_with_bitwise_numerics() -> None:
+    default, bitwise = layered(), layered(numerics="bitwise")
+    budget = default.minimum_peak_bytes
+    plan = default.plan(budget, strategy="bitwise")
+    assert plan.schedule == bitwise.plan(budget).schedule
+    assert plan.strategy == "bitwise"
+    assert default.plan(budget).predicted_ms < 0.99 * plan.predicted_ms
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"numerics": "exact"}, "choose 'any_order' or 'bitwise'"),
+        ({"numerics": "bitwise", "kernels": "auto"}, "kernels='auto' chooses"),
+    ],
+)
+def test_numerics_that_cannot_be_kept(options: dict[str, Any], message: str) -> None:
+    model, batch, _ = wide()
+    with pytest.raises(ValueError, match=message):
+        Planner(model, batch, **options)
+    with pytest.raises(TypeError, match="allow_chunking"):
+        RockmateModule(model, batch, 0.5, allow_chunking=False)
 
 
 # --- the bound ------------------------------------------------------------------------------------
@@ -215,13 +277,11 @@ def plan_or_none(planner: Planner, budget_bytes: int) -> Plan | None:
         return None
 
 
-@pytest.mark.parametrize("allow_chunking", [None, True, False])
-def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(
-    allow_chunking: bool | None,
-) -> None:
-    whole = layered(allow_chunking=False)
+@pytest.mark.parametrize("numerics", ["any_order", "bitwise"])
+def test_no_plan_is_faster_than_the_bound_with_chunks_and_without(numerics: Numerics) -> None:
+    whole = layered(numerics="bitwise")
     unchunked, baseline = whole.minimum_peak_bytes, whole.baseline_peak_bytes
-    planner = layered(allow_chunking)
+    planner = layered(numerics)
     budgets = (
         unchunked // 4,
         unchunked // 2,
@@ -233,7 +293,7 @@ def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(
     for budget_bytes in budgets:
         bound_ms = planner.lower_bound_ms(budget_bytes)
         plan = plan_or_none(planner, budget_bytes)
-        assert (plan is None) == (budget_bytes < unchunked and allow_chunking is False)
+        assert (plan is None) == (budget_bytes < unchunked and numerics == "bitwise")
         if plan is not None:
             assert plan.predicted_ms >= bound_ms * (1 - 1e-9)
             assert plan.lower_bound_ms == bound_ms >= plan.quick_lower_bound_ms > 0
@@ -246,7 +306,7 @@ def test_no_plan_is_faster_than_the_bound_whatever_chunks_are_allowed(
 
 @pytest.mark.parametrize("strategy", ["chen", "rotor"])
 def test_plans_to_compare_with_are_held_against_the_same_bound(strategy: str) -> None:
-    planner = layered(allow_chunking=True)
+    planner = layered()
     plan = planner.plan(planner.minimum_peak(strategy), strategy=strategy)
     assert plan.lower_bound_ms == planner.lower_bound_ms(plan.budget_bytes) <= plan.predicted_ms
 
@@ -287,7 +347,7 @@ def test_closer_bounds_are_asked_of_those_that_may_be_the_least() -> None:
 def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planner = layered(allow_chunking=None)
+    planner = layered()
     budget_bytes = planner.minimum_peak_bytes - 1
     whole = planner._variants.unchunked.local_search
     calls = {"initial_within": 0, "best_within": 0}  # of steps in chunks
@@ -342,11 +402,10 @@ def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(sys.modules["checkmate.pareto"], "solve_by_ilp", refuse)
     words = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0))
-    planner = Planner(
-        Smoothed().train(), {"words": words, "labels": words.flip(0)}, allow_chunking=True
-    )
-    assert planner.minimum_peak_bytes < 256 * 2048 * 4 // 4
-    assert planner.plan(planner.minimum_peak_bytes).num_unproved_blocks == 0
+    planner = Planner(Smoothed().train(), {"words": words, "labels": words.flip(0)})
+    smallest = planner.plan(planner.frontier()[0].budget_bytes)
+    assert smallest.predicted_peak_bytes < 256 * 2048 * 4 // 4
+    assert smallest.num_unproved_blocks == 0
 
 
 def test_solvers_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +451,7 @@ def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(
 
     monkeypatch.setattr(rockmate.step, "separable_blocks", separable_blocks)
     workload = models.build("gpt2", tiny=True)
-    planner = Planner(workload.model, workload.sample)
+    planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plan = planner.plan(0.7)
     planner.plans("0.6:1.0:20")
     assert not asked

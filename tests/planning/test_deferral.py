@@ -140,7 +140,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
     """Its deepest convolutions have gradients larger than what they read."""
     model, image = UNet(num_levels=3, base_width=16, classes=4).train(), torch.zeros(2, 3, 32, 32)
     planner, without = (
-        Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(2)
+        Planner(model, image, machine="cpu-avx2", numerics="bitwise") for _ in range(2)
     )
     shares = []
     for factor in (1.03, 1.1, 1.15):
@@ -180,7 +180,7 @@ def test_a_hook_fires_once_behind_a_gradient_that_is_put_off() -> None:
     model, vectors = Shared(), torch.randn(8, 16)
     reference = copy.deepcopy(model)
     reference(vectors).backward()
-    planner = Planner(model, vectors, allow_chunking=False)
+    planner = Planner(model, vectors, numerics="bitwise")
     plan = planner.plan(1.0)
     schedule = all_put_off(plan.graph, plan.schedule, random.Random(1))
     ours = replace(plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs))

@@ -15,7 +15,7 @@ from rockmate.schedule.simulate import simulate
 
 
 def test_with_chunks_allowed_the_curve_falls() -> None:
-    planner = layered(allow_chunking=True)
+    planner = layered()
     budgets = linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, 9)
     plans = planner.plans(budgets)
     assert list(plans) == budgets
@@ -47,7 +47,7 @@ def test_a_faster_plan_is_handed_on() -> None:
         budget: replace(plan, budget_bytes=budget)
         for budget, plan in zip(budgets, (slow, slowest, fastest, fast), strict=True)
     }
-    found = never_slower(given, allow_chunking=None)
+    found = never_slower(given)
     assert [plan.schedule for plan in found.values()] == [
         plan.schedule for plan in (slow, slow, fastest, fastest)
     ]
@@ -58,7 +58,7 @@ def test_a_faster_plan_is_handed_on() -> None:
 def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planner = layered(allow_chunking=False)
+    planner = layered(numerics="bitwise")
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     middle = (low + high) // 2
     first = planner.plan(middle)
@@ -72,13 +72,8 @@ def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
     assert planner.plan(high) is found
 
 
-@pytest.mark.parametrize("allow_chunking", [None, False, True])
-def test_a_plan_in_chunks_is_handed_on_where_chunks_are_allowed(
-    allow_chunking: bool | None,
-) -> None:
+def test_a_plan_in_chunks_is_handed_on() -> None:
     budgets, (_, slow, _, fastest) = few_plans()
     chunked = replace(fastest, options={**fastest.options, "loss_chunks": "4 recompute"})
-    found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)),
-                         allow_chunking=allow_chunking)  # fmt: skip
-    expected = chunked if allow_chunking else slow
-    assert found[budgets[1]].schedule == expected.schedule
+    found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)))
+    assert found[budgets[1]].schedule == chunked.schedule

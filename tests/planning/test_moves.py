@@ -203,7 +203,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
 ) -> None:
     model, image = UNet(num_levels=2, base_width=8, classes=4).train(), torch.zeros(2, 3, 64, 64)
     planner, recompute, greedy = (
-        Planner(model, image, machine="cpu-avx2", allow_chunking=False) for _ in range(3)
+        Planner(model, image, machine="cpu-avx2", numerics="bitwise") for _ in range(3)
     )
     shares = []
     budgets = [int(factor * planner.minimum_peak_bytes) for factor in (1.03, 1.1, 1.15)]
@@ -226,7 +226,7 @@ def test_raising_and_lowering_the_budget_finds_faster_plans_near_the_smallest_pe
 @pytest.mark.parametrize("name", ["convnext", "unet", "llama", "resnet50"])
 def test_a_little_more_than_the_minimum_is_not_slower_than_the_minimum(name: str) -> None:
     workload = models.build(name, tiny=True).with_loss_inside()
-    planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+    planner = Planner(workload.model, workload.sample, machine="cpu-avx2", numerics="bitwise")
     at_minimum = planner.plan(planner.minimum_peak_bytes)
     for factor in (1.01, 1.02, 1.03):
         plan = planner.plan(int(factor * planner.minimum_peak_bytes))
@@ -240,7 +240,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
     for most_ops in (1_000_000, 10):
         monkeypatch.setattr("rockmate.planning.refine.LONG_STEP_OPS", most_ops)
         monkeypatch.setattr("rockmate.planning.local_search._STALL_OPS", most_ops)
-        planner = Planner(workload.model, workload.sample, machine="cpu-avx2", allow_chunking=False)
+        planner = Planner(workload.model, workload.sample, machine="cpu-avx2", numerics="bitwise")
         budgets = budgets_between(
             planner.minimum_peak_bytes, int(1.2 * planner.minimum_peak_bytes), 4
         )

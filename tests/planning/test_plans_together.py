@@ -30,7 +30,7 @@ MACHINE = "cpu-avx2"
 @functools.cache
 def planner_of(name: str) -> Planner:
     workload = models.build(name, tiny=True).with_loss_inside()
-    return Planner(workload.model, workload.sample, machine=MACHINE, allow_chunking=False)
+    return Planner(workload.model, workload.sample, machine=MACHINE, numerics="bitwise")
 
 
 def budgets_of(planner: Planner) -> list[int]:
@@ -99,9 +99,7 @@ def test_no_schedule_of_a_neighbour_is_improved_twice_for_one_budget(
 
 def test_the_order_of_budgets_does_not_matter_nor_what_was_planned_before() -> None:
     known = planner_of("unet")
-    before, after = (
-        Planner.of(known._step, machine=MACHINE, allow_chunking=False) for _ in range(2)
-    )
+    before, after = (Planner.of(known._step, machine=MACHINE, numerics="bitwise") for _ in range(2))
     budgets = budgets_of(known)
     alone = {budget: before.plan(budget).schedule for budget in budgets[::5]}
     plans = before.plans([*budgets[::2], *budgets[::-1]])

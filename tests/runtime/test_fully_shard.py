@@ -322,7 +322,7 @@ def check_architectures(mesh: DeviceMesh) -> None:
             make = text_batch if is_text else image_batch
             if is_ours:
                 fully_shard(model, mesh)
-                module = RockmateModule(model, make(0), 0.5, allow_chunking=False)
+                module = RockmateModule(model, make(0), 0.5, numerics="bitwise")
                 assert module.plan.predicted_peak_bytes < module.plan.baseline_peak_bytes
             else:
                 for layer in layers_of(model):

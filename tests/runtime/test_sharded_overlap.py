@@ -131,7 +131,7 @@ def test_two_processes(check: Any) -> None:
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     with simulated_ranks(2):
-        return Planner(fully_shard(net(), bucket_bytes=1), batch(), allow_chunking=False)
+        return Planner(fully_shard(net(), bucket_bytes=1), batch(), numerics="bitwise")
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.6, 0.4, 0.0])

@@ -32,8 +32,8 @@ def budget_for(planner: Planner, regime: str) -> int | float:
 
 
 def modules_of(model: nn.Module, sample: Any, **options: Any) -> list[RockmateModule]:
-    """One planned module for each regime, all on the same model."""
-    planner = Planner(model, sample, **options)
+    """One planned module for each regime, all on the same model; bitwise unless options say."""
+    planner = Planner(model, sample, **{"numerics": "bitwise", **options})
     return [planner.module(budget_for(planner, regime)) for regime in REGIMES]
 
 
@@ -63,10 +63,10 @@ class Planned:
 
 @functools.cache
 def planned(name: str, size: str = "tiny") -> Planned:
-    """The workload of that name with a planner; made once a session."""
+    """The workload of that name with a planner of bitwise plans; made once a session."""
     workload = models.tiny(name) if size == "tiny" else models.medium(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
-    return Planned(workload, Planner(workload.model, workload.sample), before)
+    return Planned(workload, Planner(workload.model, workload.sample, numerics="bitwise"), before)
 
 
 # --- equality -------------------------------------------------------------------------------------

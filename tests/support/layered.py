@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Planner
+from rockmate.planning.numerics import Numerics
 
 
 class Layered(nn.Module):
@@ -33,12 +34,17 @@ class Layered(nn.Module):
         return {"loss": functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
-def layered(allow_chunking: bool | None) -> Planner:
-    """Its planner, with estimated costs: the same in every run."""
+def layered_batch() -> dict[str, Tensor]:
+    """Words and labels."""
     words = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    return {"words": words, "labels": words.flip(0)}
+
+
+def layered(numerics: Numerics = "any_order") -> Planner:
+    """Its planner, with estimated costs: the same in every run."""
     return Planner(
         Layered().train(),
-        {"words": words, "labels": words.flip(0)},
+        layered_batch(),
         machine="cpu-avx2",
-        allow_chunking=allow_chunking,
+        numerics=numerics,
     )

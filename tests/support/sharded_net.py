@@ -63,7 +63,7 @@ def sharded_by_torch(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
 
 def planned(model: nn.Module, budget: float | int, **options: Any) -> RockmateModule:
     return RockmateModule(
-        model, batch(), budget, on_infeasible="least", allow_chunking=False, **options
+        model, batch(), budget, on_infeasible="least", numerics="bitwise", **options
     )
 
 

@@ -142,7 +142,9 @@ def fixed(name: str) -> Planned:
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rockmate.planning.session, "measure_costs", no_clock)
-        return Planned(workload, Planner(workload.model, workload.sample), before)
+        return Planned(
+            workload, Planner(workload.model, workload.sample, numerics="bitwise"), before
+        )
 
 
 def graph_and_costs(planner: Planner) -> tuple[Graph, Costs]:

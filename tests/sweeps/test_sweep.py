@@ -12,6 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from layered import layered, layered_batch
 from torch import Tensor, nn
 
 import rockmate
@@ -19,9 +20,11 @@ from bench import measure
 from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow
 from rockmate.sweeps import measure as measurement
 from rockmate.sweeps.measure import SideBySide
+from rockmate.sweeps.report import report_html
 from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
 from rockmate.sweeps.run import run_sweep
 from rockmate.sweeps.store import SweepFolderError
+from rockmate.sweeps.table import table_text
 
 MACHINE = "cpu-avx2"  # estimated times: two planners plan alike
 
@@ -55,6 +58,27 @@ def test_rows_are_what_a_planner_of_its_own_plans() -> None:
         assert row.budget_share == row.budget_bytes / planner.baseline_peak_bytes
         assert row.minimum_bytes == planner.minimum_peak_bytes
         assert not row.is_measured
+
+
+def test_both_curves_are_shown_where_chunks_are_faster() -> None:
+    planner = layered()
+    options = SweepOptions(budgets=[0.5, 0.8, 1.0], adds_bitwise=True)
+    model, batch = planner.model, layered_batch()
+    found = run_sweep(model, batch, options, title="layered", machine=MACHINE)
+    fastest, bitwise = by_budget(found.rows), by_budget(found.rows, "bitwise")
+    assert list(fastest) == list(bitwise)
+    assert [bool(row.loss_chunks) for row in fastest.values()] == [True, True, False]
+    assert [row.is_feasible for row in bitwise.values()] == [False, False, True]
+    assert not any(row.loss_chunks for row in bitwise.values())
+    table = table_text(found, width=200)
+    assert "bitwise" in table
+    assert "2 at_once" in table
+    page = report_html(found)
+    assert page.count("curve s1") == 1
+    assert "2 at_once" in page
+    alone = run_sweep(model, batch, options, title="", machine=MACHINE, numerics="bitwise")
+    assert alone.strategies == ("rockmate",)
+    assert not any(row.loss_chunks for row in alone.rows)
 
 
 def test_rows_become_a_data_frame() -> None:

@@ -32,7 +32,7 @@ from rockmate.graph.chunking.chunks import (
     separable_blocks,
 )
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.hooked_gradients import hooked_names
+from rockmate.graph.hooked_gradients import hooked_names, shared_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest, Policy
 from rockmate.graph.node_marks import decided_request, without_source
@@ -280,6 +280,7 @@ def capture_step(
     machine: Machine | None = None,
     loss_chunks: str = "",
     hooked: str | None = None,
+    whole_shared: bool = False,
     kernels: Literal["eager", "fused"] = "eager",
     unfused: str | None = None,
     progress: bool = False,
@@ -293,7 +294,8 @@ def capture_step(
 
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
-    with a tensor hook. `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
+    with a tensor hook, and with `whole_shared` those to which several gradients flow.
+    `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -317,7 +319,7 @@ def capture_step(
         untraced=names,
         keeps_checkpoints=request.honours_checkpoints,
     )
-    state = _state_of(model, hooked, options)
+    state = _state_of(model, hooked, capture if whole_shared else None, options)
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
@@ -347,14 +349,20 @@ def _fusion_of(
     return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
 
 
-def _state_of(model: nn.Module, hooked: str | None, options: dict[str, str]) -> ModelSignature:
+def _state_of(
+    model: nn.Module, hooked: str | None, capture: Capture | None, options: dict[str, str]
+) -> ModelSignature:
     """The model's state after its capture, for which it may change itself.
 
-    Names of parameters with a tensor hook, as given or as found, go to `options`.
+    Names of parameters with whole gradients, as given or as found, go to `options`: those with a
+    tensor hook, and those to which several gradients flow in `capture`.
     """
     state = ModelSignature.of(model)
     if hooked is not None:
         state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
+    if capture is not None:
+        shared = shared_names(capture, owner_names(model))
+        state = replace(state, hooked=state.hooked | shared)
     if state.hooked and options["gradients"] == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
     return state

@@ -94,6 +94,11 @@ class FitOptions:
             )
 
     @property
+    def step_options(self) -> dict[str, Any]:
+        """Options of the steps that are captured."""
+        return {**self.capture, "whole_shared": self.numerics == "bitwise"}
+
+    @property
     def limit(self) -> MemoryLimit:
         """The memory and the optimizer.
 

@@ -152,7 +152,7 @@ class RowMaker:
 
     def _captured(self, size: int) -> CapturedStep:
         sample = self._axis.sample_at(self._sample_input, size)
-        return capture_step(self._model, sample, **self._options.capture)
+        return capture_step(self._model, sample, **self._options.step_options)
 
     def _run(self, module: nn.Module, sample: Any, *, seed: int) -> None:
         run_step(module, sample, seed=seed, num_in_flight=self._options.num_in_flight)

@@ -120,7 +120,9 @@ class _Search:
         self.axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
-        self._steps = SizedSteps(model, sample, sample_input, self.axis, machine, options.capture)
+        self._steps = SizedSteps(
+            model, sample, sample_input, self.axis, machine, options.step_options
+        )
 
         def planner_of(step: CapturedStep) -> Planner:
             return Planner.of(

@@ -22,6 +22,7 @@ from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.fits.size_axis import SizeAxis
+from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
@@ -72,6 +73,8 @@ class SizedSteps:
         )
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
+        # Parameters to which several gradients flow, where these are added to each other first.
+        self._shared: frozenset[str] = frozenset()
         apart = list(opaque_modules(model, self._options.get("untraced", ())))
         # A policy may read sizes, so it is asked at each.
         self._has_symbolic = not apart and self._request.policy is None
@@ -96,7 +99,7 @@ class SizedSteps:
         call = self._axis.call_at(size)
         capture = self._capture_at(call)
         # Hooks and modes as of now: what the capture changed in the model is put back.
-        state = ModelSignature.of(self._model)
+        state = self._state()
         options = {name: self._options.get(name, value) for name, value in _DEFAULTS.items()}
         options |= self._request.options
         if self._options.get("in_flight", 1) != 1:
@@ -120,6 +123,7 @@ class SizedSteps:
         """
         if self._symbolic is None:
             self._symbolic = self._symbolic_capture()
+            self._shared = self._shared_of(self._symbolic.instance(call))
             try:
                 self._generic = self._symbolic.generic(self._rewritten)
             except SizesNotCoveredError as reason:
@@ -130,9 +134,18 @@ class SizedSteps:
         return run_passes(REWRITES, self._symbolic.instance(call), options)
 
     def _rewritten(self, capture: Capture) -> Capture:
-        hooked = tuple(sorted(ModelSignature.of(self._model).hooked))
+        hooked = tuple(sorted(self._state().hooked))
         options = PassOptions(hooked=hooked, owner_of=owner_names(self._model), marks=self._request)
         return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
+
+    def _shared_of(self, capture: Capture) -> frozenset[str]:
+        is_whole = self._options.get("whole_shared", False)
+        return shared_names(capture, owner_names(self._model)) if is_whole else frozenset()
+
+    def _state(self) -> ModelSignature:
+        """The model's state, with all parameters that have whole gradients as hooked."""
+        state = ModelSignature.of(self._model)
+        return replace(state, hooked=state.hooked | self._shared)
 
     def _symbolic_capture(self) -> SymbolicCapture:
         self.num_captures += 1

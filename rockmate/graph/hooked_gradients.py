@@ -1,13 +1,17 @@
-"""Makes the gradient of a parameter with a tensor hook whole.
+"""Makes the gradients of some parameters whole: of those with a tensor hook, and of shared ones.
 
 A hook (`Tensor.register_hook`) must see the whole gradient at once, so the gradient is neither made
 in slices nor early. Contributions of tied uses are added up in the graph, where the sum and its
 operands count like other values. The op that makes the sum stands behind the last backward op that
 reads the parameter, so that the hook can run at once.
+
+A parameter to which several gradients flow is treated alike where sums must be eager's bit for bit:
+eager adds the gradients to each other first, and then to `.grad`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +27,16 @@ from rockmate.graph.ir import Graph, Op
 def hooked_names(options: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the parameters that a step's options say to be hooked."""
     return tuple(name for name in options.get("hooked", "").split(",") if name)
+
+
+def shared_names(capture: Capture, owner_of: Mapping[str, str]) -> frozenset[str]:
+    """Names of the parameters that have more than one gradient: tied weights, repeated calls."""
+    owners = Counter(
+        owner_of[role.name]
+        for role in capture.output_roles
+        if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT
+    )
+    return frozenset(name for name, owner in owner_of.items() if owners[owner] > 1)
 
 
 def sum_hooked_gradients(

@@ -1,6 +1,8 @@
 """What plans may do to the numbers: add them in another order, or keep every bit.
 
-Only chunks change the order of a sum. So "bitwise" leaves them out.
+Two things change the order of a sum. Chunks do, and gradients of one parameter from several uses,
+each of which is added to `.grad` as it comes, so that it does not wait for the others. "bitwise"
+leaves out chunks, and adds such gradients to each other first, as eager does.
 """
 
 from __future__ import annotations

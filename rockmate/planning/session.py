@@ -115,6 +115,7 @@ class PlanningSession:
                 gradients=gradients,
                 machine=target,
                 untraced=untraced,
+                whole_shared=numerics == "bitwise",
                 kernels="eager" if kernels == "auto" else kernels,
                 progress=progress,
                 compile_limit_s=compile_limit_s,

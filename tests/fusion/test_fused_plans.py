@@ -101,7 +101,7 @@ def test_the_peak_without_recomputation_is_no_higher_than_with_single_ops(name: 
 
 def test_auto_is_never_slower_than_either_form_and_prefers_what_fits() -> None:
     workload, _, _ = case("gpt2")
-    auto = PlanningSession(workload.model, workload.sample, kernels="auto", numerics="bitwise")
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto")
     forms = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
     assert len(forms) == 2
     smallest = auto.minimum_peak_bytes
@@ -123,7 +123,7 @@ def test_auto_considers_kernels_that_are_slower_but_save_memory(
     monkeypatch.setattr("rockmate.fusion.kernels._COMPILED", {})
     times = iter([2.0, 1.0] * 1000)
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: next(times))
-    auto = PlanningSession(workload.model, workload.sample, kernels="auto", numerics="bitwise")
+    auto = PlanningSession(workload.model, workload.sample, kernels="auto")
     single, fused, whole = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
     assert fused.unchunked.step.fusion.report.num_places == 0
     assert whole.unchunked.step.fusion.report.num_places > 0

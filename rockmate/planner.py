@@ -77,17 +77,27 @@ class Planner(PlanningSession):
             those of the `machine`. None moves nothing.
         host_budget: most bytes that moved values take there, an int or a size as "32GiB"; None for
             no limit.
+        mesh: plans the step of one rank of a cluster that need not be there, of the `machine`:
+            (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
+            stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
+            module.
+        shard: shards the copy on the mesh, in place; by default `rockmate.fully_shard`. A function
+            of the model and the device mesh, as `functools.partial(rockmate.fully_shard,
+            mp_policy=policy)`. With {"data": 4, "tensor": 8} for a mesh it may parallelize the
+            model over `mesh["tensor"]` first.
 
     Raises:
         TypeError: `time_limit_s` or `gap_tolerance` is no number.
-        ValueError: one of them is not above 0, `numerics` or `kernels` has none of its values, or
-            they contradict each other: "bitwise" and "auto".
+        ValueError: one of them is not above 0; `numerics` or `kernels` has none of its values, or
+            they contradict each other ("bitwise" and "auto"); or `mesh` has no sizes of a mesh.
+        RockmateError: there is a process group, which excludes a `mesh`.
         MissingCompilerError: "fused" needs a compiler that is not there.
         MarkError: a mark or the policy cannot be read or kept.
         OffloadError: values of this model cannot move to the tier, or it cannot be reached.
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
-        MachineError: the machine is unknown, or its description cannot be used.
+        MachineError: the machine is unknown, or its description cannot be used; or there is a
+            `mesh` without a machine.
 
     Attributes:
         model: the model, as given.

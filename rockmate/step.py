@@ -1,7 +1,4 @@
-"""A captured training step of a model: the subject of a plan, and what runs a plan.
-
-This file needs no solver and measures nothing.
-"""
+"""A captured training step: the subject of a plan. No solver is needed, nothing is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from rockmate.bound.protocol import StoredBound
@@ -66,7 +62,7 @@ class CapturedStep:
         call: signature of the calls that the step serves.
         state: signature of the model at the capture.
         options: options of the capture; see `capture_step`.
-        planned_device: the device of the plan, if the model is on another one; else None.
+        absence: why there is nothing here to train the step with; empty if there is.
         allocation_bytes: storages take multiples of it. None: as the allocator of their device
             rounds.
         fusion: how groups of ops were fused; None if every op runs by itself. The capture has the
@@ -79,7 +75,7 @@ class CapturedStep:
     call: CallSignature
     state: ModelSignature
     options: Mapping[str, str]
-    planned_device: torch.device | None = None
+    absence: str = ""
     allocation_bytes: int | None = None
     fusion: Fusion | None = None
 
@@ -106,7 +102,7 @@ class CapturedStep:
             allocation_bytes=self.allocation_bytes,
             fusion=self.fusion,
         )
-        return replace(step, planned_device=self.planned_device)
+        return replace(step, absence=self.absence)
 
     def fused(
         self,
@@ -134,11 +130,11 @@ class CapturedStep:
             fusion=Fusion.of(
                 unfused,
                 progress=progress,
-                is_run=self.planned_device is None,
+                is_run=not self.absence,
                 compile_limit_s=compile_limit_s,
             ),
         )
-        return replace(step, planned_device=self.planned_device)
+        return replace(step, absence=self.absence)
 
     def without_marks(self, source: str) -> CapturedStep:
         """The same step without the marks of one source; its ops have the same indices."""
@@ -151,7 +147,7 @@ class CapturedStep:
             self.options,
             allocation_bytes=self.allocation_bytes,
         )
-        return replace(step, planned_device=self.planned_device)
+        return replace(step, absence=self.absence)
 
     def in_form_of(self, plan: Plan) -> CapturedStep:
         """The step in the chunks of `plan` where those are possible, else itself."""
@@ -222,14 +218,9 @@ class CapturedStep:
         )
 
     def check_present(self) -> None:
-        """Raises `PlanMismatchError` if the step is for another device than the model's."""
-        if self.planned_device is not None:
-            msg = (
-                f"the plan is for a model on {self.planned_device.type}, and this one is not "
-                "there, so it has nothing to train with. Read "
-                "`Planner.plan` and `Planner.frontier`, and make the module where the model can be."
-            )
-            raise PlanMismatchError(msg)
+        """Raises `PlanMismatchError` if there is nothing here to train the step with."""
+        if self.absence:
+            raise PlanMismatchError(self.absence)
 
     def _adopted(self, plan: Plan) -> Plan:
         """The plan with this step's graph, replayed on it."""
@@ -304,8 +295,7 @@ def capture_step(
     check_choices(**options, kernels=kernels)
     model = innermost(model)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
-    if names:
-        options["untraced"] = ",".join(names)
+    options |= {"untraced": ",".join(names)} if names else {}
     request = MarkRequest.of(marks, policy, existing_checkpoints)
     if num_in_flight_of(in_flight) > 1:
         options["in_flight"] = str(in_flight)
@@ -323,14 +313,13 @@ def capture_step(
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    if kernels == "fused":
-        options["kernels"] = kernels
+    options |= {"kernels": kernels} if kernels == "fused" else {}
     fusion = _fusion_of(options, unfused, sample, machine, progress, compile_limit_s)
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
     step = _chunked(step, loss_chunks) if loss_chunks else step
-    return replace(step, planned_device=sample.device)
+    return replace(step, absence=sample.absence)
 
 
 def _fusion_of(

@@ -10,15 +10,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rockmate._torch.distributed import is_collective, is_wait
+from rockmate._torch.distributed import is_collective, is_wait, ranks_of
 from rockmate.errors import UnsupportedModelError
-from rockmate.ops.collectives import collective
+from rockmate.ops.collectives import collective, groups_of
 from rockmate.ops.shard_ops import function_of
 from rockmate.ops.shards import gather_shards
 
 
 def wait_for_collectives(graph: fx.Graph) -> None:
     """Makes one call of each collective and what waits for it, in place.
+
+    Each notes the ranks of its groups, since a cost model may have none of these later.
 
     Raises:
         UnsupportedModelError: a collective returns several tensors.
@@ -29,6 +31,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
             node.target = function
             if function is gather_shards:
                 node.args = node.args[:-2]  # how its gradient is reduced
+            _note_ranks(node)
             continue
         if not is_collective(node.target):
             continue
@@ -43,6 +46,11 @@ def wait_for_collectives(graph: fx.Graph) -> None:
             merged = graph.call_function(collective, (node.target, *node.args), dict(node.kwargs))
         # What views the result lies in the memory of this fake value.
         merged.meta.update({**node.meta, "val": waits[0].meta["val"]})
+        _note_ranks(merged)
         for each in (*waits, node):
             each.replace_all_uses_with(merged)
             graph.erase_node(each)
+
+
+def _note_ranks(node: fx.Node) -> None:
+    node.meta["ranks"] = tuple(tuple(ranks_of(name)) for name in groups_of(node))

@@ -41,6 +41,17 @@ class Sample:
     call: CallSignature
     device: torch.device | None = None
 
+    @property
+    def absence(self) -> str:
+        """Why there is nothing here to train a step of the sample with; empty if there is."""
+        if self.device is None:
+            return ""
+        return (
+            f"the plan is for a model on {self.device.type}, and this one is not there, so it has "
+            "nothing to train with. Read `Planner.plan` and `Planner.frontier`, and make the "
+            "module where the model can be."
+        )
+
 
 def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None) -> Sample:
     """Takes a sample apart and checks where it is.

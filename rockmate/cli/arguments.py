@@ -105,6 +105,22 @@ def add_mark_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_mesh_argument(command: argparse.ArgumentParser) -> None:
+    """Adds the ranks of a cluster that need not be there."""
+    command.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="N",
+        help="plan one rank of a cluster of --machine, with parameters sharded over N ranks, or "
+        "over N ranks in each of M replicas as MxN",
+    )
+
+
+def mesh_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The mesh that was given, as an option of `Planner`."""
+    return {} if arguments.mesh is None else {"mesh": arguments.mesh}
+
+
 def add_offload_arguments(command: argparse.ArgumentParser) -> None:
     """Adds where values may move."""
     command.add_argument(
@@ -185,6 +201,14 @@ def above_zero(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def mesh_sizes(text: str) -> tuple[int, ...]:
+    """Sizes of a mesh of one or two dimensions, as "8" or "2x8"."""
+    sizes = tuple(positive(size) for size in text.split("x"))
+    if len(sizes) > 2:
+        raise argparse.ArgumentTypeError(f"{text} has {len(sizes)} dimensions; give N or MxN")
+    return sizes
 
 
 def positive(text: str) -> int:

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 from rockmate.cli import fit_command
 from rockmate.cli.arguments import (
     add_mark_arguments,
+    add_mesh_argument,
     add_model_arguments,
     add_offload_arguments,
     add_search_arguments,
     at_least_two,
     fraction,
     mark_options,
+    mesh_options,
     names,
     offload_options,
     positive,
@@ -143,6 +145,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_model_arguments(sweep)
     add_search_arguments(sweep)
     add_offload_arguments(sweep)
+    add_mesh_argument(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -183,6 +186,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_model_arguments(plan)
     add_search_arguments(plan)
     add_offload_arguments(plan)
+    add_mesh_argument(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -285,7 +289,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet,
     )
     check_options(options, arguments.machine)  # all that can be told before the model is built
-    further = mark_options(arguments) | offload_options(arguments)
+    further = mark_options(arguments) | offload_options(arguments) | mesh_options(arguments)
     if arguments.out is not None:
         SweepFolder(arguments.out)
     source = _source(arguments)
@@ -359,7 +363,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
             "give another --out."
         )
-    further = mark_options(arguments) | offload_options(arguments)
+    further = mark_options(arguments) | offload_options(arguments) | mesh_options(arguments)
     source = _source(arguments)
     planner = Planner(
         source.model,
@@ -393,12 +397,11 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace) -> SourcedModel:
-    from rockmate.costs.machine import load_machine
     from rockmate.hf.model_source import load_model
     from rockmate.hf.synthetic_sample import SampleShape
+    from rockmate.planning.simulated_capture import machine_of
 
-    if arguments.machine is not None:
-        load_machine(arguments.machine)  # told now if it is not known
+    machine_of(arguments.machine, arguments.mesh)  # told now if it is not known
     shape = SampleShape(
         batch_size=arguments.batch or 2,
         num_tokens=arguments.tokens,

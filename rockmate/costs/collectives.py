@@ -1,18 +1,29 @@
 """The cost of a collective: estimated, never run.
 
 To measure one would take all ranks at the same time, and a rank that measures more calls than
-another would wait for ever. So the time is that of a ring (Thakur, Rabenseifner and Gropp, 2005):
+another would wait for ever. So the time is
 
-    time = latency + bytes sent by a rank / bandwidth
+    time = latency + hops + bytes sent by a rank / rate
 
-| collective | bytes sent by a rank, of n, for a value of V bytes |
-|---|---|
-| all-reduce | 2 V (n - 1) / n |
-| all-gather into V, reduce-scatter of V, all-to-all of V | V (n - 1) / n |
-| broadcast | V |
+as NCCL itself estimates it, to choose among its algorithms (`src/graph/tuning.cc` of its sources),
+with the costs of rings by Thakur, Rabenseifner and Gropp (2005).
 
-Latency and bandwidth are of the kind of device or of a machine's description, not measured. They
+| collective, of n ranks on k nodes, for a value of V bytes | bytes sent | hops (between nodes) |
+|---|---|---|
+| all-gather into V, reduce-scatter of V: ring | V (n - 1) / n | n - 1 (k - 1) |
+| all-reduce: ring | 2 V (n - 1) / n | 2 (n - 1) (2 (k - 1)) |
+| all-reduce: tree, if that is faster | 2 V / 0.92 | a node's ranks and log2 k, each way |
+| all-to-all of V | V (n - 1) / n | 1 |
+| broadcast | V | n - 1 (k - 1) |
+
+The rate is that of a rank's links within a node. In a group on several nodes, NCCL runs a ring for
+each network adapter, so a node sends at the rates of all of them: as many adapters as the group has
+ranks there. Of an all-to-all, what leaves the node takes the adapter of its own rank.
+
+Latencies and rates are of the kind of device or of a machine's description, not measured. They
 decide how soon a planner would rather recompute something else, and nothing about what is right.
+Left out are reductions in switches (NVLS, SHARP), which need hardware that a description does not
+tell, and other traffic.
 
 The workspace on a CPU includes that gloo copies what it gathers or scatters; of other collectives
 than those on shards it is an upper limit. On a GPU NCCL's buffers are its own, made once.
@@ -20,28 +31,73 @@ than those on shards it is an upper limit. On a GPU NCCL's buffers are its own, 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil, inf, log2
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from rockmate._torch.distributed import ranks_of
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
 from rockmate.ops.shards import gather_shards
 
-# Collectives that send a value twice: once to reduce it, once to spread the result.
-_TWICE = "all_reduce"
+# Share of a ring's rate that NCCL expects of a tree.
+_TREE_RATE = 0.92
 
 
 class _Link(NamedTuple):
+    """What connects ranks.
+
+    Attributes:
+        latency_ms: of each collective.
+        gb_per_s: that a rank sends within a node.
+        ranks_in_node: number of ranks that share one.
+        gb_per_s_between_nodes: that each rank sends to other nodes.
+        hop_ms: from rank to rank within a node.
+        hop_ms_between_nodes: the same to another node.
+    """
+
     latency_ms: float
     gb_per_s: float
+    ranks_in_node: float = inf
+    gb_per_s_between_nodes: float = inf
+    hop_ms: float = 0.0
+    hop_ms_between_nodes: float = 0.0
 
-    def time_ms(self, num_bytes: float) -> float:
-        """Time to send so many bytes."""
-        return self.latency_ms + num_bytes / (self.gb_per_s * 1e6)
+    def time_ms(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Time of a collective.
+
+        Args:
+            name: of its op.
+            num_bytes: of the larger of what it takes and what it gives.
+            ranks: of the group, by which nodes are told.
+        """
+        num_ranks = len(ranks)
+        in_node = Counter(rank // self.ranks_in_node for rank in ranks)
+        num_nodes, on_each = len(in_node), min(in_node.values())
+        across = self.gb_per_s_between_nodes if num_nodes > 1 else inf
+        rate = min(self.gb_per_s, on_each * across) * 1e6
+        share = (num_ranks - 1) / num_ranks
+        one_way_ms = (num_ranks - num_nodes) * self.hop_ms
+        one_way_ms += (num_nodes - 1) * self.hop_ms_between_nodes
+        if "all_to_all" in name:
+            outside_ms = (num_ranks - on_each) / num_ranks * num_bytes / (across * 1e6)
+            inside_ms = (on_each - 1) / num_ranks * num_bytes / (self.gb_per_s * 1e6)
+            is_across = num_nodes > 1
+            hop_ms = self.hop_ms_between_nodes if is_across else self.hop_ms
+            time_ms = hop_ms + max(outside_ms, inside_ms)
+        elif "all_reduce" in name:
+            ring_ms = 2 * (one_way_ms + share * num_bytes / rate)
+            depth_ms = (on_each - 1) * self.hop_ms
+            depth_ms += ceil(log2(num_nodes)) * self.hop_ms_between_nodes
+            time_ms = min(ring_ms, 2 * (depth_ms + num_bytes / (rate * _TREE_RATE)))
+        else:
+            sent = num_bytes if "broadcast" in name else share * num_bytes
+            time_ms = one_way_ms + sent / rate
+        return self.latency_ms + time_ms
 
 
 _LINKS = {"cpu": _Link(0.5, 1.0), "cuda": _Link(0.03, 100.0)}
@@ -51,25 +107,20 @@ def collective_cost(node: fx.Node, machine: Machine | None = None) -> Cost:
     """The cost of one call for which `is_communication` holds.
 
     Args:
-        node: with the fake values of its argument and of its result.
-        machine: whose links are meant; None: the assumed ones of the node's device. A collective
-            that does not tell the number of its ranks runs within a node.
+        node: with the fake values of its argument and of its result, and the ranks of its groups.
+        machine: whose links are meant; None: the assumed ones of the node's device.
     """
     if node.target is not collective:
         return _shards_cost(node, machine)
     op, given = node.args[:2]
     assert isinstance(given, fx.Node)
-    before, after = given.meta["val"].nbytes, node.meta["val"].nbytes
-    value_bytes, name = max(before, after), str(op)
-    num_parts = max(value_bytes // max(min(before, after), 1), 2)
-    share = 1.0 if "broadcast" in name else (num_parts - 1) / num_parts
-    if _TWICE in name:
-        share = 2.0  # of many ranks: their number does not show in the sizes
-    device = node.meta["val"].device
+    num_bytes = max(given.meta["val"].nbytes, node.meta["val"].nbytes)
+    device, name = node.meta["val"].device, str(op)
     copies = device.type == "cpu" and ("gather" in name or "scatter" in name)
+    (ranks,) = node.meta["ranks"]
     return Cost(
-        time_ms=_link_of(device, machine, num_parts).time_ms(share * value_bytes),
-        overhead_bytes=value_bytes if copies else 0,
+        time_ms=_link_of(device, machine).time_ms(name, num_bytes, ranks),
+        overhead_bytes=num_bytes if copies else 0,
     )
 
 
@@ -86,22 +137,23 @@ def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     value_bytes = elements * dtype.itemsize
     # Else the collective's memory is the result.
     has_own_memory = not is_gather or len(given) > 1 or dims[0] != 0 or device.type == "cpu"
-    overhead_bytes = value_bytes if has_own_memory else 0
-    share = (num_ranks - 1) / num_ranks
-    time_ms = _link_of(device, machine, num_ranks).time_ms(share * value_bytes)
-    replicas: Any = None if is_gather else node.args[6]
-    if replicas:
-        num_replicas = len(ranks_of(replicas))
-        # Replicas are on other nodes where their parts fill one.
-        link = _link_of(device, machine, num_ranks * num_replicas)
-        sent_bytes = 2 * (num_replicas - 1) / num_replicas * value_bytes / num_ranks
-        time_ms += link.time_ms(sent_bytes)
-    return Cost(time_ms=time_ms, overhead_bytes=overhead_bytes)
+    link = _link_of(device, machine)
+    ranks, *replicas = node.meta["ranks"]
+    time_ms = link.time_ms("all_gather" if is_gather else "reduce_scatter", value_bytes, ranks)
+    for group in replicas:
+        time_ms += link.time_ms("all_reduce", value_bytes / num_ranks, group)
+    return Cost(time_ms=time_ms, overhead_bytes=value_bytes if has_own_memory else 0)
 
 
-def _link_of(device: torch.device, machine: Machine | None, num_ranks: int) -> _Link:
+def _link_of(device: torch.device, machine: Machine | None) -> _Link:
     if machine is None or "gb_per_s" not in machine.link:
         return _LINKS.get(device.type, _LINKS["cuda"])
-    is_within = num_ranks <= machine.link["ranks_in_node"]
-    rate = machine.link["gb_per_s" if is_within else "gb_per_s_between_nodes"]
-    return _Link(machine.link["latency_us"] / 1e3, rate)
+    link = machine.link
+    return _Link(
+        latency_ms=link["latency_us"] / 1e3,
+        gb_per_s=link["gb_per_s"],
+        ranks_in_node=link["ranks_in_node"],
+        gb_per_s_between_nodes=link["gb_per_s_between_nodes"],
+        hop_ms=link.get("hop_latency_us", 0.0) / 1e3,
+        hop_ms_between_nodes=link.get("hop_latency_us_between_nodes", 0.0) / 1e3,
+    )

@@ -25,10 +25,12 @@ normalization = 1.0          # layer and batch normalisation
 random = 5.0                 # drawing a dropout mask
 
 [link]                       # between ranks, for collectives; left out: the assumed rates of
-latency_us = 30.0            # `rockmate.costs.collectives`
+latency_us = 14.0            # `rockmate.costs.collectives`
 gb_per_s = 370               # that a rank sends and receives within a node
 ranks_in_node = 8
-gb_per_s_between_nodes = 40  # of each rank, for a group of more ranks than that
+gb_per_s_between_nodes = 40  # of each rank's network adapter
+hop_latency_us = 1.9         # from rank to rank within a node; left out: 0
+hop_latency_us_between_nodes = 4.0
 to_host_gb_per_s = 50        # to another memory tier (of a CPU: a disk), for `offload`; the last
 from_host_gb_per_s = 50      # four may be left out, or be the only ones
 host_latency_us = 15.0       # of each copy
@@ -54,6 +56,7 @@ _EFFICIENCIES = ("matmul", "convolution", "attention", "memory")
 _ELEMENT_KINDS = ("transcendental", "normalization", "random")
 _NUMBERS = ("launch_us", "bandwidth_gb_per_s", "allocation_bytes")
 _RANK_KEYS = ("latency_us", "gb_per_s", "ranks_in_node", "gb_per_s_between_nodes")
+_HOP_KEYS = ("hop_latency_us", "hop_latency_us_between_nodes")
 _HOST_KEYS = ("to_host_gb_per_s", "from_host_gb_per_s", "host_latency_us", "host_duplex")
 _TABLES = ("peak_tflops", "efficiency", "nanoseconds_per_element", "link")
 
@@ -225,10 +228,11 @@ def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> Non
     _check_keys(origin, "[efficiency]", efficiency, _EFFICIENCIES, are_required=True)
     _check_keys(origin, "[nanoseconds_per_element]", elements, _ELEMENT_KINDS)
     link = tables["link"]
-    _check_keys(origin, "[link]", link, (*_RANK_KEYS, *_HOST_KEYS))
-    for keys in (_RANK_KEYS, _HOST_KEYS):
+    _check_keys(origin, "[link]", link, (*_RANK_KEYS, *_HOP_KEYS, *_HOST_KEYS))
+    for keys, further in ((_RANK_KEYS, _HOP_KEYS), (_HOST_KEYS, ())):
         given = {key: value for key, value in link.items() if key in keys}
-        _check_keys(origin, "[link]", given, keys, are_required=bool(given))
+        is_meant = any(key in link for key in (*keys, *further))
+        _check_keys(origin, "[link]", given, keys, are_required=is_meant)
     msg = ""
     if not peaks:
         msg = (

@@ -114,7 +114,7 @@ class SizedSteps:
             options,
             allocation_bytes=self._machine.allocation_bytes,
         )
-        return replace(step, planned_device=self._sample.device)
+        return replace(step, absence=self._sample.absence)
 
     def _capture_at(self, call: CallSignature) -> Capture:
         """The rewritten capture at the sizes of a call.

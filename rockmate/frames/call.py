@@ -14,7 +14,7 @@ from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_leaves, tree_map
-from rockmate._torch.storage import version_of
+from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
@@ -25,7 +25,7 @@ from rockmate.frames.module_state import (
     autocast_as,
 )
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.storages import storages_of
+from rockmate.frames.storages import parts_of, storages_of
 
 
 class Arguments(NamedTuple):
@@ -76,6 +76,13 @@ class Call:
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it takes for a second run: arguments, and copies of state."""
+        copies = [*self._random_state.tensors, *self._kept_buffers.copies]
+        parts = [part for tensor in (*self._inputs, *copies) for part in parts_of(tensor)]
+        return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
     def outside_storages(self) -> dict[int, torch.Tensor]:
         """Storages of arguments, parameters and buffers, each with a tensor that has it.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
+from rockmate.frames.part import Part
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import storages_of
 
@@ -32,6 +35,29 @@ class Collector:
         self.made: dict[int, Saved] = {}
         self.position = first
 
+    def run(self, outside: Set[int], last: int, part: Part | None) -> dict[int, Saved]:
+        """What the second run saves, by positions.
+
+        Args:
+            outside: storages that lie outside of the frame.
+            last: position of the last tensor that is wanted.
+            part: whose results are wanted, too, if that runs again.
+
+        Raises:
+            UnsupportedModelError: the run saves other tensors than the first.
+        """
+        first = self.position
+        with self._call.again() as (forward, members):
+            self.outside = {*members, *outside}
+            with suppress(CompleteError), saved_tensors_hooks(self.collect, _refuse_backward):
+                output = forward()
+                if part is not None:
+                    self.made |= part.results_again(output)
+        if self.position <= last:
+            expected, found = last + 1 - first, self.position - first
+            raise self._call.not_repeated(f"{expected} tensors", f"{found}")
+        return self.made
+
     def collect(self, tensor: torch.Tensor) -> None:
         """Takes one; ends the run after the last.
 
@@ -50,7 +76,7 @@ class Collector:
             raise CompleteError
 
 
-def refuse_backward(_: Any) -> Any:
+def _refuse_backward(_: Any) -> Any:
     """No backward may run while a forward does."""
     msg = "a backward within a forward that runs again"
     raise BackwardError(msg)

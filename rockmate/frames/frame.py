@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,28 +16,19 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.collector import Collector, CompleteError, refuse_backward
+from rockmate.frames.collector import Collector
 from rockmate.frames.derivation import TapedFrame
 from rockmate.frames.memory import Memory
 from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.part import Part, Result
+from rockmate.frames.regions import Region
 from rockmate.frames.saved import Saved
+from rockmate.frames.slot import Slot
 from rockmate.frames.storages import storages_of
 from rockmate.frames.tape import Tape
 from rockmate.frames.taped_slots import TapedSlots
-
-
-class Slot:
-    """What autograd holds in place of a tensor that a frame has saved."""
-
-    __slots__ = ("frame", "index")
-
-    def __init__(self, frame: Frame, index: int) -> None:
-        self.frame, self.index = frame, index
-
-    def __del__(self) -> None:
-        self.frame.release(self.index)
+from rockmate.frames.two_valued import TwoValued
 
 
 class Frame:
@@ -66,7 +57,7 @@ class Frame:
         self._call = call
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
-        self._saved: list[Saved | None] = []
+        self._saved: list[Saved | TwoValued | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._saved_s: list[float] = []
         self._dead: set[int] = set()
@@ -97,7 +88,7 @@ class Frame:
         self._begin_s = self._memory.clock()
         with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
             if self._taped is not None:
-                stack.enter_context(self._taped.tape.observing())
+                stack.enter_context(self._taped.observing(None))
             output = self._call.run()
         self.seconds = self._passed_s()
         self._outside, self._held_outside, self._results = frozenset(), {}, {}
@@ -116,19 +107,27 @@ class Frame:
         """
         key = PartKey(path, self._num_calls[path])
         self._num_calls[path] += 1
+        if not can_run and not self._memory.is_profiling:
+            with nullcontext() if self._taped is None else self._taped.observing(key):
+                return arguments.forward(*arguments.args, **arguments.kwargs)
         tensors = [each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)]
         inputs = {key for tensor in tensors for key in storages_of(tensor)}
-        profile = PartProfile(self._passed_s(), inputs)
+        profile = PartProfile(self._passed_s(), inputs, begin_op=self._num_ops())
         full_key = FrameKey(f"{self.key.path}.{path}", key.number)
         call = Call(full_key, module, arguments, self._memory) if can_run else None
         part = self._parts[key] = Part(key, len(self._saved), profile, call)
         self._running.append(part)
         try:
-            output = arguments.forward(*arguments.args, **arguments.kwargs)
+            with nullcontext() if self._taped is None else self._taped.observing(key):
+                output = arguments.forward(*arguments.args, **arguments.kwargs)
         finally:
             self._running.pop()
+        profile.end_op = self._num_ops()
         self._results |= part.end(output, self._passed_s())
         return output
+
+    def _num_ops(self) -> int:
+        return 0 if self._taped is None else self._taped.tape.num_ops
 
     def _passed_s(self) -> float:
         noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
@@ -139,13 +138,9 @@ class Frame:
         tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
         returned = {key for tensor in tensors for key in storages_of(tensor)}
         for index, saved in enumerate(self._saved):
-            if saved is not None and returned.issuperset(saved.storages):
+            if isinstance(saved, Saved) and returned.issuperset(saved.storages):
                 self._let_go(index)
                 self._returned[index] = saved
-
-    def roll_back(self) -> None:
-        """Undoes what an unfinished run has changed: attributes, buffers and random state."""
-        self._call.roll_back()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)
@@ -189,7 +184,11 @@ class Frame:
         if self._taped is None:
             return None
         wrong = self._memory.wrong_ops.get((self.key, self._taped.tape.ops))
-        return None if wrong is None else self._taped.profile(own, self._present(), wrong)
+        if wrong is None:
+            return None
+        parts = ((key, each.profile) for key, each in self._parts.items())
+        regions = [Region(key, each.begin_op, each.end_op) for key, each in parts]
+        return self._taped.profile(own, self._present(), wrong, regions)
 
     def check_tape(self) -> None:
         """Has ops make each saved tensor again, and notes those that do not."""
@@ -199,7 +198,7 @@ class Frame:
 
     def _present(self) -> dict[int, Saved]:
         """Saved tensors that are in memory, by their positions."""
-        saved = {index: each for index, each in enumerate(self._saved) if each is not None}
+        saved = {index: each for index, each in enumerate(self._saved) if isinstance(each, Saved)}
         return saved | self._returned
 
     # --- the backward -----------------------------------------------------------------------------
@@ -216,7 +215,9 @@ class Frame:
             if self._derived:
                 self._derive()
             saved = self._returned.get(packed.index) or self._saved[packed.index]
-            if saved is None:
+            if isinstance(saved, TwoValued):
+                saved = self._made_whole(packed.index, saved)
+            elif saved is None:
                 saved = self._make_again(packed.index)
         else:
             saved = packed
@@ -268,13 +269,11 @@ class Frame:
         return self._call.cannot_repeat or self._call.has_changed_inputs()
 
     def _can_give_up(self, offer: Offer) -> bool:
-        if offer.derived:
-            return (
-                self.taken is None
-                and self._taped is not None
-                and self._taped.can_make(offer.derived, self._present)
-            )
-        if self.taken is not None and self.taken.derived:
+        if offer.by_itself:
+            if self.taken is not None or not offer.derived:
+                return self.taken is None
+            return self._taped is not None and self._taped.can_make(offer.derived, self._present)
+        if self.taken is not None and self.taken.by_itself:
             return offer is self.offers[-1]
         if offer.prefix and not offer.parts:
             return self.taken is None or offer.prefix > self.taken.prefix
@@ -292,6 +291,7 @@ class Frame:
         assert offer is not None
         self.taken = offer
         self._drop_derived(offer.derived)
+        self._pack_slots(offer.packed)
         self._drop_parts(offer.parts)
         if offer.prefix:
             is_last = bool(self.offers) and offer is self.offers[-1]
@@ -349,6 +349,16 @@ class Frame:
         for index in slots:
             self._let_go(index)
 
+    def _pack_slots(self, slots: Set[int]) -> None:
+        """Holds tensors as booleans; those of this run may have other values."""
+        for index in slots:
+            saved = self._saved[index] if index < len(self._saved) else None
+            packed = TwoValued.of(saved) if isinstance(saved, Saved) else None
+            if packed is not None:
+                self._let_go(index)
+                self._saved[index] = packed
+                self.num_bytes += self._memory.storages.hold(packed.is_set, packed.storages)
+
     # --- making again -----------------------------------------------------------------------------
 
     def _derive(self) -> None:
@@ -356,6 +366,9 @@ class Frame:
         begin = time.perf_counter()
         slots, self._derived = self._derived, frozenset()
         self.is_made_again = True
+        for index, each in enumerate(self._saved):
+            if isinstance(each, TwoValued):
+                self._made_whole(index, each)
         taped = self._taped
         assert taped is not None
         needed = {index for index in slots if self._is_needed(index)}
@@ -363,6 +376,14 @@ class Frame:
         for index, saved in made.items():
             self._fill(index, saved)
         self._memory.note_made_again(time.perf_counter() - begin)
+
+    def _made_whole(self, index: int, packed: TwoValued) -> Saved:
+        """What was held as booleans."""
+        self.is_made_again = True
+        made = self._with_room(lambda: {index: packed.unpacked()})
+        self._let_go(index)
+        self._fill(index, made[index])
+        return made[index]
 
     def _make_again(self, index: int) -> Saved:
         """Runs a forward again, for what was dropped."""
@@ -378,7 +399,7 @@ class Frame:
             self._fill(each, saved)
         self._memory.note_made_again(time.perf_counter() - begin)
         saved = self._saved[index]
-        assert saved is not None
+        assert isinstance(saved, Saved)
         return saved
 
     def _made_by_part(self, index: int) -> dict[int, Saved]:
@@ -418,31 +439,12 @@ class Frame:
         wanted = {index for index in slots if self._saved[index] is None and self._is_needed(index)}
         last = max(wanted if results_of is None else slots, default=first - 1)
         collector = Collector(call, first, self._shapes, None if results_of else last)
-        with call.again() as (forward, members):
-            collector.outside = {*members, *self._call.outside_storages()}
-            with suppress(CompleteError), saved_tensors_hooks(collector.collect, refuse_backward):
-                output = forward()
-                if results_of is not None:
-                    self._take_results(collector.made, results_of, output)
-        if collector.position <= last:
-            expected, found = last + 1 - first, collector.position - first
-            raise call.not_repeated(f"{expected} tensors", f"{found}")
+        made = collector.run(self._call.outside_storages().keys(), last, results_of)
         if results_of is not None:
             wanted |= results_of.slots
-        return {index: collector.made[index] for index in wanted & collector.made.keys()}
+        return {index: made[index] for index in wanted & made.keys()}
 
     def _fill(self, index: int, saved: Saved) -> None:
         if self._saved[index] is None and self._is_needed(index):
             self.num_bytes += self._memory.storages.hold(saved.tensor, saved.storages)
             self._saved[index] = saved
-
-    def _take_results(self, made: dict[int, Saved], part: Part, output: Any) -> None:
-        leaves = tree_leaves(output)
-        for each in part.results:
-            found = leaves[each.leaf].detach()
-            if (found.shape, found.stride()) != (each.result.shape, each.result.stride):
-                assert part.call is not None
-                raise part.call.not_repeated(str(list(each.result.shape)), str(list(found.shape)))
-            shift = found.storage_offset() - each.result.offset
-            view = found.as_strided(each.view.shape, each.view.stride, each.view.offset + shift)
-            made[each.slot] = Saved.of(view)

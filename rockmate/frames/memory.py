@@ -157,6 +157,7 @@ class Memory:
         self.given_up: dict[FrameKey, Offer | None] = {}
         self._most_kept_bytes, self.is_limited = 0, True
         self._part_paths: dict[str, set[str]] = {}
+        self._region_paths: dict[str, set[str]] = {}
         self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
         self._num_steps = 0
         self._frames: dict[int, weakref.ref[Frame]] = {}
@@ -184,8 +185,11 @@ class Memory:
         for (path, part), step in self._wanted_at.items():
             if self._num_steps - step <= _REMEMBERED_STEPS:
                 self._part_paths.setdefault(path, set()).add(part)
+        self._region_paths = {}
         for key, offer in self.decision.offers.items():
             self._part_paths.setdefault(key.path, set()).update(part.path for part in offer.parts)
+            regions = offer.recipe.regions if offer.recipe is not None else ()
+            self._region_paths.setdefault(key.path, set()).update(each.path for each in regions)
 
     def _bytes_to_keep(self, needs: StepNeeds, budget_bytes: int) -> int:
         """Most bytes of frames that are kept: a step that holds nothing else has to fit beside.
@@ -227,6 +231,10 @@ class Memory:
         """
         return self._part_paths.get(path, set())
 
+    def region_paths(self, path: str) -> set[str]:
+        """Paths, within a frame's, of the submodules whose ops are observed in some calls."""
+        return self._region_paths.get(path, set())
+
     def wanted_tape(self, key: FrameKey) -> tuple[bool, Recipe | None]:
         """Whether a frame's ops are noted, and which; all are when it is measured.
 
@@ -255,9 +263,22 @@ class Memory:
             return None
         return num_bytes if self.kept_bytes + num_bytes <= self._most_kept_bytes else None
 
+    def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
+        """A call comes, as a frame. One that was not recorded adds to what a step needs.
+
+        Args:
+            key: which.
+            call_bytes: gives the bytes that it takes for a second run, its arguments among them.
+        """
+        present = self.calls.present
+        before = present[-1] if present else None
+        self.calls.note(key)
+        needs = self.needs
+        if self.recorder is None and needs is not None and key not in needs.by_key:
+            needs.take(key, before, int(call_bytes() / max(self.scale, 1e-9)))
+
     def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
-        self.calls.note(frame.key)
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
         elif self.needs is not None:

@@ -5,7 +5,7 @@ A frame saves tensors one after the other. Three kinds of sets of them can be ma
 * a *prefix*: the frame's forward runs again, up to the last tensor of the prefix;
 * what a *part*, the call of a submodule within the frame, saves, and those of its results that are
   saved after it: the part's forward runs again, from inputs that stay in memory;
-* what *ops* of the frame's forward make, see `derivation`.
+* what *ops* of the frame's forward make, see `derivation`. What none makes may be held in less.
 
 Sets of parts are tried greedily, the least seconds for each byte first, and prefixes after them.
 The lower convex hull of their (bytes, seconds) is the menu.
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
-from typing import NamedTuple
 
-from rockmate.frames.derivation import TapedFrame, derivations
+from rockmate.frames.derivation import TapedFrame, derivations, recipe_of
+from rockmate.frames.regions import PartKey
 from rockmate.frames.tape import Recipe
 
 _MOST_PARTS = 8
@@ -27,15 +28,14 @@ _MOST_CHOICES = 32
 """How many offers are kept while sets of parts are put together."""
 _MOST_TRIED_PARTS = 12
 """Of how many parts sets are put together: those of the most bytes for their seconds."""
+ALL_TENSORS = 1 << 30
+"""The prefix of a frame whose number of tensors is not known."""
+_CAUTIONS = (1.0, 4.0)
+"""How much the seconds of observing ops weigh where sets of derived tensors grow."""
+_PART_S = 2e-4
+"""Seconds that it takes a part to be able to run again, and to begin."""
 _MOST_PREFIXES = 8
 """After how many prefixes parts are tried."""
-
-
-class PartKey(NamedTuple):
-    """Which call of which submodule a part is, within its frame."""
-
-    path: str
-    number: int
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class PartProfile:
         inputs: storages of its arguments.
         slots: positions of the tensors that it saves.
         result_slots: positions of later ones that are its results.
+        begin_op: how many ops of the frame had been noted before.
+        end_op: how many when it ended.
     """
 
     begin_s: float
@@ -55,6 +57,8 @@ class PartProfile:
     end_s: float = 0.0
     slots: list[int] = field(default_factory=list)
     result_slots: list[int] = field(default_factory=list)
+    begin_op: int = 0
+    end_op: int = 0
 
     @property
     def all_slots(self) -> set[int]:
@@ -76,9 +80,10 @@ class Offer:
         parts: whose tensors are given up.
         prefix: how many of the first tensors are given up, beside those; 0 for none.
         derived: positions of tensors that are made again by the ops that made them. Such an offer
-            gives up nothing else.
+            gives up neither parts nor a prefix.
         extra_bytes: that are live while they are made again, beside all that the frame has saved.
         recipe: of those ops.
+        packed: positions of further tensors, which are held as booleans.
     """
 
     num_bytes: int
@@ -88,15 +93,24 @@ class Offer:
     derived: frozenset[int] = frozenset()
     extra_bytes: int = 0
     recipe: Recipe | None = None
+    packed: frozenset[int] = frozenset()
+
+    @property
+    def by_itself(self) -> frozenset[int]:
+        """Positions of tensors that are given up one by one, with neither parts nor a prefix."""
+        return self.derived | self.packed
 
     def __str__(self) -> str:
-        if self.derived:
-            return f"{len(self.derived)} tensors, made again by their ops"
+        if self.by_itself:
+            made = f"{len(self.derived)} tensors, made again by their ops"
+            packed = f"{len(self.packed)} held as booleans"
+            return ", ".join([made] * bool(self.derived) + [packed] * bool(self.packed))
         parts = [
             each.path if not each.number else f"{each.path} (call {each.number + 1})"
             for each in sorted(self.parts)
         ]
-        return ", ".join([f"its first {self.prefix} tensors"] * bool(self.prefix) + parts)
+        first = "all" if self.prefix == ALL_TENSORS else f"its first {self.prefix} tensors"
+        return ", ".join([first] * bool(self.prefix) + parts)
 
 
 @dataclass(slots=True)
@@ -144,7 +158,7 @@ class FrameProfile:
             part = self.parts[key]
             needed |= part.inputs
             last_s = part.end_s if part.result_slots else self.saved_s[part.slots[-1]]
-            seconds += last_s - part.begin_s
+            seconds += last_s - part.begin_s + _PART_S
         slots = self.slots_of(parts) | set(range(prefix))
         return Offer(self.bytes_without(slots, needed), seconds, parts, prefix)
 
@@ -309,11 +323,15 @@ def _by_ops(profile: FrameProfile) -> Iterator[Offer]:
     slots_of_state: dict[int, set[int]] = {}
     for slot, state in enumerate(profile.slot_states):
         slots_of_state.setdefault(state, set()).add(slot)
-    for each in derivations(profile.taped):
-        slots = frozenset[int]().union(*(slots_of_state[state] for state in each.states))
-        recipe = Recipe(profile.taped.ops, frozenset(each.order))
-        nothing = frozenset[PartKey]()
-        yield Offer(each.num_bytes, each.seconds, nothing, 0, slots, each.extra_bytes, recipe)
+    for each in chain.from_iterable(derivations(profile.taped, each) for each in _CAUTIONS):
+        derived, packed = (
+            frozenset[int]().union(*(slots_of_state[state] for state in states))
+            for states in (each.states, each.packed)
+        )
+        yield Offer(
+            each.num_bytes, each.seconds, frozenset(), 0, derived, each.extra_bytes,
+            recipe_of(profile.taped, each) if derived else None, packed,
+        )  # fmt: skip
 
 
 def _with(profile: FrameProfile, parts: frozenset[PartKey], key: PartKey) -> frozenset[PartKey]:

@@ -73,6 +73,11 @@ class Buffers:
             if changing is None or key in changing:
                 self._copies[key] = buffer.detach().clone()
 
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Those that are held."""
+        return list(self._copies.values())
+
     def _present(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for position, module in enumerate(self._owners):
             for name, buffer in _buffers_of(module).items():
@@ -126,6 +131,11 @@ class RandomState:
         self._device = device if device.type == "cuda" else None
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if self._device else None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """That hold the state."""
+        return [each for each in (self._cpu, self._cuda) if each is not None]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

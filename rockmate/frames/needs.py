@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,11 @@ class Needs:
 
 @dataclass(slots=True)
 class StepNeeds:
-    """The needs of the frames of a recorded step, in the order of their forwards."""
+    """The needs of the frames of a recorded step, in the order of their forwards.
+
+    Calls of later steps that were not recorded take their place among them, so that these are the
+    needs of one step that has all calls.
+    """
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
@@ -75,6 +79,39 @@ class StepNeeds:
             alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
             known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
         return known
+
+    def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
+        """Has a call that was not recorded take its place.
+
+        What it takes for a second run is in memory from its forward to its backward, so all that
+        follow need as much more.
+
+        Args:
+            key: the call.
+            before: the call that it follows; None if it is the first.
+            call_bytes: of that, its arguments among it.
+        """
+        order = merged(list(self.by_key), [key] if before is None else [before, key])
+        following = order[order.index(key) :]
+        self.by_key[key] = replace(self.of(key))
+        self.by_key = {each: self.by_key[each] for each in order}
+        for each in following:
+            needs = self.by_key[each]
+            needs.forward_bytes += call_bytes
+            needs.after_bytes += call_bytes
+            needs.backward_bytes += call_bytes
+
+
+def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
+    """The known calls, and new ones each after the call that went before it."""
+    result, places = list(known), set(known)
+    before: FrameKey | None = None
+    for key in present:
+        if key not in places:
+            result.insert(0 if before is None else result.index(before) + 1, key)
+            places.add(key)
+        before = key
+    return result
 
 
 def _largest(several: Sequence[Needs]) -> Needs:

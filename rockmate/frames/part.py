@@ -11,6 +11,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.frames.call import Call
 from rockmate.frames.menu import PartKey, PartProfile
+from rockmate.frames.saved import Saved
 from rockmate.frames.views import View
 
 
@@ -93,6 +94,23 @@ class Part:
             for leaf, tensor in enumerate(tree_leaves(output))
             if type(tensor) is torch.Tensor and storage_id(tensor) not in self.profile.inputs
         }  # fmt: skip
+
+    def results_again(self, output: Any) -> dict[int, Saved]:
+        """Of a second run: its results that fill slots.
+
+        Raises:
+            UnsupportedModelError: they lie otherwise than those of the first.
+        """
+        leaves, made = tree_leaves(output), dict[int, Saved]()
+        for each in self.results:
+            found = leaves[each.leaf].detach()
+            if (found.shape, found.stride()) != (each.result.shape, each.result.stride):
+                assert self.call is not None
+                raise self.call.not_repeated(str(list(each.result.shape)), str(list(found.shape)))
+            shift = found.storage_offset() - each.result.offset
+            view = found.as_strided(each.view.shape, each.view.stride, each.view.offset + shift)
+            made[each.slot] = Saved.of(view)
+        return made
 
     @property
     def slots(self) -> set[int]:

@@ -97,6 +97,7 @@ class FrameRunner:
         self._num_profiles = 0  # steps since frames were chosen from which menus were made
         self._is_settled = False  # no frame is split any more
         self._step_hook: Any = None
+        self._asked_bytes = 0  # the budget as it was given
         self._refusal: InfeasibleBudgetError | None = None
 
     @property
@@ -172,6 +173,7 @@ class FrameRunner:
             InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
         """
         self.end_recording()
+        self._check_calls()
         if self._refusal is not None:
             raise self._refusal
         if self._budget is None:
@@ -235,10 +237,21 @@ class FrameRunner:
         self._paths = [path for path in self._paths if path not in self._keep]
         if large:
             memory.budget_bytes = memory.needs = None
+            memory.calls.forget()
             self._num_profiles = 0
             return
-        memory.needs = needs
+        memory.needs, self._asked_bytes = needs, budget_bytes
         memory.budget_bytes = self._checked(budget_bytes, needs)
+
+    def _check_calls(self) -> None:
+        """Calls that were not recorded may have raised the smallest peak above the budget."""
+        memory, needs = self._memory, self.needs
+        if needs is None or memory.budget_bytes is None:
+            return
+        if memory.budget_bytes < needs.minimum_bytes:
+            # What is less than was asked for has been lowered when memory ran out.
+            asked_bytes = max(self._asked_bytes, memory.budget_bytes)
+            memory.budget_bytes = min(self._checked(asked_bytes, needs), needs.minimum_bytes)
 
     def _note_no_frames(self) -> None:
         """A step without frames is not measured again, unless a larger one comes."""
@@ -311,7 +324,7 @@ class FrameRunner:
             return []
         if self._memory.is_profiling:
             return [inner for inner, _ in module.named_modules() if inner]
-        return sorted(self._memory.part_paths(path))
+        return sorted(self._memory.part_paths(path) | self._memory.region_paths(path))
 
     def _framed(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
@@ -346,6 +359,7 @@ class FrameRunner:
         self._num_frames += 1
         order = self._num_frames
         sizes = sizes_of(arguments)
+        memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
         kept_bytes = memory.bytes_if_kept(key, sizes, order)
         if kept_bytes is not None:
             kept = KeptFrame(key, order, kept_bytes, memory)

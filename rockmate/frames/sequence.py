@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
+from rockmate.frames.menu import ALL_TENSORS, Offer
 from rockmate.frames.menus import Menus
-from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 
 _REMEMBERED_STEPS = 16
 _HOOK_S = 8e-6
@@ -93,19 +94,19 @@ class KnownCalls:
         """The known calls, with what they need and may give up."""
         return [
             KnownFrame(
-                key, needs.of(key), menus.choices_of(key), _HOOK_S * menus.num_saved(key)
+                key, needs.of(key),
+                menus.choices_of(key) or (_everything(needs.of(key)),),
+                _HOOK_S * menus.num_saved(key),
             )
             for key in self._order
         ]  # fmt: skip
 
+    def forget(self) -> None:
+        """Other calls will be frames."""
+        self._order, self._present, self._seen_at = [], [], {}
+        self._decisions.clear()
 
-def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
-    """The known calls, and new ones each after the call that went before it."""
-    result, places = list(known), set(known)
-    before: FrameKey | None = None
-    for key in present:
-        if key not in places:
-            result.insert(0 if before is None else result.index(before) + 1, key)
-            places.add(key)
-        before = key
-    return result
+
+def _everything(needs: Needs) -> Offer:
+    """The offer of a frame that has not been measured: its path has not run in these steps."""
+    return Offer(needs.saved_bytes, needs.seconds, frozenset(), ALL_TENSORS)

@@ -4,8 +4,10 @@ The tape follows storages through their *states*: what an op makes is a state, a
 in place is another one. An argument is noted by its state and its view, so the tape holds no
 memory, except tensors from outside of the frame, which are there anyway.
 
-Each noted op takes tens of microseconds. A *recipe* says which ops of a forward that was measured
-make certain states again. With it, only those are noted, and all are compared with the recipe's.
+Each noted op takes tens of microseconds, and each that is seen ten or more. A *recipe* says which
+ops of a forward that was measured make certain states again. With it, only those are noted, and all
+that are seen are compared with the recipe's. What is written unseen has another count of writes
+than its state had: it is another state then.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import StorageWeakRef, storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
+from rockmate.frames.regions import PartKey
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import PLAIN
 from rockmate.frames.views import View
@@ -66,12 +69,14 @@ class Recipe(NamedTuple):
     """Some ops of a forward.
 
     Attributes:
-        ops: all of the forward.
+        ops: all of the forward, or of the regions.
         noted: positions of those that are noted.
+        regions: calls within the frame that are observed; empty if all of the forward is.
     """
 
     ops: Sequence[OpOverload]
     noted: frozenset[int]
+    regions: frozenset[PartKey] = frozenset()
 
 
 class _Result(NamedTuple):
@@ -94,6 +99,7 @@ class Tape:
         seconds: of each op.
         num_bytes: of the storage of each state.
         noting_s: seconds that it has taken to note them.
+        clock: seconds.
     """
 
     def __init__(
@@ -112,13 +118,14 @@ class Tape:
             recipe: what is to be noted; None for all.
         """
         self._recipe, self._num_seen, self._is_as_known = recipe, 0, True
-        self._path, self._outside_storages, self._clock = path, frozenset(outside), clock
+        self._path, self._outside_storages, self.clock = path, frozenset(outside), clock
         self.seconds: list[float] = []
         self.noting_s = 0.0
         self._ops: list[_TapedOp] = []
         self._outside: dict[int, _Outside] = {}
         self.num_bytes: list[int] = []
         self._dtypes: list[torch.dtype] = []  # of each state
+        self._versions: list[int] = []  # of each state
         self._views: dict[int, View] = {}  # of the result that is a state
         self._state_of: dict[int, int] = {}  # storage -> its present state
         # While these are there, no other storage gets the number of one that has gone.
@@ -129,9 +136,19 @@ class Tape:
         return ops_observed(self._run)
 
     @property
+    def regions(self) -> frozenset[PartKey]:
+        """Calls within the frame that are observed; empty if all of it is."""
+        return frozenset() if self._recipe is None else self._recipe.regions
+
+    @property
     def states_of_ops(self) -> list[StatesOfOp]:
         """What each op reads and makes."""
         return [each.states for each in self._ops]
+
+    @property
+    def num_ops(self) -> int:
+        """How many have been noted."""
+        return len(self._ops)
 
     @property
     def outside_states(self) -> frozenset[int]:
@@ -149,6 +166,9 @@ class Tape:
             return _UNKNOWN
         key = storage_id(tensor)
         state = self._state_of.get(key)
+        if state is not None and self._versions[state] != version_of(tensor):
+            self._outside.pop(state, None)
+            state = None
         if state is None:
             state = self._state_of[key] = self._new_state(tensor)
             if key in self._outside_storages:
@@ -162,13 +182,13 @@ class Tape:
             return op(*args, **kwargs)
         if self._recipe is not None and not self._is_to_note(op, self._recipe):
             return op(*args, **kwargs)
-        entered = self._clock()
+        entered = self.clock()
         inputs: dict[int, int] = {}  # storage -> state
         noted_args = [self._noted(each, inputs) for each in _without_statistics(op, args)]
         noted_kwargs = {name: self._noted(each, inputs) for name, each in kwargs.items()}
-        begin = self._clock()
+        begin = self.clock()
         output = op(*args, **kwargs)
-        self.seconds.append(self._clock() - begin)
+        self.seconds.append(self.clock() - begin)
         can_repeat = _UNKNOWN not in inputs.values() and _can_repeat(op, args, kwargs)
         results = self._results(output, inputs)
         rewritten = [self._rewritten(each, inputs) for each in _written(op, args, kwargs)]
@@ -176,7 +196,7 @@ class Tape:
         read = frozenset(inputs.values())
         states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
         self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
-        self.noting_s += self._clock() - entered - self.seconds[-1]
+        self.noting_s += self.clock() - entered - self.seconds[-1]
         return output
 
     def _is_to_note(self, op: OpOverload, recipe: Recipe) -> bool:
@@ -198,8 +218,9 @@ class Tape:
         state = inputs[storage_id(value)] = self.state_of(value)
         return _Read(state, View.of(value), version_of(value))
 
-    def _new_state(self, tensor: torch.Tensor) -> int:
+    def _new_state(self, tensor: torch.Tensor, num_writes: int = 0) -> int:
         self._dtypes.append(tensor.dtype)
+        self._versions.append(version_of(tensor) + num_writes)
         storage = tensor.untyped_storage()
         self.num_bytes.append(storage.nbytes())
         self._references.append(StorageWeakRef(storage))
@@ -222,7 +243,7 @@ class Tape:
         """States before and after a write in place."""
         key = storage_id(tensor)
         before = inputs[key]
-        after = self._state_of[key] = self._new_state(tensor)
+        after = self._state_of[key] = self._new_state(tensor, 1)  # it is counted later
         if before in self._views:
             self._views[after] = self._views[before]
         self._outside.pop(before, None)  # it is not what it was

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from rockmate._torch.storage import version_of
-from rockmate.frames.derivation import TapedFrame
+from rockmate.frames.derivation import Packable, TapedFrame
+from rockmate.frames.regions import PartKey, Region
 from rockmate.frames.saved import Saved
 from rockmate.frames.tape import Tape
+from rockmate.frames.two_valued import TwoValued
 from rockmate.frames.views import View
+
+_LEAST_PACKED_BYTES = 1 << 16
+"""Of a tensor that is worth holding as booleans."""
 
 
 class TapedSlots:
@@ -26,6 +34,16 @@ class TapedSlots:
         self.tape, self.states = tape, list[int]()
         self._views: list[View] = []
         self._answers: dict[Set[int], bool] = {}
+
+    def observing(self, key: PartKey | None) -> AbstractContextManager[Any]:
+        """Has ops observed within a call of a submodule, or in all of the frame, if they are to be.
+
+        Args:
+            key: of the call; None for the frame.
+        """
+        regions = self.tape.regions
+        is_observed = not regions if key is None else key in regions
+        return self.tape.observing() if is_observed else nullcontext()
 
     def note(self, tensor: torch.Tensor) -> None:
         """A tensor is saved."""
@@ -89,7 +107,11 @@ class TapedSlots:
         return frozenset(wrong)
 
     def profile(
-        self, own: Mapping[int, int], present: Mapping[int, Saved], wrong_ops: Set[int]
+        self,
+        own: Mapping[int, int],
+        present: Mapping[int, Saved],
+        wrong_ops: Set[int],
+        regions: Sequence[Region],
     ) -> TapedFrame:
         """The tape by states.
 
@@ -97,6 +119,7 @@ class TapedSlots:
             own: storages that the frame alone holds.
             present: saved tensors, by their positions.
             wrong_ops: positions of ops that make nothing again.
+            regions: the calls within the frame.
         """
         saved = [(state, present.get(index)) for index, state in enumerate(self.states)]
         held = {state for state, each in saved if each is None or each.storages[0] not in own}
@@ -111,4 +134,23 @@ class TapedSlots:
             num_bytes=tuple(self.tape.num_bytes),
             own=frozenset(state for state, _ in saved if state not in held),
             held=frozenset(held),
+            regions=tuple(regions),
+            packable=tuple(self._packable(own, present)),
         )
+
+    def _packable(self, own: Mapping[int, int], present: Mapping[int, Saved]) -> Iterator[Packable]:
+        """States of one large saved tensor that no op makes again, and that has two values."""
+        counts = Counter(self.states)
+        for index, saved in present.items():
+            state = self.states[index]
+            num_bytes = own.get(saved.storages[0], 0)
+            if counts[state] > 1 or num_bytes < _LEAST_PACKED_BYTES:
+                continue
+            if self.tape.ops_for({state}, self._held({index}, present).keys()) is not None:
+                continue
+            begin = self.tape.clock()
+            packed = TwoValued.of(saved)
+            if packed is not None:
+                _ = packed.unpacked()
+                seconds, packed_bytes = self.tape.clock() - begin, packed.is_set.nbytes
+                yield Packable(state, num_bytes - packed_bytes, packed_bytes, seconds)

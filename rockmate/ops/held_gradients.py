@@ -14,24 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rockmate.ops.shards import Reducing, issue_reduction, reduce_to_shards
-
-
-class Reduction(NamedTuple):
-    """How a gradient is reduced, as `rockmate.ops.shards.reduce_to_shards` has it."""
-
-    dim: int
-    num_ranks: int
-    group: str
-    reduce_dtype: torch.dtype | None
-    dtype: torch.dtype
-    replicas: str
+from rockmate.ops.shards import Reducing, Reduction, issue_reduction, reduce_to_shards
 
 
 class _Held(NamedTuple):
     parameter: Any
     gradient: torch.Tensor
-    reduction: Reduction
+    dim: int
+    how: Reduction
 
 
 @dataclass(eq=False, slots=True)
@@ -50,14 +40,15 @@ class HeldGradients:
         self,
         parameters: Sequence[Any],
         gradients: Sequence[torch.Tensor],
-        reductions: Sequence[Reduction],
+        dims: Sequence[int],
+        how: Reduction,
     ) -> None:
         """Adds gradients to those that are held; copies the first of each parameter."""
-        for parameter, gradient, how in zip(parameters, gradients, reductions, strict=True):
+        for parameter, gradient, dim in zip(parameters, gradients, dims, strict=True):
             held = self._held.get(id(parameter))
             if held is None:
                 first = gradient.detach().to(how.reduce_dtype or gradient.dtype, copy=True)
-                self._held[id(parameter)] = _Held(parameter, first, how)
+                self._held[id(parameter)] = _Held(parameter, first, dim, how)
             else:
                 held.gradient.add_(gradient)
 
@@ -86,11 +77,7 @@ def issue_or_hold(
     parameters: Sequence[Any],
     gradients: Sequence[torch.Tensor],
     dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str,
+    how: Reduction,
 ) -> Reducing | None:
     """`issue_reduction` with what is held of the same parameters; None if they are held now.
 
@@ -99,20 +86,14 @@ def issue_or_hold(
         parameters: one for each gradient.
         gradients: see `rockmate.ops.shards.reduce_to_shards`.
         dims: see there.
-        num_ranks: see there.
-        group: see there.
-        reduce_dtype: see there.
-        dtype: see there.
-        replicas: see there.
+        how: they are reduced.
     """
-    settings = num_ranks, group, reduce_dtype, dtype, replicas
     if held.holds:
-        how = [Reduction(dim, *settings) for dim in dims]
-        held.add(parameters, gradients, how)
+        held.add(parameters, gradients, dims, how)
         return None
     if held:
         gradients = held.joined(parameters, gradients)
-    return issue_reduction(gradients, dims, *settings)
+    return issue_reduction(gradients, dims, how)
 
 
 def reduce_held(held: HeldGradients) -> None:
@@ -122,16 +103,8 @@ def reduce_held(held: HeldGradients) -> None:
     """
     if held.holds:
         return
-    for parameter, gradient, how in held.take_all():
-        (part,) = reduce_to_shards(
-            [gradient],
-            [how.dim],
-            how.num_ranks,
-            how.group,
-            how.reduce_dtype,
-            how.dtype,
-            how.replicas,
-        )
+    for parameter, gradient, dim, how in held.take_all():
+        (part,) = reduce_to_shards([gradient], [dim], *how)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         total: Any = parameter.grad

@@ -13,6 +13,7 @@ from rockmate._torch.engine import at_end_of_backward
 from rockmate._torch.fake import is_fake
 from rockmate.ops.held_gradients import HeldGradients, issue_or_hold, reduce_held
 from rockmate.ops.shards import (
+    Reduction,
     fake_parts,
     fake_whole,
     finish_reduction,
@@ -54,23 +55,14 @@ def _(
     num_ranks: int,
     group: str,
     dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    replicas: str,
+    *_: Any,
 ) -> list[Tensor]:
     return fake_whole(shards, dims, num_ranks, dtype)
 
 
 @_reduce.register_fake
-def _(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str,
-) -> list[Tensor]:
-    return fake_parts(gradients, dims, num_ranks, dtype)
+def _(gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
+    return fake_parts(gradients, dims, Reduction(*settings))
 
 
 class _Owners:
@@ -81,8 +73,9 @@ class _Owners:
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, ctx.dims, ctx.num_ranks, ctx.group, _, ctx.reduce_dtype, ctx.replicas = inputs
-    ctx.dtype, ctx.parameters, ctx.held = shards[0].dtype, _Owners.parameters, _Owners.held
+    shards, ctx.dims, num_ranks, group, _, reduce_dtype, replicas = inputs
+    ctx.how = Reduction(num_ranks, group, reduce_dtype, shards[0].dtype, replicas)
+    ctx.parameters, ctx.held = _Owners.parameters, _Owners.held
     ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
 
 
@@ -91,16 +84,15 @@ def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any
     parts: list[Tensor | None] = [None] * len(gradients)
     if given:
         dims = [ctx.dims[index] for index in given]
-        settings = ctx.num_ranks, ctx.group, ctx.reduce_dtype, ctx.dtype, ctx.replicas
         present: Any = [gradients[index] for index in given]
         # A trace has the reduction alone. Whether it runs is decided in each backward.
         if ctx.held is not None and type(present[0]) is Tensor and not is_fake(present[0]):
             owners = [ctx.parameters[index] for index in given]
-            running = issue_or_hold(ctx.held, owners, present, dims, *settings)
+            running = issue_or_hold(ctx.held, owners, present, dims, ctx.how)
             reduced = () if running is None else finish_reduction(running)
             at_end_of_backward(partial(reduce_held, ctx.held))
         else:
-            reduced = torch.ops.rockmate.reduce_to_shards(present, dims, *settings)
+            reduced = torch.ops.rockmate.reduce_to_shards(present, dims, *ctx.how)
         for index, part in zip(given, reduced, strict=False):
             parts[index] = part
     return parts, None, None, None, None, None, None

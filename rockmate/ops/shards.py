@@ -21,7 +21,7 @@ it is copied out, since a thread of gloo holds that memory for a while after the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,32 +116,39 @@ def finish_gather(gathering: Gathering) -> list[Tensor]:
     return whole
 
 
+class Reduction(NamedTuple):
+    """How gradients are reduced.
+
+    Attributes:
+        num_ranks: of the group.
+        group: name of the process group.
+        reduce_dtype: in which gradients are added; None: that of the gradients.
+        dtype: of the results.
+        replicas: name of the group of ranks that have the same parts, over which the mean extends;
+            "" if each part is on one rank.
+    """
+
+    num_ranks: int
+    group: str
+    reduce_dtype: torch.dtype | None
+    dtype: torch.dtype
+    replicas: str = ""
+
+
 def reduce_to_shards(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str = "",
+    gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any
 ) -> list[Tensor]:
     """This rank's parts of the means of whole gradients over the ranks of a group.
 
     Args:
         gradients: whole ones, of this rank's part of the batch.
         dims: for each, the dimension that is cut.
-        num_ranks: of the group.
-        group: name of the process group.
-        reduce_dtype: in which they are added; None: that of the gradients.
-        dtype: of the results.
-        replicas: name of the group of ranks that have the same parts, over which the mean extends;
-            "" if each part is on one rank.
+        *settings: the fields of a `Reduction`: a graph has no tuples with names.
     """
-    first = gradients[0]
-    if is_fake(first):
-        return fake_parts(gradients, dims, num_ranks, dtype)
-    settings = num_ranks, group, reduce_dtype, dtype, replicas
-    return finish_reduction(issue_reduction(gradients, dims, *settings))
+    how = Reduction(*settings)
+    if is_fake(gradients[0]):
+        return fake_parts(gradients, dims, how)
+    return finish_reduction(issue_reduction(gradients, dims, how))
 
 
 class Reducing(NamedTuple):
@@ -152,10 +159,7 @@ class Reducing(NamedTuple):
         running: what to wait for.
         shapes: of the whole gradients.
         dims: for each, the dimension that is cut.
-        num_ranks: of the group.
-        group: name of the process group.
-        dtype: of the results.
-        replicas: see `reduce_to_shards`.
+        how: they are reduced.
         divisor: of the sum, once it is complete.
     """
 
@@ -163,23 +167,13 @@ class Reducing(NamedTuple):
     running: Tensor
     shapes: tuple[torch.Size, ...]
     dims: Sequence[int]
-    num_ranks: int
-    group: str
-    dtype: torch.dtype
-    replicas: str
+    how: Reduction
     divisor: float
 
 
-def issue_reduction(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str = "",
-) -> Reducing:
+def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> Reducing:
     """Begins what `finish_reduction` ends; arguments as for `reduce_to_shards`."""
+    num_ranks, group, reduce_dtype, _, replicas = how
     reduce_dtype = reduce_dtype or gradients[0].dtype
     sizes = [gradient.numel() // num_ranks for gradient in gradients]
     num_replicas = len(ranks_of(replicas)) if replicas else 1
@@ -191,21 +185,21 @@ def issue_reduction(
     if before != 1:
         memory.div_(before)
     running = start_reduction(memory, "avg" if after == 1 else "sum", num_ranks, group)
-    shapes = tuple(each.shape for each in gradients)
-    return Reducing(memory, running, shapes, dims, num_ranks, group, dtype, replicas, after)
+    return Reducing(memory, running, tuple(each.shape for each in gradients), dims, how, after)
 
 
 def finish_reduction(reducing: Reducing) -> list[Tensor]:
     """This rank's parts of the means of a reduction, once they are there."""
-    memory, running, shapes, dims, num_ranks, group, dtype, replicas, divisor = reducing
-    reduced = own_part(wait_for(running), num_ranks, group)
-    if replicas:
-        wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", replicas))
+    memory, running, shapes, dims, how, divisor = reducing
+    num_ranks = how.num_ranks
+    reduced = own_part(wait_for(running), num_ranks, how.group)
+    if how.replicas:
+        wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", how.replicas))
     if divisor != 1:
         reduced.div_(divisor)
     sizes = [shape.numel() // num_ranks for shape in shapes]
     parts = [
-        part.to(dtype, copy=True).view(part_shape(shape, dim, num_ranks))
+        part.to(how.dtype, copy=True).view(part_shape(shape, dim, num_ranks))
         for part, shape, dim in zip(reduced.split(sizes), shapes, dims, strict=True)
     ]
     free(memory)
@@ -245,12 +239,10 @@ def fake_whole(
     ]
 
 
-def fake_parts(
-    gradients: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype
-) -> list[Tensor]:
+def fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
     """What `reduce_to_shards` returns, without numbers."""
     return [
-        whole.new_empty(part_shape(whole.shape, dim, num_ranks), dtype=dtype)
+        whole.new_empty(part_shape(whole.shape, dim, how.num_ranks), dtype=how.dtype)
         for whole, dim in zip(gradients, dims, strict=True)
     ]
 

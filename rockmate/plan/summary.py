@@ -36,6 +36,8 @@ def _promise_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
         f"{plan.predicted_ms:.1f} ms a step, {plan.predicted_ratio:.3f}x of "
         f"{plan.baseline_ms:.1f} ms without recomputation",
     )
+    if plan.captured is not None and plan.flights.other_end:
+        yield "  with overlap", f"{plan.overlapped_ms:.1f} ms, collectives beside other ops"
     if plan.machine:
         yield "  estimated for", plan.machine
 

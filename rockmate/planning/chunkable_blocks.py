@@ -22,9 +22,9 @@ _MIN_ROWS = 8
 _LAYER_CHUNKS = 4
 # A block runs in chunks only if its largest value exceeds this share of the baseline peak.
 _MIN_PEAK_SHARE = 0.02
-# Chunks are tried only if the largest value of a block is this share of the budget: of a loss block,
-# three such values are live together. Of 17 budgets that language models fit whole, estimated for
-# two machines, none had a faster plan in chunks below a share of 0.37.
+# Chunks are tried only if the largest value of a block exceeds this share of the budget: of a loss
+# block, three such values are live together. Of 17 budgets that language models fit whole,
+# estimated for two machines, none had a faster plan in chunks below a share of 0.37.
 _MIN_BUDGET_SHARE = 1 / 3
 UNUSED_HINT = "it can be, and would be no faster by more than noise"
 _NOT_ALLOWED = "chunks add in another order (numerics='bitwise')"

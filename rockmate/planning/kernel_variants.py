@@ -7,8 +7,9 @@ ops may be faster: it has more values to choose from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from rockmate.bound.protocol import Bounds, MinBound
@@ -16,6 +17,7 @@ from rockmate.errors import MissingCompilerError
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.numerics import check_numerics
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.strategies import BITWISE
 from rockmate.step import CapturedStep
@@ -43,8 +45,18 @@ def fused_forms(
     return [fused] if whole.options["unfused"] == left else [fused, whole]
 
 
-def check_kernels(kernels: str) -> None:
-    """Raises `ValueError` for a value that `Planner` does not take."""
+def fused_later(
+    kernels: Kernels, step: CapturedStep, *, progress: bool, compile_limit_s: float
+) -> Callable[[], list[CapturedStep]] | None:
+    """What makes `fused_forms` of a step; None unless plans choose between kernels."""
+    if kernels != "auto":
+        return None
+    return partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
+
+
+def check_kernels(kernels: str, numerics: str) -> None:
+    """Raises `ValueError` for values that `Planner` does not take, alone or together."""
+    check_numerics(numerics, kernels=kernels)
     if kernels not in ("eager", "fused", "auto"):
         msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
         raise ValueError(msg)

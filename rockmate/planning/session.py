@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -30,7 +30,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InfeasibleBudgetError, frames_advised
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.graph.ir import Graph
@@ -42,8 +42,7 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variant, Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_forms
-from rockmate.planning.mark_log import log_marks
+from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_later
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
@@ -52,13 +51,15 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.moved_forms import MovedForms
-from rockmate.planning.numerics import Numerics, check_numerics
+from rockmate.planning.numerics import Numerics
+from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.step import CapturedStep, capture_step
+from rockmate.sharding.simulated import MeshSizes, Shard
+from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +99,20 @@ class PlanningSession:
         in_flight: int = 1,
         offload: str | None = None,
         host_budget: int | str | None = None,
+        mesh: MeshSizes | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        check_kernels(kernels)
-        check_numerics(numerics, kernels=kernels)
+        check_kernels(kernels, numerics)
         rule = StoppingRule(gap_tolerance, time_limit_s)
         request = OffloadRequest.parse(offload, host_budget)
-        target = None if machine is None else load_machine(machine)
-        self.model, model = model, plain_model(model)
-        timings: dict[str, float] = {}
-        with timed(timings, "capture"), frames_advised():
-            step = capture_step(
-                model,
+        target = machine_of(machine, mesh, shard)
+        self.model, timings = model, dict[str, float]()
+        with timed(timings, "capture"):
+            step = captured_step(
+                plain_model(model),
                 sample_input,
+                mesh=mesh,
+                shard=shard,
                 differentiable=differentiable,
                 outputs=outputs,
                 gradients=gradients,
@@ -124,7 +127,6 @@ class PlanningSession:
                 existing_checkpoints=existing_checkpoints,
                 in_flight=in_flight,
             )
-        log_marks(step, existing_checkpoints)
         self._begin(
             step,
             timings,
@@ -133,9 +135,7 @@ class PlanningSession:
             rule=rule,
             progress=progress,
             offload=request,
-            fuses=partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
-            if kernels == "auto"
-            else None,
+            fuses=fused_later(kernels, step, progress=progress, compile_limit_s=compile_limit_s),
         )
 
     @classmethod
@@ -178,10 +178,7 @@ class PlanningSession:
         offload: OffloadRequest | None,
         fuses: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
-        """Measures or estimates the costs of a captured step and finds its smallest peak.
-
-        With `fuses` plans choose between the step and what it returns.
-        """
+        """Finds the costs and the smallest peak of a step; `fuses` makes further forms of it."""
         self.timings = timings
         self.numerics: Numerics = numerics
         self._step = step

@@ -15,12 +15,18 @@ from torch import fx
 from rockmate.capture.roles import RoleKind
 from rockmate.graph.ir import Graph, Op
 from rockmate.ops.held_gradients import issue_or_hold
-from rockmate.ops.shards import Reducing, finish_reduction, issue_reduction, part_shape
+from rockmate.ops.shards import (
+    Reducing,
+    Reduction,
+    finish_reduction,
+    issue_reduction,
+    part_shape,
+)
 from rockmate.ops.undefined_gradient import undefined_gradient
 from rockmate.runtime.gradient_sink import GradientSink
 
 
-class _Reduction(NamedTuple):
+class _Begun(NamedTuple):
     """A reduction between its issue and its wait; `running` is None if its gradients are held."""
 
     running: Reducing | None
@@ -32,27 +38,21 @@ def emit_issue(
     names: Sequence[str],
     gradients: Sequence[torch.Tensor],
     dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str,
-) -> _Reduction:
-    """Begins to reduce whole gradients, or holds them."""
-    settings = dims, num_ranks, group, reduce_dtype, dtype, replicas
+    *settings: Any,
+) -> _Begun:
+    """Begins to reduce whole gradients, or holds them; see `reduce_to_shards`."""
+    how = Reduction(*settings)
     if sink.held is None:
-        return _Reduction(issue_reduction(gradients, *settings), [])
-    running = issue_or_hold(sink.held, sink.leaves(names), gradients, *settings)
+        return _Begun(issue_reduction(gradients, dims, how), [])
+    running = issue_or_hold(sink.held, sink.leaves(names), gradients, dims, how)
     if running is not None:
-        return _Reduction(running, [])
-    undefined = [
-        undefined_gradient(whole.new_zeros(part_shape(whole.shape, dim, num_ranks), dtype=dtype))
-        for whole, dim in zip(gradients, dims, strict=True)
-    ]
-    return _Reduction(None, undefined)
+        return _Begun(running, [])
+    shapes = [part_shape(w.shape, d, how.num_ranks) for w, d in zip(gradients, dims, strict=True)]
+    zeros = [gradients[0].new_zeros(shape, dtype=how.dtype) for shape in shapes]
+    return _Begun(None, [undefined_gradient(each) for each in zeros])
 
 
-def emit_wait(reduction: _Reduction) -> list[torch.Tensor]:
+def emit_wait(reduction: _Begun) -> list[torch.Tensor]:
     """This rank's parts of reduced gradients; undefined ones if whole gradients are held."""
     running, undefined = reduction
     return undefined if running is None else finish_reduction(running)

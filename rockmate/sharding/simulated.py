@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from torch import distributed
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 
 from rockmate._torch.distributed import fake_group
-from rockmate.errors import RockmateError
+from rockmate._torch.members import tensor_tables
+from rockmate._torch.subclasses import is_subclassed
+from rockmate.errors import RockmateError, UnsupportedModelError
+from rockmate.sharding.fully_shard import fully_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshSizes = int | Sequence[int] | Mapping[str, int]
+Shard = Callable[[nn.Module, "DeviceMesh"], Any]
+# Names of the dimensions of a mesh that is given by sizes alone.
+_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
 
 @contextlib.contextmanager
 def simulated_ranks(num_ranks: int) -> Iterator[None]:
     """A process group of so many ranks in one process, to plan a sharded model for a cluster.
 
-    Within it, shard a model on the meta device and make a `Planner` with `machine=`. Times of
-    collectives follow from the number of ranks and the `[link]` of the machine's description.
-    `Plan.predicted_ms` adds them to those of ops, and `Plan.overlapped_ms` lets them overlap.
-    Nothing can be trained: collectives do nothing.
+    Within it, shard a model on the meta device and make a `Planner` with `machine=`, which
+    `Planner(..., machine=..., mesh=...)` does by itself. Times of collectives follow from the ranks
+    of their groups and the `[link]` of the machine's description. `Plan.predicted_ms` adds them to
+    those of ops, and `Plan.overlapped_ms` lets them overlap. Nothing can be trained: collectives do
+    nothing.
 
     Args:
         num_ranks: of the group.
@@ -32,9 +50,114 @@ def simulated_ranks(num_ranks: int) -> Iterator[None]:
         raise ValueError(msg)
     if distributed.is_available() and distributed.is_initialized():
         msg = (
-            "simulated_ranks makes a process group, and there is one of "
+            "simulated ranks are a process group, and there is one of "
             f"{distributed.get_world_size()} ranks. Plan in a process of its own."
         )
         raise RockmateError(msg)
     with fake_group(num_ranks):
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMesh:
+    """A device mesh of ranks that are not there, and how a model is sharded on it.
+
+    Attributes:
+        sizes: of its dimensions, by name.
+        shard: takes a model, which it changes in place, and the mesh.
+    """
+
+    sizes: Mapping[str, int]
+    shard: Shard
+
+    @classmethod
+    def of(cls, mesh: MeshSizes, shard: Shard | None = None) -> SimulatedMesh:
+        """The mesh of sizes; see `Planner` for what they may be.
+
+        Raises:
+            ValueError: they are no sizes of a mesh.
+        """
+        if isinstance(mesh, Mapping):
+            sizes = dict(mesh)
+        else:
+            listed = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+            if len(listed) not in _NAMES:
+                msg = (
+                    f"mesh is {mesh!r}. Give (shards,) or (replicas, shards); for other dimensions "
+                    'name them, as {"data": 4, "tensor": 8}, with shard=...'
+                )
+                raise ValueError(msg)
+            sizes = dict(zip(_NAMES[len(listed)], listed, strict=True))
+        wrong = [size for size in sizes.values() if not _is_size(size)]
+        if wrong or not sizes:
+            msg = f"mesh is {mesh!r}; each of its sizes must be a whole number of at least 1"
+            raise ValueError(msg)
+        return cls(sizes, shard or fully_shard)
+
+    def __str__(self) -> str:
+        number = prod(self.sizes.values())
+        if len(self.sizes) == 1:
+            return f"{number} rank{'s' if number > 1 else ''}"
+        return f"{' x '.join(map(str, self.sizes.values()))} ranks ({', '.join(self.sizes)})"
+
+    @contextlib.contextmanager
+    def holding(self, model: nn.Module) -> Iterator[nn.Module]:
+        """A sharded copy of a model, for as long as the ranks are simulated.
+
+        The copy has no memory for parameters and buffers. The model stays as it is.
+
+        Raises:
+            RockmateError: there is a process group already.
+            UnsupportedModelError: the model cannot be copied or sharded.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        _refuse_divided(model)
+        with simulated_ranks(prod(self.sizes.values())):
+            mesh = init_device_mesh(
+                "cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
+            )
+            made = _without_memory(model)
+            sharded = self.shard(made, mesh)
+            yield sharded if isinstance(sharded, nn.Module) else made
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
+
+
+def _refuse_divided(model: nn.Module) -> None:
+    divided = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    if divided:
+        msg = (
+            f"{divided[0]} is divided among ranks already, and mesh= shards a plain model. Leave "
+            "mesh out, or give the plain model."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device."""
+    copies: dict[int, Any] = {}
+    for part in model.modules():
+        for table in tensor_tables(part):
+            for tensor in table.values():
+                # Else the copy would lose what its class or its attributes say.
+                if tensor is not None and not is_subclassed(tensor):
+                    copies.setdefault(id(tensor), _meta_tensor(tensor))
+    try:
+        return copy.deepcopy(model, copies)
+    except Exception as error:
+        msg = (
+            f"the {type(model).__name__} cannot be copied ({error}), and mesh= shards a copy. Make "
+            "the model on the meta device, and shard it within rockmate.simulated_ranks."
+        )
+        raise UnsupportedModelError(msg) from error
+
+
+def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made.detach(), tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made

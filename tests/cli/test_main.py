@@ -575,3 +575,37 @@ def test_timeline_ends_the_recording_when_the_function_fails() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         timeline(fail)
     assert timeline(lambda: None).points == [(0.0, 0)]
+
+
+# --- a mesh ---------------------------------------------------------------------------------------
+
+
+def test_plans_of_a_mesh(network: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options = [network, "--machine", "h100", "--quiet"]
+    assert main(["plan", *options, "--budget", "1.0", "--mesh", "2x8"]) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"^ +estimated for +h100, 2 x 8 ranks \(replicate, shard\)$", printed, re.M)
+    assert re.search(r"^ +with overlap +[\d.]+ ms", printed, re.MULTILINE)
+    assert main(["sweep", *options, "--budgets", "1.0", "--mesh", "8"]) == 0
+    assert "1.000x" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--mesh", "8"], 'machine="h100"'),
+        (["--mesh", "7", "--machine", "h100"], "no dimension that 7 ranks divide"),
+        (["--mesh", "8", "--machine", "h100", "--measure"], "not measured from here"),
+        (["--mesh", "0x8", "--machine", "h100"], "0 is below 1"),
+        (["--mesh", "2x2x2", "--machine", "h100"], "give N or MxN"),
+    ],
+)
+def test_a_mesh_that_cannot_be_planned(
+    options: list[str], told: str, network: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["sweep", network, *options])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert told in capfd.readouterr().err

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bench.measure import allocator_peak
 from rockmate import (
+    InvalidSampleError,
     Plan,
     PlanMismatchError,
     Planner,
@@ -104,9 +105,9 @@ def by_int8_of_bitsandbytes(layer: nn.Linear) -> nn.Module:
     return quantized.to("cpu")
 
 
-def by_torchao(layer: nn.Linear, config: str) -> nn.Module:
+def by_torchao(layer: nn.Linear, config: str, **options: Any) -> nn.Module:
     quantization: Any = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(layer, getattr(quantization, config)())
+    quantization.quantize_(layer, getattr(quantization, config)(**options))
     return layer
 
 
@@ -122,6 +123,11 @@ def by_intx(layer: nn.Linear) -> nn.Module:
     return by_torchao(layer, "IntxWeightOnlyConfig")
 
 
+def by_int4(layer: nn.Linear) -> nn.Module:
+    group = pytest.importorskip("torchao.quantization").PerGroup(32)
+    return by_torchao(layer, "IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=group)
+
+
 Quantized = Callable[[nn.Linear], nn.Module]
 ALL = (
     by_attributes,
@@ -132,6 +138,7 @@ ALL = (
     by_int8,
     by_float8,
     by_intx,
+    by_int4,
 )
 ONE_OF_EACH_KIND = (by_attributes, by_nf4, by_int8)
 
@@ -196,6 +203,46 @@ def test_trains_as_eager(quantized: Quantized) -> None:
         for ours, theirs in zip(train(module, own, loss_of), reference, strict=True):
             assert_same(ours, theirs)
         assert list(own.state_dict()) == list(module.state_dict()) == keys
+
+
+def int4_layers(config: Any) -> nn.Module:
+    """A layer that is trained before quantized ones of 256 columns, which GGUF's blocks have."""
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 256), *(nn.Linear(256, 256) for _ in range(3))]
+    for layer in layers[1:]:
+        quantization.quantize_(layer.requires_grad_(False), config)
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.GELU())))
+
+
+def test_int4_of_gguf_trains_as_eager() -> None:
+    gguf: Any = pytest.importorskip("torchao.prototype.quantization.gguf")
+    plain, own = (int4_layers(gguf.GGUFWeightOnlyConfig()) for _ in range(2))
+    module = RockmateModule(own, torch.randn(NUM_ROWS, WIDTH), 0.5, on_infeasible="least")
+    assert module.plan.schedule.num_recomputations()
+    for ours, theirs in zip(train(module, own, loss_of), train(plain, plain, loss_of), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_int4_whose_product_has_no_derivative_is_refused_as_in_eager() -> None:
+    """torchao's int4 for CPUs calls `_weight_int4pack_mm_for_cpu`, which is for a forward alone."""
+    int4: Any = pytest.importorskip("torchao.prototype.quantization.int4")
+    config = int4.PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
+    model, x = int4_layers(config), torch.randn(NUM_ROWS, WIDTH)
+    missing = "derivative for aten::_weight_int4pack_mm_for_cpu is not implemented"
+    with pytest.raises(RuntimeError, match=missing):
+        model(x).sum().backward()
+    with pytest.raises(InvalidSampleError, match=missing):
+        RockmateModule(model, x, 0.5)
+
+
+@pytest.mark.parametrize("packing", ["plain", "preshuffled", "plain_int32", "tile_packed_to_4d"])
+def test_int4_for_other_devices_is_refused_by_torchao(packing: str) -> None:
+    """Before there is a model to plan: the packings of `Int4WeightOnlyConfig` are for GPUs."""
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    config = quantization.Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing)
+    with pytest.raises((ImportError, NotImplementedError, AssertionError), match=r"mslk|cpu|CUDA"):
+        quantization.quantize_(nn.Linear(256, 256, dtype=torch.bfloat16), config)
 
 
 @pytest.mark.parametrize("quantized", ONE_OF_EACH_KIND)

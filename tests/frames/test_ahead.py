@@ -9,8 +9,7 @@ import pytest
 
 from rockmate.frames.ahead import KnownFrame, bound_s, decide
 from rockmate.frames.menu import Offer, choices
-from rockmate.frames.needs import FrameKey, Needs
-from rockmate.frames.sequence import merged
+from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 from tests.frames.test_menu import random_profile
 
 
@@ -131,3 +130,16 @@ def test_calls_of_several_steps_are_merged_in_order() -> None:
     assert merged([b], [a, b]) == [a, b]
     assert merged([a, b, c], [a, c]) == [a, b, c]
     assert merged([a, b], [b, a, d]) == [a, d, b]
+
+
+def test_a_call_that_was_not_recorded_raises_the_needs_of_those_that_follow() -> None:
+    a, b, c = (FrameKey("a", number) for number in range(3))
+    step = StepNeeds({a: Needs(10, 20, 30, 5, 1.0), c: Needs(40, 50, 60, 7, 2.0)})
+    step.take(b, a, 100)
+    assert list(step.by_key) == [a, b, c]
+    assert step.by_key[a] == Needs(10, 20, 30, 5, 1.0)
+    assert step.by_key[b] == Needs(140, 150, 160, 7, 2.0)
+    assert step.by_key[c] == Needs(140, 150, 160, 7, 2.0)
+    step.take(FrameKey("b", 0), None, 1)
+    assert next(iter(step.by_key)) == FrameKey("b", 0)
+    assert step.minimum_bytes == 161

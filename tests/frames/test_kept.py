@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.memory import Memory
 from tests.frames.test_frames import Block, Chain, batch, check, framed, loss_of
 
@@ -109,6 +110,35 @@ def test_the_budget_holds_when_more_calls_follow_than_were_known() -> None:
     assert peak_of(module, model) <= 1.01 * budget_bytes
     assert memory_of(module).counts.num_kept > 0
     assert memory_of(module).counts.num_made_again > 0
+
+
+def test_calls_that_were_not_recorded_add_their_inputs_to_the_smallest_peak() -> None:
+    model = Growing(num_blocks=10)
+    module = RockmateModule(model, None, 1, mode="frames", on_infeasible="least")
+    steps(module, 3)
+    before = memory_of(module).budget_bytes
+    assert before is not None
+    model.num_blocks = 10
+    steps(module, 1)
+    assert peak_of(module, model) > 1.05 * before
+    steps(module, 1)
+    budget_bytes = memory_of(module).budget_bytes
+    assert budget_bytes is not None
+    assert peak_of(module, model) <= 1.01 * budget_bytes
+
+
+def test_a_budget_below_the_smallest_peak_of_later_calls_is_refused() -> None:
+    model = Growing(num_blocks=10)
+    free = RockmateModule(copy.deepcopy(model), None, "1GiB", mode="frames")
+    steps(free, 3)
+    needs = memory_of(free).needs
+    assert needs is not None
+    module = RockmateModule(model, None, needs.minimum_bytes, mode="frames")
+    steps(module, 3)
+    model.num_blocks = 10
+    steps(module, 1)
+    with pytest.raises(InfeasibleBudgetError, match="smallest peak found"):
+        steps(module, 1)
 
 
 class Branching(Block):

@@ -101,7 +101,7 @@ def assert_same(ours: list[Any], expected: list[Any]) -> None:
 @pytest.fixture
 def parts_made_again(monkeypatch: pytest.MonkeyPatch) -> Counter[PartKey | None]:
     """Counts the second runs of parts, and of whole frames under None; no single ops run again."""
-    monkeypatch.setattr("rockmate.frames.menu.derivations", lambda _: ())
+    monkeypatch.setattr("rockmate.frames.menu.derivations", lambda *_: ())
     found: Counter[PartKey | None] = Counter()
     made_by = Frame._made_by
 

@@ -131,7 +131,7 @@ def test_derivations_grow_and_can_be_played() -> None:
             num_found += 1
             num_extra += each.extra_bytes > 0
             assert each.num_bytes == sum(frame.num_bytes[state] for state in each.states)
-            noted_s = len(each.order) * cost.noted_s
+            noted_s = len(each.order) * cost.noted_s + len(frame.states) * cost.seen_s
             ran_s = sum(frame.seconds[at] for at in each.order)
             assert each.seconds == pytest.approx(ran_s + noted_s)
             assert each.extra_bytes == played(frame, each.order, each.states)
@@ -187,7 +187,7 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Frames whose ops have made something again."""
     monkeypatch.setattr(
         "rockmate.frames.derivation.noting_cost",
-        lambda: noting_cost()._replace(seen_s=0, noted_s=0),
+        lambda: noting_cost()._replace(seen_s=0, noted_s=0, begun_s=0),
     )
     derivations.cache_clear()
     found: list[str] = []

@@ -47,19 +47,29 @@ def eight_bits(folder: Path) -> nn.Module:
     return by_bitsandbytes(folder, load_in_8bit=True)
 
 
-def int8(folder: Path) -> nn.Module:
+def by_torchao(config: Any) -> nn.Module:
     quantization: Any = pytest.importorskip("torchao.quantization")
-    base = llama(num_hidden_layers=2)
+    base = llama(num_hidden_layers=2, hidden_size=64, intermediate_size=128)
     base.requires_grad_(False)
     quantization.quantize_(
-        base,
-        quantization.Int8WeightOnlyConfig(),
-        lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name,
+        base, config, lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name
     )
     return base
 
 
-@pytest.mark.parametrize("base", [nf4, eight_bits, int8])
+def int8(folder: Path) -> nn.Module:
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    return by_torchao(quantization.Int8WeightOnlyConfig())
+
+
+def int4(folder: Path) -> nn.Module:
+    """In groups of 32, each with a scale and a zero."""
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    group = quantization.PerGroup(32)
+    return by_torchao(quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group))
+
+
+@pytest.mark.parametrize("base", [nf4, eight_bits, int8, int4])
 def test_a_trainer_trains_the_adapters(base: Any, tmp_path: Path) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -85,7 +95,7 @@ def test_a_trainer_trains_the_adapters(base: Any, tmp_path: Path) -> None:
     assert modules[0].plan.predicted_peak_bytes < modules[0].plan.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("base", [nf4, int8])
+@pytest.mark.parametrize("base", [nf4, int8, int4])
 def test_at_half_of_the_peak(base: Any, tmp_path: Path) -> None:
     config: Any = peft.LoraConfig(**LORA, target_modules=LAYERS)  # pyright: ignore[reportArgumentType]
     model = peft.get_peft_model(base(tmp_path / "base"), config).train()

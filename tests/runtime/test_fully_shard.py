@@ -297,10 +297,13 @@ def check_architectures(mesh: DeviceMesh) -> None:
     classify = "single_label_classification"
     common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     configs = [
-        # Without a plan's sharding, too, its attention with dropout rounds otherwise than eager.
-        transformers.GPT2Config(
-            vocab_size=NUM_TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4,
-            attn_pdrop=0.0, **common,
+        *(
+            # Dropout within attention, fused and in ops of its own.
+            transformers.GPT2Config(
+                vocab_size=NUM_TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4,
+                attn_pdrop=0.1, attn_implementation=attention, **common,
+            )
+            for attention in ("sdpa", "eager")
         ),
         transformers.LlamaConfig(
             vocab_size=NUM_TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

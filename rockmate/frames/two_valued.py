@@ -1,0 +1,80 @@
+"""A saved tensor of two values, zero and another one, held as booleans.
+
+So are the masks of dropout on a CPU, which no op makes again. That a tensor has no third value is
+seen on its bits whenever it is to be held so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rockmate._torch.storage import version_of
+from rockmate.frames.saved import Saved
+from rockmate.frames.storages import PLAIN, storages_of
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A type for the bits of an element, by its bytes."""
+_PIECE = 1 << 15
+"""How many elements are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoValued:
+    """Where such a tensor is not zero, and the bits of the other value.
+
+    Attributes:
+        is_set: booleans.
+        storages: of these.
+    """
+
+    is_set: torch.Tensor
+    storages: tuple[int, ...]
+    _bits: int
+    _dtype: torch.dtype
+
+    @staticmethod
+    def of(saved: Saved) -> TwoValued | None:
+        """A saved tensor as it is now; None if it has other values, or was written since."""
+        tensor = saved.tensor
+        integers = _INTEGERS.get(tensor.itemsize)
+        if integers is None or version_of(tensor) != saved.version or not fills_storage(tensor):
+            return None
+        bits = tensor.as_strided((tensor.numel(),), (1,)).view(integers)
+        other = int(bits.amax())
+        is_set = torch.empty(bits.shape, dtype=torch.bool, device=bits.device)
+        # Memory is short when tensors are given up: this takes none beside the result.
+        for own, result in zip(bits.split(_PIECE), is_set.split(_PIECE), strict=True):
+            result.copy_(own)  # `ne`, `eq` and `equal` take five times as long
+            if result.to(integers).mul_(other).sub_(own).count_nonzero():
+                return None
+        is_set = is_set.as_strided(tensor.shape, tensor.stride())
+        return TwoValued(is_set, storages_of(is_set), other, tensor.dtype)
+
+    def unpacked(self) -> Saved:
+        """The tensor, with the same bits."""
+        integers = _INTEGERS[self._dtype.itemsize]
+        return Saved.of(self.is_set.to(integers).mul_(self._bits).view(self._dtype))
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain real tensor has all of its storage's elements, each once."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() > 0
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and _is_dense(tensor)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether elements follow each other, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size if size != 1 else 1
+    return True

@@ -415,7 +415,8 @@ def test_no_plan_of_any_strategy_beats_the_bound(name: str, num_budgets: int) ->
             # A plan may stay below its budget: then it must stand the bound of what it uses.
             assert plan.predicted_ms >= planner.lower_bound_ms(plan.predicted_peak_bytes) * ROUNDING
     assert planner.lower_bound_ms(1.0) == planner.baseline_ms
-    assert planner.plan(1.0).optimality_gap == 0
+    # The same ops in another order: the sum may round otherwise.
+    assert planner.plan(1.0).optimality_gap == pytest.approx(0, abs=1e-14)
 
 
 @pytest.mark.parametrize("name", NAMES)

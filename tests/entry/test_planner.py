@@ -114,7 +114,7 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
         raise AssertionError("captured or measured again")
 
     for module, name in (
-        (rockmate.planning.session, "capture_step"),
+        (rockmate.planning.session, "captured_step"),
         (rockmate.planning.session, "measure_costs"),
         (rockmate.planning.chunk_variants, "partition"),
     ):

@@ -41,7 +41,7 @@ def without_cache(model: nn.Module) -> nn.Module:
 
 
 def tight_module(model: nn.Module, architecture: Architecture) -> RockmateModule:
-    planner = Planner(model, architecture.make_batch(1))
+    planner = Planner(model, architecture.make_batch(1), numerics="bitwise")
     return planner.module(planner.minimum_peak_bytes)
 
 

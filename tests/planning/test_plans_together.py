@@ -60,7 +60,8 @@ def test_every_plan_fits_and_computes_the_step(name: str) -> None:
 def test_more_room_never_takes_longer(name: str) -> None:
     times_ms = [plan.predicted_ms for plan in together(name)]
     assert times_ms == sorted(times_ms, reverse=True)
-    assert times_ms[-1] == planner_of(name).baseline_ms
+    # The same ops in another order: the sum may round otherwise.
+    assert times_ms[-1] == pytest.approx(planner_of(name).baseline_ms, rel=1e-14)
     assert times_ms[0] > times_ms[-1]
 
 

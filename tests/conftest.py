@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -41,6 +42,25 @@ SLOW = tuple(
     for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 )
+
+
+# Their tests compare bits, often with measured times, which must not decide whether those are kept.
+BITS = tuple(
+    f"tests/{part}/"
+    for part in ("dynamo", "entry", "frames", "graph", "hf", "offload", "ops", "runtime", "scripts")
+)
+
+
+@pytest.fixture(autouse=True)
+def whole_where_it_fits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks only for budgets that nothing else meets, in the tests that compare bits.
+
+    `tests/planning/test_chunked_plans.py` has the rule by which they are chosen elsewhere.
+    """
+    if request.node.nodeid.startswith(BITS):
+        from rockmate.planning import chunkable_blocks
+
+        monkeypatch.setattr(chunkable_blocks, "_MIN_BUDGET_SHARE", math.inf)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

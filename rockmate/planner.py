@@ -54,7 +54,9 @@ class Planner(PlanningSession):
         numerics: "any_order" takes the fastest plan, in chunks where that is faster by more than
             noise: the loss block, or feed-forward blocks, then run in chunks of their rows, which
             adds the same numbers in another order. "bitwise" leaves chunks out: gradients are the
-            same bits at every budget, and those of eager unless kernels are fused.
+            same bits at every budget, and those of eager unless kernels are fused. Gradients of one
+            parameter from several uses, as of tied weights, then wait for each other as in eager,
+            and so take memory.
         kernels: "eager" runs PyTorch's own kernels, with eager's bits. "fused" runs groups of
             pointwise ops, normalizations and reductions as one kernel each, compiled by Inductor
             before ops are measured. The numbers then differ from eager's by rounding, and are the

@@ -123,7 +123,9 @@ class SizedSteps:
         """
         if self._symbolic is None:
             self._symbolic = self._symbolic_capture()
-            self._shared = self._shared_of(self._symbolic.instance(call))
+            if self._options.get("whole_shared", False):
+                capture = self._symbolic.instance(call)
+                self._shared = shared_names(capture, owner_names(self._model))
             try:
                 self._generic = self._symbolic.generic(self._rewritten)
             except SizesNotCoveredError as reason:
@@ -137,10 +139,6 @@ class SizedSteps:
         hooked = tuple(sorted(self._state().hooked))
         options = PassOptions(hooked=hooked, owner_of=owner_names(self._model), marks=self._request)
         return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
-
-    def _shared_of(self, capture: Capture) -> frozenset[str]:
-        is_whole = self._options.get("whole_shared", False)
-        return shared_names(capture, owner_names(self._model)) if is_whole else frozenset()
 
     def _state(self) -> ModelSignature:
         """The model's state, with all parameters that have whole gradients as hooked."""

@@ -173,9 +173,10 @@ class MovedForms(StepForms):
         moved = bound.moved_values(budget_bytes)
         found: list[Found] = []
         for _ in range(_NUM_RETRIES + 1):
-            if moved and not found:
-                found = self._with_free_values(moved, budget_bytes)
-                moved = self._without_largest(moved)
+            if found or not moved:
+                break
+            found = self._with_free_values(moved, budget_bytes)
+            moved = self._without_largest(moved)
         return found
 
     def _without_largest(self, values: Collection[int]) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack, nullcontext
@@ -363,7 +362,7 @@ class Frame:
 
     def _derive(self) -> None:
         """Has the ops of the tape make what was given up, when the backward begins."""
-        begin = time.perf_counter()
+        begin = self._memory.clock()
         slots, self._derived = self._derived, frozenset()
         self.is_made_again = True
         for index, each in enumerate(self._saved):
@@ -375,7 +374,7 @@ class Frame:
         made = self._with_room(lambda: taped.make(needed, self._present()))
         for index, saved in made.items():
             self._fill(index, saved)
-        self._memory.note_made_again(time.perf_counter() - begin)
+        self._memory.note_made_again(self._memory.clock() - begin)
 
     def _made_whole(self, index: int, packed: TwoValued) -> Saved:
         """What was held as booleans."""
@@ -387,7 +386,7 @@ class Frame:
 
     def _make_again(self, index: int) -> Saved:
         """Runs a forward again, for what was dropped."""
-        begin = time.perf_counter()
+        begin = self._memory.clock()
         self.is_made_again = True
         if index < self._num_prefix:
             made = self._with_room(
@@ -397,7 +396,7 @@ class Frame:
             made = self._made_by_part(index)
         for each, saved in made.items():
             self._fill(each, saved)
-        self._memory.note_made_again(time.perf_counter() - begin)
+        self._memory.note_made_again(self._memory.clock() - begin)
         saved = self._saved[index]
         assert isinstance(saved, Saved)
         return saved

@@ -16,8 +16,6 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 
 from __future__ import annotations
 
-import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate._torch.ops import OpOverload
 from rockmate.frames.ahead import Decision
+from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.menu import FrameProfile, Offer
 from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
@@ -37,8 +36,6 @@ from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
 from rockmate.frames.tape import Recipe
 
-# What a tick of the logical clock stands for.
-_TICK_S = 1e-4
 _REMEMBERED_STEPS = 4
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
@@ -139,7 +136,7 @@ class Memory:
         """
         self.device, self._on_recorded = device, end_recording
         self.decides_as_others = decides_as_others
-        self.clock = _logical_clock() if decides_as_others else time.perf_counter
+        self.clock = logical_clock() if decides_as_others else clock_of(device)
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
@@ -435,9 +432,3 @@ def _price(frame: Frame, offer: Offer, position: int) -> float:
     if before is not None:
         seconds, num_bytes = seconds - before.seconds, num_bytes - before.num_bytes
     return seconds / (max(1, num_bytes) * max(1, position - frame.order))
-
-
-def _logical_clock() -> Callable[[], float]:
-    """A clock that goes on by a tick whenever it is read: at saved tensors and calls."""
-    ticks = itertools.count()
-    return lambda: next(ticks) * _TICK_S

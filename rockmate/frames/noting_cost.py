@@ -43,12 +43,12 @@ def noting_cost() -> NotingCost:
     small ops they are not, and noting seems to take a third. Other processes only add to a time, so
     the least one counts.
     """
-    first = Tape("", (), time.perf_counter)
+    first = Tape("", (), time.thread_time)
     _ = _seconds(first)
     ops = first.ops
 
     def least_s(recipe: Recipe | None = None, *, is_taped: bool = True) -> float:
-        tapes = [Tape("", (), time.perf_counter, recipe) for _ in range(_NUM_ROUNDS)]
+        tapes = [Tape("", (), time.thread_time, recipe) for _ in range(_NUM_ROUNDS)]
         return min(_seconds(each if is_taped else None) for each in tapes) / len(ops)
 
     plain_s = least_s(is_taped=False)
@@ -60,12 +60,12 @@ def noting_cost() -> NotingCost:
 
 def _begun_s() -> float:
     """Of a call in which no op is seen."""
-    tape = Tape("", (), time.perf_counter)
+    tape = Tape("", (), time.thread_time)
     _fill_caches()
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with tape.observing():
         pass
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 def _seconds(tape: Tape | None) -> float:
@@ -82,9 +82,9 @@ def _seconds(tape: Tape | None) -> float:
         for call in calls:
             _fill_caches()
             with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 _ = call()
-                seconds += time.perf_counter() - begin
+                seconds += time.thread_time() - begin
     return seconds
 
 

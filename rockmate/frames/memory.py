@@ -48,8 +48,9 @@ class Running(Protocol):
 
     key: FrameKey
     order: int
-    num_bytes: int
 
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
     @property
     def extra_bytes(self) -> int: ...  # noqa: D102
 

@@ -112,7 +112,9 @@ class Frame:
                 return arguments.forward(*arguments.args, **arguments.kwargs)
         tensors = tensors_in(arguments[1:])
         inputs = {key for tensor in tensors for key in storages_of(tensor)}
-        profile = PartProfile(self._passed_s(), inputs, begin_op=self._num_ops())
+        profile = PartProfile(
+            self._passed_s(), inputs, begin_op=self._num_ops(), again_s=self._memory.part_s
+        )
         full_key = FrameKey(f"{self.key.path}.{path}", key.number)
         call = Call(full_key, module, arguments, self._memory) if can_run else None
         part = self._parts[key] = Part(key, len(self._slots), profile, call)

@@ -119,6 +119,7 @@ class Memory:
             gather sharded parameters run collectives again, in the same order on all ranks.
         wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
+        part_s: seconds that it takes a part to be able to run again, and to begin.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Memory:
         self.device, self._on_recorded = device, end_recording
         self.decides_as_others = decides_as_others
         self.clock = logical_clock() if decides_as_others else clock_of(device)
+        self.part_s = 0.0
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from rockmate._torch.storage import version_of
+from rockmate.frames.saved import Saved
+from rockmate.frames.slots import Slot, Slots, checked
+from rockmate.frames.storages import HeldStorages, storages_of
 from rockmate.frames.tape import Recipe, Tape
 
 _NUM_ROUNDS = 4
 _NUM_REPEATS = 3
 _FILLING_BYTES = 16 << 20
 """More than the caches of one core."""
-_COLDER = 2.5
-"""In a step of a language model an op that is seen takes 16 to 25 us, and 7 to 10 here: not only
-the data of a core go cold there, but also what predicts its branches."""
 
 
 class NotingCost(NamedTuple):
@@ -28,11 +31,26 @@ class NotingCost(NamedTuple):
         seen_s: of an op that is compared with a recipe's.
         noted_s: of one that is noted, beside those.
         begun_s: of a call in which ops begin to be seen.
+        by_tape_s: of one that is noted, as far as the tape itself can see it.
+        hook_s: of a tensor that is saved, read and released.
     """
 
     seen_s: float
     noted_s: float
     begun_s: float
+    by_tape_s: float = 0.0
+    hook_s: float = 0.0
+
+    def as_in_step(self, by_tape_s: float) -> NotingCost:
+        """The cost within a step, where not only data are cold, but what predicts branches, too.
+
+        Args:
+            by_tape_s: of an op that is noted, as the tape of a step has seen it; 0 if unknown.
+        """
+        if not self.by_tape_s or not by_tape_s:
+            return self
+        colder = max(1.0, by_tape_s / self.by_tape_s)
+        return NotingCost(*(colder * each for each in self))
 
 
 @cache
@@ -54,14 +72,54 @@ def noting_cost() -> NotingCost:
     plain_s = least_s(is_taped=False)
     seen_s, noted_s = least_s(Recipe(ops, frozenset())), least_s()
     begun_s = min(_begun_s() for _ in range(_NUM_ROUNDS))
-    found = max(0.0, seen_s - plain_s), max(0.0, noted_s - seen_s), begun_s
-    return NotingCost(*(_COLDER * each for each in found))
+    unhooked_s, hooked_s = (
+        min(_saving_s(has_hooks=has_hooks) for _ in range(_NUM_ROUNDS))
+        for has_hooks in (False, True)
+    )
+    noting_s = min(_by_tape_s() for _ in range(_NUM_ROUNDS))
+    return NotingCost(
+        max(0.0, seen_s - plain_s), max(0.0, noted_s - seen_s), begun_s, noting_s,
+        max(0.0, hooked_s - unhooked_s),
+    )  # fmt: skip
+
+
+def _by_tape_s() -> float:
+    """Of an op that is noted, by the tape's own account."""
+    tape = Tape("", (), time.thread_time)
+    _ = _seconds(tape)
+    return tape.noting_s / tape.num_ops
+
+
+def _saving_s(*, has_hooks: bool) -> float:
+    """Of an op that saves a tensor, and its backward, which reads and then releases it."""
+
+    def pack(tensor: torch.Tensor) -> Slot:
+        return Slot(slots, slots.add(tensor, storages_of(tensor), version_of(tensor)))
+
+    def unpack(slot: Slot) -> torch.Tensor:
+        saved = slots.found(slot.index)
+        assert isinstance(saved, Saved)
+        return checked(saved, "")
+
+    slots, x = Slots(HeldStorages()), torch.zeros(1, requires_grad=True)
+    least_s = math.inf
+    for _ in range(_NUM_REPEATS):
+        fill_caches()
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack) if has_hooks else nullcontext():
+            begin = time.thread_time()
+            result = x.exp()
+            seconds = time.thread_time() - begin
+        fill_caches()
+        begin = time.thread_time()
+        _ = torch.autograd.grad(result, x)
+        least_s = min(least_s, seconds + time.thread_time() - begin)
+    return least_s
 
 
 def _begun_s() -> float:
     """Of a call in which no op is seen."""
     tape = Tape("", (), time.thread_time)
-    _fill_caches()
+    fill_caches()
     begin = time.thread_time()
     with tape.observing():
         pass
@@ -80,7 +138,7 @@ def _seconds(tape: Tape | None) -> float:
     seconds = 0.0
     for _ in range(_NUM_REPEATS):
         for call in calls:
-            _fill_caches()
+            fill_caches()
             with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
                 begin = time.thread_time()
                 _ = call()
@@ -88,5 +146,6 @@ def _seconds(tape: Tape | None) -> float:
     return seconds
 
 
-def _fill_caches() -> None:
+def fill_caches() -> None:
+    """Writes memory, so that what follows finds nothing of its own in the caches of the core."""
     _ = torch.zeros(_FILLING_BYTES, dtype=torch.uint8)

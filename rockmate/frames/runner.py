@@ -28,6 +28,7 @@ from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.memory_limit import MemoryLimit
@@ -87,6 +88,7 @@ class FrameRunner:
         self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
         self._memory = Memory(device, self._end_if_alive, decides_as_others=self._is_sharded)
         self._memory.has_compiled_modules = has_compiled(model)
+        self._memory.part_s = part_cost_s()  # here, as it takes memory that is no need of a step
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
         self._num_elements = 0

@@ -11,8 +11,6 @@ from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 
 _REMEMBERED_STEPS = 16
-_HOOK_S = 8e-6
-"""Seconds that the hooks of a saved tensor take, when it is saved, read and released."""
 _SIZES_PER_UNIT = 16
 """Steps smaller than the recorded one are decided for as if they were of the next larger of so many
 sizes."""
@@ -96,7 +94,7 @@ class KnownCalls:
             KnownFrame(
                 key, needs.of(key),
                 menus.choices_of(key) or (_everything(needs.of(key)),),
-                _HOOK_S * menus.num_saved(key),
+                menus.hooks_s(key),
             )
             for key in self._order
         ]  # fmt: skip

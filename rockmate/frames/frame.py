@@ -56,6 +56,7 @@ class Frame:
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
         self._slots = Slots(memory.storages)
+        self._is_profiled = memory.profiles(call.key.path)
         self._saved_s: list[float] = []
         self._num_prefix = 0  # how many of the first tensors are dropped
         self._parts: dict[PartKey, Part] = {}
@@ -107,7 +108,7 @@ class Frame:
         """
         key = PartKey(path, self._num_calls[path])
         self._num_calls[path] += 1
-        if not can_run and not self._memory.is_profiling:
+        if not can_run and not self._is_profiled:
             with nullcontext() if self._taped is None else self._taped.observing(key):
                 return arguments.forward(*arguments.args, **arguments.kwargs)
         tensors = tensors_in(arguments[1:])
@@ -140,7 +141,7 @@ class Frame:
         if self._outside.issuperset(keys):
             return Saved(tensor, keys, version)
         index = self._slots.add(tensor, keys, version)
-        if self._memory.is_profiling:
+        if self._is_profiled:
             self._saved_s.append(self._passed_s())
         if self._taped is not None:
             self._taped.note(tensor)

@@ -43,6 +43,10 @@ class Menus:
         """Nested offers, cheapest bytes first; None if no frame of the path is known."""
         return self._menus.get(key, self._menu_of_path.get(key.path))
 
+    def menu_of_path(self, path: str) -> tuple[Offer, ...] | None:
+        """Those of the last frame of a path that was measured; None if there was none."""
+        return self._menu_of_path.get(path)
+
     def hooks_s(self, key: FrameKey) -> float:
         """Seconds of a frame's hooks; of one that is not known, those of its path."""
         profile = self._profile_of(key)

@@ -151,7 +151,7 @@ class FrameRunner:
             baseline_bytes=needs.baseline_bytes,
             peak_bytes=memory.peak_bytes,
             counts=replace(memory.counts),
-            decided_s=decision.seconds if is_decided else None,
+            decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
             bound_s=(
                 memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
                 if is_decided and memory.scale == 1
@@ -191,6 +191,7 @@ class FrameRunner:
         memory.begin_step(self._state())
         # Menus are of frames as large as those of the recorded step.
         is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
+        memory.can_profile = is_whole
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
@@ -324,7 +325,7 @@ class FrameRunner:
         """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
         if self._is_sharded:  # a part may run when its parameters are not gathered
             return []
-        if self._memory.is_profiling:
+        if self._memory.profiles(path):
             return [inner for inner, _ in module.named_modules() if inner]
         return sorted(self._memory.part_paths(path) | self._memory.region_paths(path))
 

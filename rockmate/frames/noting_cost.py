@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 from functools import cache
@@ -18,7 +17,7 @@ from rockmate.frames.slots import Slot, Slots, checked
 from rockmate.frames.storages import HeldStorages, storages_of
 from rockmate.frames.tape import Recipe, Tape
 
-_NUM_ROUNDS = 4
+_NUM_ROUNDS = 6
 _NUM_REPEATS = 3
 _FILLING_BYTES = 16 << 20
 """More than the caches of one core."""
@@ -61,36 +60,41 @@ def noting_cost() -> NotingCost:
     small ops they are not, and noting seems to take a third. Other processes only add to a time, so
     the least one counts.
     """
-    first = Tape("", (), time.thread_time)
-    _ = _seconds(first)
-    ops = first.ops
-
-    def least_s(recipe: Recipe | None = None, *, is_taped: bool = True) -> float:
-        tapes = [Tape("", (), time.thread_time, recipe) for _ in range(_NUM_ROUNDS)]
-        return min(_seconds(each if is_taped else None) for each in tapes) / len(ops)
-
-    plain_s = least_s(is_taped=False)
-    seen_s, noted_s = least_s(Recipe(ops, frozenset())), least_s()
-    begun_s = min(_begun_s() for _ in range(_NUM_ROUNDS))
-    unhooked_s, hooked_s = (
-        min(_saving_s(has_hooks=has_hooks) for _ in range(_NUM_ROUNDS))
-        for has_hooks in (False, True)
+    ops = _timed_tape().ops
+    recipes = None, Recipe(ops, frozenset()), Recipe(ops, frozenset(range(len(ops))))
+    rounds, by_tape = [], []
+    for _ in range(_NUM_ROUNDS):  # in turn: a machine is busier at one time than at another
+        rounds.append([_seconds(_tape(each) if each is not None else None) for each in recipes])
+        timed = _timed_tape()
+        by_tape.append(timed.noting_s / timed.num_ops)
+    plain_s, seen_s, noted_s = (
+        sum(map(min, zip(*kind, strict=True))) / len(ops) for kind in zip(*rounds, strict=True)
     )
-    noting_s = min(_by_tape_s() for _ in range(_NUM_ROUNDS))
+    begun_s = min(_begun_s() for _ in range(_NUM_ROUNDS))
+    num_pairs = _NUM_REPEATS * _NUM_ROUNDS
+    pairs = [(_saving_s(), _saving_s(has_hooks=True)) for _ in range(num_pairs)]
+    unhooked_s, hooked_s = map(min, zip(*pairs, strict=True))
     return NotingCost(
-        max(0.0, seen_s - plain_s), max(0.0, noted_s - seen_s), begun_s, noting_s,
-        max(0.0, hooked_s - unhooked_s),
-    )  # fmt: skip
+        seen_s=max(0.0, seen_s - plain_s),
+        noted_s=max(0.0, noted_s - seen_s),
+        begun_s=begun_s,
+        by_tape_s=min(by_tape),
+        hook_s=max(0.0, hooked_s - unhooked_s),
+    )
 
 
-def _by_tape_s() -> float:
-    """Of an op that is noted, by the tape's own account."""
-    tape = Tape("", (), time.thread_time)
+def _tape(recipe: Recipe | None = None) -> Tape:
+    return Tape("", (), time.thread_time, recipe)
+
+
+def _timed_tape() -> Tape:
+    """A tape that has noted the ops, and what that took."""
+    tape = _tape()
     _ = _seconds(tape)
-    return tape.noting_s / tape.num_ops
+    return tape
 
 
-def _saving_s(*, has_hooks: bool) -> float:
+def _saving_s(*, has_hooks: bool = False) -> float:
     """Of an op that saves a tensor, and its backward, which reads and then releases it."""
 
     def pack(tensor: torch.Tensor) -> Slot:
@@ -102,23 +106,20 @@ def _saving_s(*, has_hooks: bool) -> float:
         return checked(saved, "")
 
     slots, x = Slots(HeldStorages()), torch.zeros(1, requires_grad=True)
-    least_s = math.inf
-    for _ in range(_NUM_REPEATS):
-        fill_caches()
-        with torch.enable_grad(), saved_tensors_hooks(pack, unpack) if has_hooks else nullcontext():
-            begin = time.thread_time()
-            result = x.exp()
-            seconds = time.thread_time() - begin
-        fill_caches()
+    fill_caches()
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack) if has_hooks else nullcontext():
         begin = time.thread_time()
-        _ = torch.autograd.grad(result, x)
-        least_s = min(least_s, seconds + time.thread_time() - begin)
-    return least_s
+        result = x.exp()
+        seconds = time.thread_time() - begin
+    fill_caches()
+    begin = time.thread_time()
+    _ = torch.autograd.grad(result, x)
+    return seconds + time.thread_time() - begin
 
 
 def _begun_s() -> float:
     """Of a call in which no op is seen."""
-    tape = Tape("", (), time.thread_time)
+    tape = _tape()
     fill_caches()
     begin = time.thread_time()
     with tape.observing():
@@ -126,8 +127,8 @@ def _begun_s() -> float:
     return time.thread_time() - begin
 
 
-def _seconds(tape: Tape | None) -> float:
-    """Of some ops on one element each."""
+def _seconds(tape: Tape | None) -> list[float]:
+    """Of each of some ops on one element, a few times over."""
     x, bias = torch.zeros(1, 1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
     weight = torch.zeros(1, 1, requires_grad=True)
     calls = (
@@ -135,14 +136,13 @@ def _seconds(tape: Tape | None) -> float:
         lambda: functional.gelu(x),
         lambda: x + x,
     )
-    seconds = 0.0
-    for _ in range(_NUM_REPEATS):
-        for call in calls:
-            fill_caches()
-            with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
-                begin = time.thread_time()
-                _ = call()
-                seconds += time.thread_time() - begin
+    seconds = []
+    for call in calls * _NUM_REPEATS:
+        fill_caches()
+        with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
+            begin = time.thread_time()
+            _ = call()
+            seconds.append(time.thread_time() - begin)
     return seconds
 
 

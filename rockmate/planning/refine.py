@@ -21,8 +21,6 @@ from rockmate.planning.deferral import (
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.schedule.schedule import Schedule
 
-# A step of more ops is long: its search leaves out the stages that take most time.
-LONG_STEP_OPS = 2_000
 # Number of repair attempts: the estimate of live bytes is approximate.
 _REPAIR_ATTEMPTS = 2
 # Defer a weight gradient only if its result and workspace exceed this share of the budget.
@@ -45,11 +43,6 @@ class ScheduleRefiner:
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self._graph = graph
         self._costs = costs
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the step has more than `LONG_STEP_OPS` ops."""
-        return len(self._graph.ops) > LONG_STEP_OPS
 
     def evaluate(self, schedule: Schedule) -> Candidate:
         """Simulates a schedule."""
@@ -99,10 +92,7 @@ class ScheduleRefiner:
         return candidate if schedule is candidate.schedule else self.evaluate(schedule)
 
     def defer_weight_gradients(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """Defers weight gradients, one by one, where the freed memory makes the schedule faster.
-
-        Of a long step, the schedule is returned as it is: deferral would take too long.
-        """
+        """Defers weight gradients, one by one, where the freed memory makes the schedule faster."""
         tried: set[Op] = set()
         num_failed = 0
         while num_failed < _MAX_FAILED_DEFERRALS:
@@ -119,7 +109,7 @@ class ScheduleRefiner:
 
     @cached_property
     def _deferrable(self) -> frozenset[Op]:
-        return frozenset() if self.is_long else deferrable_ops(self._graph)
+        return deferrable_ops(self._graph)
 
     @cached_property
     def _own_bytes(self) -> list[int]:

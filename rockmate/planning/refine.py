@@ -15,6 +15,7 @@ from rockmate.planning.candidate import Candidate, evaluate, fastest
 from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
+    first_reader,
     insertion_points,
     result_and_workspace_bytes,
 )
@@ -118,7 +119,7 @@ class ScheduleRefiner:
     def _fullest_deferrable(
         self, candidate: Candidate, budget_bytes: int, tried: set[Op]
     ) -> int | None:
-        """The position with the most live bytes of an op worth deferring and not `tried`."""
+        """The position of an op worth deferring and not `tried`, while most bytes are live."""
         live_bytes = candidate.simulation.live_bytes
         deferrable = {
             op.index
@@ -126,12 +127,14 @@ class ScheduleRefiner:
             if self._own_bytes[op.index] >= _MIN_DEFERRED_SHARE * budget_bytes
         }
         steps = candidate.schedule.steps
-        positions = (position for position, index in enumerate(steps) if index in deferrable)
-        return max(
-            (p for p in positions if live_bytes[p] >= _MIN_LIVE_SHARE * budget_bytes),
-            key=live_bytes.__getitem__,
-            default=None,
-        )
+        fullest, most_bytes = None, _MIN_LIVE_SHARE * budget_bytes
+        for position in (place for place, index in enumerate(steps) if index in deferrable):
+            # A result that waits for a reader takes memory up to that one.
+            end, waiting_bytes = first_reader(self._graph, candidate.schedule, position)
+            num_bytes = max(live_bytes[position : end if waiting_bytes else position + 1])
+            if num_bytes > most_bytes:
+                fullest, most_bytes = position, num_bytes
+        return fullest
 
     def _defer(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
         """A faster schedule with the run at `position` deferred and the rest refined; or None."""

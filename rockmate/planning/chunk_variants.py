@@ -35,7 +35,6 @@ from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, frontier_at, linspace_int
 from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
-from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
@@ -44,8 +43,6 @@ from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 from rockmate.step import CapturedStep
 
-# Number of budgets from which on they are planned jointly; fewer have no near neighbours.
-JOINT_PLANNING_THRESHOLD = 20
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _EXPECTED_GAP_REDUCTION = 0.35
 # Least time that chunks add, as a share of the baseline's time. On one core, baselines of the same
@@ -269,16 +266,11 @@ class Variants:
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """The schedules of the default strategy for many budgets, planned jointly.
+        """The schedules of the default strategy for many budgets, planned together.
 
-        Budgets that no schedule fits are left out. Empty if the whole step fits fewer than
-        `JOINT_PLANNING_THRESHOLD` of them.
+        Budgets that no schedule fits are left out.
         """
-        search = self.unchunked.local_search
-        minimum_bytes = search.minimum().peak_bytes
-        if sum(budget >= minimum_bytes for budget in budgets) < JOINT_PLANNING_THRESHOLD:
-            return {}
-        whole = JointSearch(search).best_within_each(budgets, progress=progress)
+        whole = self.unchunked.local_search.best_within_each(budgets, progress=progress)
         best = {budget: (self.unchunked, candidate) for budget, candidate in whole.items()}
         slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)), budget)]
         for form in self.chunkable.chunkings if slow else ():
@@ -311,9 +303,7 @@ class Variants:
                 if self.chunkable.chunk_bytes(chunking) <= budget
                 and self._is_promising(variant, budget, _ms_of(best.get(budget)))
             ]
-            found = JointSearch(variant.local_search).best_within_each(
-                open_budgets, progress=progress
-            )
+            found = variant.local_search.best_within_each(open_budgets, progress=progress)
             faster = {
                 budget: (variant, candidate)
                 for budget, candidate in found.items()

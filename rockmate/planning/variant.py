@@ -14,6 +14,7 @@ from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
 from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.candidate import Candidate
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import BITWISE, UNMOVED, make_local_search, make_search
@@ -106,6 +107,18 @@ class Variant:
             solved=self._solved,
             rule=self._rule,
         )
+
+    def quick_start(self, budget_bytes: int) -> Candidate | None:
+        """The relaxation's schedule made to fit a budget; None if there is none or repair fails.
+
+        It takes milliseconds, where the search's own starts need the smallest peak first. Where
+        repair fails, the budget is close to that peak, and plans take very long.
+        """
+        problem = self.local_search.problem
+        schedule = problem.starts.from_relaxation(budget_bytes)
+        if schedule is None:
+            return None
+        return problem.refiner.repair_and_refine(problem.refiner.evaluate(schedule), budget_bytes)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy."""

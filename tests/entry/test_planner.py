@@ -15,8 +15,8 @@ import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
-import rockmate.planning.variant
 import rockmate.planning.session
+import rockmate.planning.variant
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
 from rockmate.costs.cost import Cost, Costs
 from rockmate.schedule.schedule import Schedule

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
-from rockmate.planning import variant as variant_file
 from rockmate.planning import session as planner_file
+from rockmate.planning import variant as variant_file
 
 LARGEST = (4, 48)
 SMALLER = [(4, 31), (2, 48), (3, 7)]

@@ -1,8 +1,8 @@
 """Synthetic inputs of the ops that are measured: constants that suit any op.
 
 To fill a large input may take longer than the op itself, and a large vocabulary makes many of them.
-So inputs from `_LEAST_POOLED_BYTES` on are kept from call to call on a CPU. That changes no time:
-they exceed a processor's caches, so no call finds its data there.
+So inputs from `_LEAST_POOLED_BYTES` on are kept from call to call on a CPU. They are as large as
+its last cache, or larger: one that was just filled is hardly nearer than one of the call before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import operator
 import torch
 from torch import fx
 
+from rockmate._torch.allocator import free_bytes
 from rockmate.ops.rng import is_random
 
 _LEAST_POOLED_BYTES = 1 << 25
-# The pool holds no more, so that measuring takes hardly more memory than the largest ops.
+# The pool holds no more. Where less than that is free, it keeps nothing.
 _MOST_POOLED_BYTES = 1 << 30
 
 Layout = tuple[torch.dtype, int]
@@ -46,7 +47,9 @@ class InputPool:
         if index < len(kept):
             return kept[index]
         made = _constant(fake)
-        if self._kept_bytes + num_bytes <= _MOST_POOLED_BYTES:
+        free = free_bytes(fake.device)
+        has_room = free is None or free >= _MOST_POOLED_BYTES
+        if has_room and self._kept_bytes + num_bytes <= _MOST_POOLED_BYTES:
             kept.append(made)
             self._kept_bytes += num_bytes
         return made

@@ -91,8 +91,10 @@ def _synthetic_tensor(
     fake: torch.Tensor, pool: InputPool | None, taken: dict[Layout, int] | None
 ) -> torch.Tensor:
     """A constant tensor with the layout of a fake one."""
-    is_pooled = pool is not None and taken is not None and fake.device.type == "cpu"
-    memory = pool.memory(fake, taken) if is_pooled else _constant(fake)
+    if pool is None or taken is None or fake.device.type != "cpu":
+        memory = _constant(fake)
+    else:
+        memory = pool.memory(fake, taken)
     return memory.as_strided(fake.shape, fake.stride())
 
 

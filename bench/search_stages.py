@@ -26,8 +26,8 @@ from rockmate.collector import gc_paused
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.chunk_variants import Variant
 from rockmate.planning.search_trace import SearchTrace
+from rockmate.planning.variant import Variant
 from rockmate.step import capture_step
 
 MODELS = ("gpt2-2layer", "llama-2layer", "unet", "resnet50", "convnext", "qwen3-moe", "hrnet")

@@ -1,8 +1,8 @@
 """`torch.compile` with the min-cut partitioner at an activation memory budget.
 
-The kernels are eager's (`min_cut`), or Inductor's (`inductor`). Every size is compiled by itself: it
-runs faster than a size that is a variable, and Inductor fails on convolutional layers of variable
-sizes.
+The kernels are eager's (`min_cut`), or Inductor's (`inductor`). Every size is compiled by itself:
+it runs faster than a size that is a variable, and Inductor fails on convolutional layers of
+variable sizes.
 
 Compiled callables are cached, since the first call of each costs some milliseconds that no step of
 a training loop pays.

@@ -14,7 +14,6 @@ take longer than the op, and whether a call gets such pages is chance.
 
 from __future__ import annotations
 
-import operator
 import statistics
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -30,22 +29,28 @@ from rockmate._torch.allocator import Recording, is_out_of_memory, workspace_byt
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import kernel_ms, make_workspaces
 from rockmate._torch.engine import is_profiling
+from rockmate._torch.ops import is_op, schema_of
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
+from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.rng import is_random
+from rockmate.ops.kernels import cross_entropy_backward
 
 _ADD = torch.ops.aten.add_.Tensor
-# Number of rounds in which each call is timed.
-_NUM_ROUNDS = 5
+_ADD_PRODUCT = torch.ops.aten.addmm_.default
+# Number of rounds in which each call is timed; calls that took enough time are in fewer.
+_NUM_ROUNDS, _LEAST_ROUNDS = 5, 3
+_ENOUGH_MS = 10.0
 # Milliseconds from which two runs suffice, the one that measures the workspace included.
-_SLOW_MS = 20.0
+_SLOW_MS = 10.0
 # Milliseconds from which that one run suffices.
 _VERY_SLOW_MS = 100.0
+# Larger memories never stay in the heap: glibc gives them back at once (M_MMAP_THRESHOLD).
+_MOST_HEAP_BYTES = 1 << 25
 # Errors that ATen raises for shapes and dtypes that an op does not take. Their subclasses have
 # other causes: no kernel (NotImplementedError), a failed device (AcceleratorError).
 _OP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
@@ -140,7 +145,7 @@ def _first_call(parameters: Mapping[str, fx.Node], op: Op) -> _Call:
     form = op.gradient_sink_form
     if not isinstance(form, SlicedMatmul) or not form.is_one_of_several:
         return _own_call(op)
-    target = _add_flipped_product if form.is_flipped else torch.ops.aten.addmm_.default
+    target = _add_flipped_product if form.is_flipped else _ADD_PRODUCT
     parameter = parameters[op.final_gradients[0][1].name]
     return _Call(op, target, (parameter, *op.node.args), op.node.kwargs)
 
@@ -190,14 +195,18 @@ def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
         disable=not progress,
         leave=False,
     ) as bar:
+        pool = InputPool()
         for call in calls:
+            call.pool = pool
             call.measure_overhead()
         bar.update()
         for round_index in range(_NUM_ROUNDS):
             for call in calls:
-                if call.first_ms < (_VERY_SLOW_MS if round_index == 0 else _SLOW_MS):
+                if call.needs_round(round_index):
                     call.measure_time()
             bar.update()
+        for call in calls:
+            call.pool = None
 
 
 def cpu_seconds() -> float:
@@ -224,6 +233,7 @@ class _Call:
         launches_ms: on CUDA, the host's times of issuing the call.
         has_produced_integers: whether integers that another op returns are made by that op, for
             one that zeros do not suit: pivots count from one.
+        pool: where large inputs come from while calls are measured.
     """
 
     def __init__(
@@ -245,6 +255,7 @@ class _Call:
         self.first_ms = 0.0
         self.launches_ms: list[float] = []
         self.has_produced_integers = False
+        self.pool: InputPool | None = None
 
     @property
     def kernel_ms(self) -> float:
@@ -260,6 +271,12 @@ class _Call:
         """The call's time, at least its launch if the host bounds the step, and its workspace."""
         time_ms = max(self.kernel_ms, self.launch_ms) if is_host_bound else self.kernel_ms
         return Cost(time_ms=time_ms, overhead_bytes=self.overhead_bytes)
+
+    def needs_round(self, index: int) -> bool:
+        """Whether its time is measured in the round of that index."""
+        if self.first_ms >= _SLOW_MS:
+            return index == 0 and self.first_ms < _VERY_SLOW_MS
+        return index < _LEAST_ROUNDS or sum(self.times_ms) < _ENOUGH_MS
 
     def measure_overhead(self) -> None:
         """Measures the workspace, and the time of a slow call."""
@@ -358,14 +375,20 @@ class _Call:
 
     def _warm_heap(self) -> None:
         """Leaves as many bytes in the heap as the call allocates."""
-        torch.ones(self.op.written_bytes + self.overhead_bytes, dtype=torch.uint8)
+        num_bytes = self.op.written_bytes + self.overhead_bytes
+        if num_bytes <= _MOST_HEAP_BYTES:
+            torch.ones(num_bytes, dtype=torch.uint8)
 
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         made: dict[fx.Node, torch.Tensor] = {}
+        taken: dict[Layout, int] = {}
+        pool = self.pool if _keeps_inputs(self.target) else None
 
         def make(node: fx.Node) -> torch.Tensor:
             if node not in made:
-                made[node] = _synthetic_value(node, runs_producer=self.has_produced_integers)
+                made[node] = synthetic_value(
+                    node, runs_producer=self.has_produced_integers, pool=pool, taken=taken
+                )
             return made[node]
 
         if hasattr(self.target, "on_sample"):
@@ -375,6 +398,16 @@ class _Call:
 
             return *self.target.on_sample(argument), {}
         return self.target, fx.map_arg(self.args, make), fx.map_arg(self.kwargs, make)
+
+
+def _keeps_inputs(target: Any) -> bool:
+    """Whether a call leaves its inputs fit for the next one.
+
+    What is added to large constants makes them larger ones, which take no longer.
+    """
+    if target in (_ADD, _ADD_PRODUCT, _add_flipped_product, cross_entropy_backward):
+        return True
+    return is_op(target) and not schema_of(target).is_mutable
 
 
 def _tracked_results(result: Any, fake: Any) -> Any:
@@ -394,38 +427,3 @@ def _is_of_values(error: Exception) -> bool:
     if type(error) not in _OP_ERRORS or is_out_of_memory(error):
         return False
     return not any(cause in str(error) for cause in _OTHER_CAUSES)
-
-
-def _synthetic_value(node: fx.Node, *, runs_producer: bool = False) -> torch.Tensor:
-    """A synthetic input of an op.
-
-    Attention with dropout returns its seed and offset, which the kernel of the backward may read on
-    the host. Where they are then is known from a run of the forward alone.
-
-    Args:
-        node: the input.
-        runs_producer: whether integers come from a run of the op that returns them, if it returns
-            several tensors.
-    """
-    fake = node.meta["val"]
-    is_item = node.op == "call_function" and node.target is operator.getitem
-    if not is_item or fake.is_floating_point():
-        return _synthetic_tensor(fake)
-    producer, index = node.args
-    assert isinstance(producer, fx.Node)
-    is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
-    if not (is_seed or runs_producer):
-        return _synthetic_tensor(fake)
-    args, kwargs = fx.map_arg((producer.args, producer.kwargs), _synthetic_value)
-    return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
-
-
-def _synthetic_tensor(fake: torch.Tensor) -> torch.Tensor:
-    """A constant tensor with the layout of a fake one."""
-    value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
-    num_elements = 0
-    if fake.numel():
-        dimensions = zip(fake.shape, fake.stride(), strict=True)
-        num_elements = 1 + sum((size - 1) * stride for size, stride in dimensions)
-    memory = torch.full((num_elements,), value, dtype=fake.dtype, device=fake.device)
-    return memory.as_strided(fake.shape, fake.stride())

@@ -16,139 +16,35 @@ recomputations that they save, by more than the noise, and never where the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.protocol import Bounds, MinBound, StoredBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs, scaled_times
-from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
-from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
-from rockmate.planning.baseline_search import FRONTIER_POINTS, Searcher
+from rockmate.planning.baseline_search import FRONTIER_POINTS
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.candidate import Candidate, by_time, frontier_at, linspace_int
+from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
 from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
-from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
-from rockmate.planning.strategies import BITWISE, UNMOVED, make_local_search, make_search
-from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import Simulation, simulate
+from rockmate.planning.variant import CHUNKING_STRATEGY, Variant
 from rockmate.step import CapturedStep
 
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _EXPECTED_GAP_REDUCTION = 0.35
+# The same for a quick start, which is further from what the search ends with.
+_QUICK_GAP_REDUCTION = 0.6
+# Share by which equal sums of times may differ.
+_ROUNDING = 1e-9
 # Least time that chunks add, as a share of the baseline's time. On one core, baselines of the same
 # step in 2, 4 and 8 chunks differ by up to 0.02 from run to run.
 _MIN_OVERHEAD = 0.01
-# The only strategy that may use chunks. The others are there to compare with.
-_CHUNKING_STRATEGY = "rockmate"
-
-
-class Variant:
-    """A captured step with all that planning it takes, each part computed on demand.
-
-    Args:
-        step: as captured, or in chunks.
-        costs: of its ops.
-        solver_time: the time that all solves share.
-        solved: block options that variants share.
-        rule: when the search of the default strategy ends; None for no limit.
-    """
-
-    def __init__(
-        self,
-        step: CapturedStep,
-        costs: Costs,
-        solver_time: SolverTime,
-        solved: SolvedBlocks,
-        rule: StoppingRule | None = None,
-    ) -> None:
-        self.step = step
-        self.costs = costs
-        self._solver_time = solver_time
-        self._solved = solved
-        self._rule = rule
-        self._searches: dict[str, Searcher] = {}
-
-    def with_graph(self, graph: Graph) -> Variant:
-        """The same with another graph of the same ops, whose costs are those of its own."""
-        step = replace(self.step, graph=graph)
-        return Variant(step, self.costs, self._solver_time, SolvedBlocks(), self._rule)
-
-    @property
-    def graph(self) -> Graph:
-        """The step as ops on storages."""
-        return self.step.graph
-
-    @cached_property
-    def blocks(self) -> BlockChain:
-        """Its chain of blocks."""
-        return partition(self.graph)
-
-    @cached_property
-    def baseline(self) -> Simulation:
-        """The simulated schedule without recomputation."""
-        return simulate(self.graph, baseline_schedule(self.graph), self.costs)
-
-    @cached_property
-    def lower_bound(self) -> LowerBound:
-        """The lower bound on the time of its schedules."""
-        return LowerBound(
-            self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
-        )
-
-    @cached_property
-    def snapshot(self) -> StepSnapshot:
-        """The step as plain values."""
-        return snapshot_of(self.graph, self.step.call)
-
-    @property
-    def text(self) -> str:
-        """Tells the step and its options, whatever its costs."""
-        options = sorted(self.step.options.items())
-        return f"{self.snapshot.fingerprint} {self.snapshot.call_fingerprint} {options}"
-
-    @cached_property
-    def chain(self) -> SnapshotChain:
-        """Its blocks as plain values."""
-        return snapshot_chain(self.blocks)
-
-    @cached_property
-    def local_search(self) -> LocalSearch:
-        """The search of the default strategy."""
-        return make_local_search(
-            self.graph,
-            self.blocks,
-            self.costs,
-            lower_bound=self.lower_bound,
-            solver_time=self._solver_time,
-            solved=self._solved,
-            rule=self._rule,
-        )
-
-    def search(self, strategy: str) -> Searcher:
-        """The search of a strategy."""
-        if strategy in (_CHUNKING_STRATEGY, UNMOVED, BITWISE):
-            return self.local_search
-        if strategy not in self._searches:
-            self._searches[strategy] = make_search(
-                strategy,
-                self.graph,
-                self.blocks,
-                self.costs,
-                solver_time=self._solver_time,
-                lower_bound=self.lower_bound,
-                solved=self._solved,
-            )
-        return self._searches[strategy]
 
 
 class Variants:
@@ -247,19 +143,23 @@ class Variants:
     def best_within(self, budget_bytes: int, strategy: str) -> tuple[Variant, Candidate] | None:
         """The fastest schedule found within the budget, and its variant; None if none fits."""
         initial = self.unchunked.local_search.initial_within
-        is_whole = strategy != _CHUNKING_STRATEGY
+        is_whole = strategy != CHUNKING_STRATEGY
         if is_whole or not self._may_pay(_ms(initial(budget_bytes)), budget_bytes):
             found = self.unchunked.search(strategy).best_within(budget_bytes)
             return None if found is None else (self.unchunked, found)
         best: tuple[Variant, Candidate] | None = None
         best_ms = inf
         starts = self._initial_candidates(budget_bytes)
-        for variant, start in sorted(starts, key=lambda pair: by_time(pair[1])):
-            gap_ms = start.time_ms - variant.lower_bound.bound_ms(budget_bytes)
-            if start.time_ms - _EXPECTED_GAP_REDUCTION * gap_ms >= best_ms:
+        for variant, quick in sorted(starts, key=lambda pair: by_time(pair[1])):
+            bound_ms = variant.lower_bound.bound_ms(budget_bytes)
+            if _expected_ms(quick, bound_ms, _QUICK_GAP_REDUCTION) >= best_ms:
                 continue
-            found = variant.local_search.best_within(budget_bytes)
-            if found is not None and found.time_ms < best_ms:
+            # The quick start may fit where the search's own smallest peak does not.
+            start = fastest(quick, variant.local_search.initial_within(budget_bytes))
+            if _expected_ms(start, bound_ms, _EXPECTED_GAP_REDUCTION) >= best_ms:
+                continue
+            found = fastest(start, variant.local_search.best_within(budget_bytes))
+            if found.time_ms < best_ms:
                 best, best_ms = (variant, found), found.time_ms
         return best
 
@@ -335,7 +235,7 @@ class Variants:
         """The initial schedules of one form, until smaller chunks promise nothing."""
         last_ms = inf
         ruled_out: LowerBound | None = None
-        for chunking in form:
+        for chunking in self._without_dominated(form):
             if self.chunkable.chunk_bytes(chunking) > budget_bytes:
                 continue
             if incumbent_ms < inf and self._rule.is_late:
@@ -352,7 +252,9 @@ class Variants:
                     return
                 ruled_out = variant.lower_bound
                 continue
-            initial = variant.local_search.initial_within(budget_bytes)
+            initial = variant.quick_start(budget_bytes)
+            if initial is None and incumbent_ms == inf:
+                initial = variant.local_search.initial_within(budget_bytes)
             if initial is None:
                 continue
             yield variant, initial
@@ -361,17 +263,32 @@ class Variants:
             last_ms = initial.time_ms
             incumbent_ms = min(incumbent_ms, last_ms)
 
+    def _without_dominated(self, form: Sequence[Chunks]) -> Sequence[Chunks]:
+        """The chunkings of a form without those that a smaller chunk size dominates.
+
+        Where nothing is recomputed, the step may take the least time that chunks count, whatever
+        their number. The smallest of these chunks then take no more memory than larger ones.
+        """
+        if any(chunking.form != "at_once" for chunking in form):
+            return form
+        for index in reversed(range(len(form))):
+            variant = self._variant(form[index])
+            if variant is not None and self._is_fastest_in_chunks(variant):
+                return form[index:]
+        return form
+
+    def _is_fastest_in_chunks(self, variant: Variant) -> bool:
+        """Whether a variant takes the least time that chunks count."""
+        return variant.baseline.time_ms <= self._least_chunked_ms * (1 + _ROUNDING)
+
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """Budgets and the best candidate of each: budgets grow, times fall."""
-        if strategy != _CHUNKING_STRATEGY:
+        if strategy != CHUNKING_STRATEGY:
             return self.unchunked.search(strategy).frontier()
         low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
-
-        def candidate_within(budget_bytes: int) -> Candidate | None:
-            best = self.best_within(budget_bytes, strategy)
-            return None if best is None else best[1]
-
-        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), candidate_within)
+        budgets = linspace_int(low, high, FRONTIER_POINTS)
+        best = {budget: found for budget, (_, found) in self.best_within_each(budgets).items()}
+        return frontier_at(budgets, best.get)
 
     # --- bounds and minima ---
 
@@ -405,7 +322,7 @@ class Variants:
     def min_peak(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak, in chunks if that is smaller."""
         best = self.unchunked.search(strategy).minimum()
-        if strategy != _CHUNKING_STRATEGY:
+        if strategy != CHUNKING_STRATEGY:
             return best
         for form in self.chunkable.chunkings:
             for chunking in reversed(form):
@@ -427,6 +344,11 @@ def _ms(candidate: Candidate | None) -> float:
 
 def _ms_of(pair: tuple[Variant, Candidate] | None) -> float:
     return inf if pair is None else pair[1].time_ms
+
+
+def _expected_ms(start: Candidate, bound_ms: float, reduction: float) -> float:
+    """The time that a search is expected to reach from a start."""
+    return start.time_ms - reduction * (start.time_ms - bound_ms)
 
 
 def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:

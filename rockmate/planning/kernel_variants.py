@@ -16,10 +16,11 @@ from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.errors import MissingCompilerError
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.chunk_variants import Variants
 from rockmate.planning.numerics import check_numerics
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.strategies import BITWISE
+from rockmate.planning.variant import Variant
 from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.chunk_variants import Variant
+from rockmate.planning.variant import Variant
 
 # Number of marks for which an infeasible budget is explained, the first ones.
 MAX_EXPLAINED = 8

@@ -26,11 +26,11 @@ from rockmate.planning.candidate import (
     frontier_at,
     linspace_int,
 )
-from rockmate.planning.chunk_variants import Variant
 from rockmate.planning.free_values import with_free_values
 from rockmate.planning.moving import MoveFinder
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.strategies import UNMOVED
+from rockmate.planning.variant import Variant
 from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.step import CapturedStep
 

@@ -39,7 +39,7 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.chunk_variants import Variant, Variants
+from rockmate.planning.chunk_variants import Variants
 from rockmate.planning.frontier_point import FrontierPoint
 from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_later
 from rockmate.planning.mark_prices import (
@@ -56,6 +56,7 @@ from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
 from rockmate.planning.strategies import UNMOVED
+from rockmate.planning.variant import Variant
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.sharding.simulated import MeshSizes, Shard
 from rockmate.step import CapturedStep

@@ -8,7 +8,7 @@ from typing import Protocol
 from rockmate.bound.protocol import Bounds
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.chunk_variants import Variant
+from rockmate.planning.variant import Variant
 from rockmate.step import CapturedStep
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import differing, gradients_of
 from torch import nn
 
+import rockmate.costs.synthetic_inputs as inputs
 from rockmate import InvalidSampleError, RockmateError, RockmateModule
+from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
 from rockmate.step import capture_step
@@ -104,3 +106,59 @@ def test_pivots_are_measured_as_the_factorization_makes_them(function: Any) -> N
     RockmateModule(model, x, 1.0)(x).backward()
     eager(x).backward()
     assert not differing(gradients_of(model), gradients_of(eager))
+
+
+# --- large inputs ---------------------------------------------------------------------------------
+
+
+class _Filled(NamedTuple):
+    costs: Costs
+    squares: list[torch.Tensor]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *, least_bytes: int, most_bytes: int) -> _Filled:
+    """Costs of a step, with each memory that was filled for an input."""
+    filled: list[torch.Tensor] = []
+    fill = inputs._constant
+
+    def noted(fake: torch.Tensor) -> torch.Tensor:
+        filled.append(fill(fake))
+        return filled[-1]
+
+    monkeypatch.setattr(inputs, "_constant", noted)
+    monkeypatch.setattr(inputs, "_LEAST_POOLED_BYTES", least_bytes)
+    monkeypatch.setattr(inputs, "_MOST_POOLED_BYTES", most_bytes)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    graph = capture_step(model, torch.randn(16, 16)).graph
+    return _Filled(measure_costs(graph), [each for each in filled if each.numel() == 256])
+
+
+def test_large_inputs_are_filled_once_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most of one size that one call reads are as many as there ever are."""
+    pooled = measured(monkeypatch, least_bytes=1024, most_bytes=1 << 20)
+    assert 2 <= len(pooled.squares) <= 4
+    apart = measured(monkeypatch, least_bytes=1 << 20, most_bytes=1 << 20)
+    assert len(apart.squares) > 4 * len(pooled.squares)
+    full = measured(monkeypatch, least_bytes=1024, most_bytes=1500)
+    assert len(pooled.squares) < len(full.squares) < len(apart.squares)
+    for other in (apart, full):
+        assert [cost.overhead_bytes for cost in other.costs.first] == [
+            cost.overhead_bytes for cost in pooled.costs.first
+        ]
+
+
+def test_two_inputs_of_a_call_never_share_a_memory() -> None:
+    pool, taken = inputs.InputPool(), dict[inputs.Layout, int]()
+    fake = torch.empty(1 << 23, dtype=torch.float32)
+    one, other = pool.memory(fake, taken), pool.memory(fake, taken)
+    assert one.data_ptr() != other.data_ptr()
+    again = pool.memory(fake, {})
+    assert again.data_ptr() == one.data_ptr()
+
+
+def test_nothing_is_kept_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "free_bytes", lambda device: 1 << 29)
+    pool = inputs.InputPool()
+    fake = torch.empty(1 << 23, dtype=torch.float32)
+    held = pool.memory(fake, {})
+    assert pool.memory(fake, {}).data_ptr() != held.data_ptr()

@@ -15,8 +15,8 @@ import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
-import rockmate.planning.chunk_variants
 import rockmate.planning.session
+import rockmate.planning.variant
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
 from rockmate.costs.cost import Cost, Costs
 from rockmate.schedule.schedule import Schedule
@@ -116,7 +116,7 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
     for module, name in (
         (rockmate.planning.session, "captured_step"),
         (rockmate.planning.session, "measure_costs"),
-        (rockmate.planning.chunk_variants, "partition"),
+        (rockmate.planning.variant, "partition"),
     ):
         monkeypatch.setattr(module, name, never)
     for budget in budgets_of(case.planner, 7):

@@ -40,6 +40,7 @@ from rockmate.graph.parameters import owner_names
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.numerics import Numerics
+from rockmate.planning.variant import Variant
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
@@ -349,23 +350,23 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
 ) -> None:
     planner = layered()
     budget_bytes = planner.minimum_peak_bytes - 1
-    whole = planner._variants.unchunked.local_search
-    calls = {"initial_within": 0, "best_within": 0}  # of steps in chunks
+    whole = planner._variants.unchunked
+    calls = {"quick_start": 0, "best_within": 0}  # of steps in chunks
 
-    def counted(name: str) -> None:
-        right = getattr(LocalSearch, name)
+    def counted(kind: type, name: str) -> None:
+        right = getattr(kind, name)
 
-        def count(self: LocalSearch, budget_bytes: int) -> object:
-            calls[name] += self is not whole
+        def count(self: object, budget_bytes: int) -> object:
+            calls[name] += self not in (whole, whole.local_search)
             return right(self, budget_bytes)
 
-        monkeypatch.setattr(LocalSearch, name, count)
+        monkeypatch.setattr(kind, name, count)
 
-    for name in calls:
-        counted(name)
+    counted(Variant, "quick_start")
+    counted(LocalSearch, "best_within")
     plan = planner.plan(budget_bytes)
     assert "loss_chunks" in plan.options
-    assert 1 <= calls["best_within"] < calls["initial_within"]
+    assert 1 <= calls["best_within"] < calls["quick_start"]
     assert plan.predicted_peak_bytes < plan.minimum_peak_bytes == planner.minimum_peak_bytes
 
 

@@ -1,0 +1,36 @@
+"""The page of planning times, and the models with recurrent layers that it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import planning_time
+from bench.machine import machine_record
+from bench.models import recurrent
+from bench.planning_time import Measured, Timed
+
+
+def test_a_page_says_which_targets_are_hit() -> None:
+    found = planning_time.rows("tiny", Measured(1234, [Timed("a", 1.0, 1.0), Timed("b", 1.0, 1.1)]))
+    assert found == [
+        ("tiny", "1,234", "a", "1", "1.00", "hit"),
+        ("tiny", "1,234", "b", "1", "1.10", "**miss**"),
+    ]
+    page = planning_time.page(found, machine_record("bench.planning_time"))
+    assert "**1 of 2 targets are hit.**" in page
+    assert "| tiny | 1,234 | b | 1 | 1.10 | **miss** |" in page
+
+
+def test_a_case_beyond_the_limit_is_a_miss() -> None:
+    (row,) = planning_time.rows_measured_apart("rwkv, 12 layers, 1,024 tokens", 1)
+    assert row[-2:] == ("> 1", "**miss**")
+
+
+@pytest.mark.parametrize("name", recurrent.NAMES)
+def test_recurrent_models_train(name: str) -> None:
+    model, sample = recurrent.recurrent(name, num_layers=3, num_tokens=8)
+    loss = model(**sample).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())

@@ -12,13 +12,37 @@ solvers of integer programs print them; the lines of the others are at level DEB
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
 
 from rockmate.budget import size_text
 from rockmate.planning.candidate import Candidate
 
 logger = logging.getLogger(__name__)
+
+# Seconds after which a search is long enough for a bar.
+_BAR_DELAY_S = 1.0
+# The bar of the search that runs.
+_bar: ContextVar[Any] = ContextVar("bar", default=None)
+
+
+@contextmanager
+def gap_bar(*, is_shown: bool) -> Iterator[None]:
+    """Shows the schedules that a long search has tried, the best time and its gap, while inside."""
+    with tqdm(
+        desc="planning", unit="schedule", disable=not is_shown, delay=_BAR_DELAY_S, leave=False
+    ) as bar:
+        token = _bar.set(bar)
+        try:
+            yield
+        finally:
+            _bar.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +99,10 @@ class SearchTrace:
             elapsed_s=elapsed_s,
         )
         self.steps.append(step)
+        if (bar := _bar.get()) is not None:
+            ratio = time_ms / self.baseline_ms
+            bar.set_postfix_str(f"{ratio:.4f}x, gap {step.gap:.2%}", refresh=False)
+            bar.update()
         is_better = last is None or time_ms < last.time_ms
         logger.log(
             logging.INFO if is_better else logging.DEBUG,

@@ -51,6 +51,7 @@ from rockmate.planning.mark_prices import (
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.moved_forms import MovedForms
 from rockmate.planning.numerics import Numerics
+from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
@@ -183,6 +184,7 @@ class PlanningSession:
         self.numerics: Numerics = numerics
         self._step = step
         self._rule = rule
+        self._progress = progress
         self._machine = machine
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
@@ -309,7 +311,8 @@ class PlanningSession:
         if (budget_bytes, strategy) not in self._plans:
             with gc_paused():
                 self._rule.begin()
-                best = self._variants.best_within(budget_bytes, strategy)
+                with gap_bar(is_shown=self._progress):
+                    best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
                 self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)

@@ -118,6 +118,19 @@ def test_each_improving_schedule_is_a_line_in_the_log(
     assert times[-1] == plan.predicted_ms
 
 
+def test_a_long_search_shows_its_gap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rockmate.planning.search_trace._BAR_DELAY_S", 0.0)
+    for progress in (False, True):
+        planner = planner_of("gpt2-2layer", monkeypatch, progress=progress)
+        capsys.readouterr()
+        plan = planner.plan(planner.minimum_peak_bytes * 11 // 10)
+        shown = capsys.readouterr().err
+        assert ("gap" in shown) == progress
+    assert f"{plan.predicted_ratio:.4f}x" in shown
+
+
 def test_a_trace_adds_up() -> None:
     trace = SearchTrace(budget_bytes=100, baseline_ms=10.0, bound_ms=11.0)
 

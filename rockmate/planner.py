@@ -44,8 +44,8 @@ class Planner(PlanningSession):
             again, and so may each budget of "checkmate".
         gap_tolerance: distance to the lower bound, as a fraction of the time without recomputation,
             at which a search ends. A larger one plans faster, a smaller one searches longer.
-        progress: shows a progress bar while ops are measured, and while a plan takes long to find: the
-            best time and its gap to the lower bound.
+        progress: shows a progress bar while ops are measured, and while a plan takes long to find:
+            the best time and its gap to the lower bound.
         machine: estimates costs for a machine instead of measuring them here: a name as "h100", or
             the path of a description (see `rockmate.costs.machine`). For a model on another kind of
             device, there are plans and a frontier, but no module.

@@ -9,7 +9,9 @@ each of the modules whose calls are frames, and in frames at the peak of those c
 have a plan at the same shares beside them. One thread; a round is one step of each; ratios are
 medians over rounds of a step's processor time over eager's in the same round. Peaks are the
 largest of three steps by the allocator's events, batches in place. Bits of losses, gradients and
-buffers are compared over three steps. Writes STEM.jsonl, a line for each method, and STEM.md.
+buffers are compared over three steps. The bound of a time is eager's and the least seconds that any
+choice within the budget takes, of all that frames offer, by the times of the first steps. Writes
+STEM.jsonl, a line for each method, and STEM.md.
 """
 
 from __future__ import annotations
@@ -173,8 +175,10 @@ def _frames_record(trained: Trained) -> Record:
     runner = trained.module.frames if isinstance(trained.module, RockmateModule) else None
     if runner is None or runner.needs is None:
         return {}
+    report = runner.report()
     return {
         "minimum_bytes": runner.needs.minimum_bytes,
+        "bound_s": None if report is None else report.bound_s,
         "num_frames": runner.counts.num_frames,
         "num_made_again": runner.counts.num_made_again,
     }

@@ -78,22 +78,25 @@ def _allowed(line: Record) -> int:
 
 
 def _table(own: dict[str, Record]) -> list[str]:
-    columns = ("method", "budget", "peak", "time", "made again", "bits")
-    return table(columns, [_row(line) for line in own.values()])
+    columns = ("method", "budget", "peak", "time", "bound", "made again", "bits")
+    return table(columns, [_row(line, own["eager"]) for line in own.values()])
 
 
-def _row(line: Record) -> list[str]:
+def _row(line: Record, eager: Record) -> list[str]:
     eager_bytes = line["eager_bytes"]
     budget = line["budget_bytes"]
     share = "" if budget is None else f"{budget / eager_bytes:.2f}"
     if line.get("minimum_bytes", 0) > (budget or 0):
         share += f" (smallest peak: {line['minimum_bytes'] / eager_bytes:.2f})"
+    bound_s = line.get("bound_s")
+    bound = "" if bound_s is None else f"{1 + bound_s / eager['seconds']:.3f}x"
     again = f"{line['num_made_again']} of {line['num_frames']}" if "num_frames" in line else ""
     return [
         line["method"],
         share,
         f"{line['peak_bytes'] / eager_bytes:.3f}",
         f"{line['ratio']:.3f}x",
+        bound,
         again,
         "equal" if line["is_bitwise"] else "**differ**",
     ]

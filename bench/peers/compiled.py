@@ -1,6 +1,8 @@
 """`torch.compile` with the min-cut partitioner at an activation memory budget.
 
-The kernels are eager's (`min_cut`), or Inductor's (`inductor`).
+The kernels are eager's (`min_cut`), or Inductor's (`inductor`). Every size is compiled by itself:
+it runs faster than a size that is a variable, and Inductor fails on convolutional layers of
+variable sizes.
 
 Compiled callables are cached, since the first call of each costs some milliseconds that no step of
 a training loop pays.
@@ -109,7 +111,7 @@ def compiled_by_layer_with_checkpoints(
 
 @functools.cache
 def _compiled_model(workload: Workload, backend: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(workload.model, backend=backend)
+    return torch.compile(workload.model, backend=backend, dynamic=False)
 
 
 @functools.cache
@@ -117,6 +119,6 @@ def _compiled_forwards(
     workload: Workload, backend: Callable[..., Any]
 ) -> Mapping[nn.Module, Callable[..., Any]]:
     return {
-        layer: torch.compile(layer.forward, backend=backend)
+        layer: torch.compile(layer.forward, backend=backend, dynamic=False)
         for layer in workload.layers(workload.model)
     }

@@ -4,11 +4,12 @@
 solver made it and however often it recomputes.
 
 **Relaxation.** A schedule must fit at every program point; keep one of them. At a point (see
-`bound.program_point`) some storages are live in every schedule. The rest of the budget holds values
-of the forward. Each op after the point reads such values: each of them is either live at the point,
-or recomputed after it, which costs its op's time and needs that op's inputs on the same terms. The
-cheapest choice is a 0/1 knapsack with precedence constraints (`bound.knapsack`). Its time added to
-the time of all first runs is a lower bound, and so is the largest of these over all points.
+`bound.program_point`, `bound.forward_point`) some storages are live in every schedule. The rest of
+the budget holds values of the forward. Each op after the point reads such values: each of them is
+either live at the point, or recomputed after it, which costs its op's time and needs that op's
+inputs on the same terms. The cheapest choice is a 0/1 knapsack with precedence constraints
+(`bound.knapsack`). Its time added to the time of all first runs is a lower bound, and so is the
+largest of these over all points.
 
 | relaxed away | consequence |
 |---|---|
@@ -18,7 +19,7 @@ the time of all first runs is a lower bound, and so is the largest of these over
 
 `tight_bound_ms` restores one or two further points with a 0/1 program (`bound.multi_op_program`).
 
-**Complexity.** One knapsack for each of at most 12 points, solved for all budgets at once by
+**Complexity.** One knapsack for each of at most 15 points, solved for all budgets at once by
 `checkmate.Curve`: exactly where its sweep gets through, else by the lower convex hull, which is a
 bound as well. A budget then takes milliseconds. `tight_bound_ms` takes up to seconds for a budget.
 
@@ -40,6 +41,7 @@ from math import inf, isinf
 from typing import NamedTuple
 
 from checkmate import Curve
+from rockmate.bound.forward_point import forward_points
 from rockmate.bound.in_flight import in_flight_knapsack
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.multi_op_program import min_recompute_ms
@@ -183,6 +185,7 @@ class LowerBound:
         if plan is None:
             return None
         saved = {*point.live, *(values[value] for value in plan.saved if value < len(values))}
+        saved |= self._made_after(point)
         return frozenset(
             storage
             for storage in saved
@@ -197,7 +200,8 @@ class LowerBound:
     @property
     def peak_bound_bytes(self) -> int:
         """A peak that no schedule is below."""
-        return max((point.min_bytes for point in self.points), default=0)
+        points = (*self.points, *self._forward_points)
+        return max((point.min_bytes for point in points), default=0)
 
     @property
     def num_cut_short(self) -> int:
@@ -210,20 +214,42 @@ class LowerBound:
 
     @cached_property
     def _curves(self) -> list[_PointCurve]:
-        ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
         curves = []
-        for point in self.points:
+        for point in (*self.points, *self._forward_points):
             problem, values = knapsack_of(
-                ops,
+                self._ops_before(point),
                 point.after,
                 self._costs,
-                available=point.live,
+                available=point.live | self._made_after(point),
                 with_states=True,
                 free=self._forced,
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
         return [*curves, *self._in_flight_curves()]
+
+    @cached_property
+    def _forward_points(self) -> list[ProgramPoint]:
+        """Points of the forward that need more bytes than the first of the backward."""
+        first_bytes = self.points[0].min_bytes if self.points else 0
+        return forward_points(self.program_points, self._backward, first_bytes)
+
+    def _ops_before(self, point: ProgramPoint) -> list[Op]:
+        """Forward ops that run before a point in every schedule, and late ops."""
+        ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
+        if point.op.phase is Phase.BACKWARD:
+            return ops
+        before = set(point.before)
+        return [op for op in ops if op in before or op.phase is Phase.LATE]
+
+    def _made_after(self, point: ProgramPoint) -> frozenset[Storage]:
+        """Values of the forward whose first run may follow a point, so that they cost nothing."""
+        if point.op.phase is Phase.BACKWARD:
+            return frozenset()
+        before = set(point.before)
+        return frozenset(
+            storage for op in self._graph.forward_ops if op not in before for storage in op.writes
+        )
 
     def _in_flight_curves(self) -> Iterator[_PointCurve]:
         """Further problems of the points, and one of the border, with several forwards in flight.
@@ -249,12 +275,18 @@ class LowerBound:
             self._warn_of_hulls()
         return self._binding_of[budget_bytes]
 
-    def _find_binding_point(self, budget_bytes: int) -> _Binding:
-        """Solves points in descending order of their upper bounds, until no other can say more."""
+    def _find_binding_point(self, budget_bytes: int, num_points: int | None = None) -> _Binding:
+        """Solves points in descending order of their upper bounds, until no other can say more.
+
+        Args:
+            budget_bytes: the budget.
+            num_points: looks at so many of the first points; None for all.
+        """
         solver_time = self._solver_time.restarted()
         # The time of a plan on the convex hull is an upper bound on the point's least time.
         upper_ms = [
-            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in self._curves
+            curve.hull_plan_ms(budget_bytes - point.min_bytes)
+            for point, curve, _ in self._curves[:num_points]
         ]
         best = _Binding(0, -inf)
         for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
@@ -304,9 +336,9 @@ class LowerBound:
         """
         if len(self._graph.forward_ops) > _MAX_EXACT_OPS or self._graph.num_in_flight > 1:
             return None
-        binding = self._binding_point(self._tight_budget_bytes)
-        if binding is None:
+        if not self.points:
             return None
+        binding = self._find_binding_point(self._tight_budget_bytes, len(self.points))
         first = self._curves[binding.index].point
         second = self.program_points.largest_after(first)
         return None if second is None else (first, second)

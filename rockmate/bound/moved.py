@@ -81,7 +81,7 @@ class MovedBound:
 
     def bound_ms(self, budget_bytes: int) -> float:
         """See `Bounds.bound_ms`."""
-        if budget_bytes < self._unmoved.peak_bound_bytes:
+        if budget_bytes < max((point.min_bytes for point in self._unmoved.points), default=0):
             return inf
         return self._largest(self._unmoved.points[:1], budget_bytes)
 

@@ -99,7 +99,7 @@ class ProgramPoints:
             before=_in_order(before),
             after=_in_order(after),
             live=frozenset(live),
-            min_bytes=self._own_bytes(op) + others_bytes + self._in_flight_bytes,
+            min_bytes=self.own_bytes(op) + others_bytes + self._in_flight_bytes,
         )
 
     def border(self) -> ProgramPoint | None:
@@ -185,7 +185,7 @@ class ProgramPoints:
             if s.producer is not None and s.producer.phase is not Phase.BACKWARD
         )
 
-    def _own_bytes(self, op: Op) -> int:
+    def own_bytes(self, op: Op) -> int:
         """Bytes of an op's inputs, result and workspace, less the result if it can be in place."""
         own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
         can_be_in_place = reusable_operand(self.graph, op, list(op.reads)) is not None
@@ -212,7 +212,7 @@ class ProgramPoints:
             own = {*op.reads, *op.writes}
             held_bytes = sum(storage.num_bytes for storage in held if storage not in own)
             held_bytes += self._in_flight_bytes
-            min_bytes.append(self._own_bytes(op) + held_bytes + int(waiting_bytes[index]))
+            min_bytes.append(self.own_bytes(op) + held_bytes + int(waiting_bytes[index]))
         num_after = (follows.sum(axis=1) - 1).tolist()
         return _Profile(ops=ops, min_bytes=min_bytes, num_after=num_after)
 

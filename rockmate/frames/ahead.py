@@ -8,14 +8,16 @@ still hold, H(k), is in memory while frame k + 1 runs forward and backward, and 
 with the needs of a step that holds nothing, and with what a choice takes beside all that the frame
 has saved, while it is made again. The seconds of all choices are to be the least. A
 frame that gives up something has hooks, whose time counts, too: few frames give up much, rather
-than many a little. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
+than many a little. A frame that comes in a share of the steps only counts by this share, bytes and
+seconds: where a step has more of them than on average, others give up something more when it comes
+to that. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
 for the decision, which therefore fits, and down for a bound, below which no decision that fits
 can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,12 +38,23 @@ class KnownFrame:
         needs: in a step that holds nothing; `saved_bytes` is what it holds if it gives up nothing.
         choices: what it may give up.
         hooks_s: seconds that hooks for all that it saves take.
+        share: of the steps, in which it comes.
     """
 
     key: FrameKey
     needs: Needs
     choices: Sequence[Offer]
     hooks_s: float = 0.0
+    share: float = 1.0
+
+    def held_bytes(self, number: int) -> float:
+        """What it holds on average if it gives up its choice of a number from 1, or nothing (0)."""
+        given_up = self.choices[number - 1].num_bytes if number else 0
+        return self.share * max(0, self.needs.saved_bytes - given_up)
+
+    def seconds(self, number: int) -> float:
+        """That this takes on average."""
+        return self.share * (self.choices[number - 1].seconds + self.hooks_s) if number else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +69,9 @@ class Decision:
     offers: dict[FrameKey, Offer] = field(default_factory=dict)
     kept: frozenset[FrameKey] = frozenset()
 
-    @property
-    def seconds(self) -> float:
-        """That it takes to make all again."""
-        return sum(offer.seconds for offer in self.offers.values())
+    def seconds_of(self, keys: Iterable[FrameKey]) -> float:
+        """That it takes to make again what some frames give up."""
+        return sum(self.offers[key].seconds for key in keys if key in self.offers)
 
 
 def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
@@ -109,16 +121,13 @@ def _solve(
     best: NDArray[np.float64] = np.zeros(_NUM_LEVELS + 1)
     chosen: list[NDArray[np.int32]] = []
     for frame, limit in zip(frames, _limits(frames, budget_bytes), strict=True):
-        saved = frame.needs.saved_bytes
-        held = [saved, *(max(0, saved - offer.num_bytes) for offer in frame.choices)]
-        seconds = [0.0, *(offer.seconds + frame.hooks_s for offer in frame.choices)]
         new = np.full(_NUM_LEVELS + 1, np.inf)
         which = np.zeros(_NUM_LEVELS + 1, np.int32)
-        for number, (num_bytes, each) in enumerate(zip(held, seconds, strict=True)):
-            shift = int(rounded(num_bytes / unit))
+        for number in range(len(frame.choices) + 1):
+            shift = int(rounded(frame.held_bytes(number) / unit))
             if shift > _NUM_LEVELS:
                 continue
-            shifted = best[: _NUM_LEVELS + 1 - shift] + each
+            shifted = best[: _NUM_LEVELS + 1 - shift] + frame.seconds(number)
             if number and (extra_bytes := frame.choices[number - 1].extra_bytes):
                 most = budget_bytes - frame.needs.backward_bytes - extra_bytes
                 shifted[max(0, int(most // unit) + 1) :] = np.inf
@@ -145,6 +154,5 @@ def _choices(
     for frame, which in zip(reversed(frames), reversed(chosen), strict=True):
         number = int(which[level])
         numbers.append(number)
-        given_up = frame.choices[number - 1].num_bytes if number else 0
-        level -= int(rounded(max(0, frame.needs.saved_bytes - given_up) / unit))
+        level -= int(rounded(frame.held_bytes(number) / unit))
     return numbers[::-1]

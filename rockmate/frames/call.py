@@ -13,7 +13,7 @@ from torch import nn
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.pytree import tree_leaves, tree_map
+from rockmate._torch.pytree import tree_map
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
@@ -25,7 +25,7 @@ from rockmate.frames.module_state import (
     autocast_as,
 )
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.storages import parts_of, storages_of
+from rockmate.frames.storages import parts_of, storages_of, tensors_in
 
 
 class Arguments(NamedTuple):
@@ -38,11 +38,7 @@ class Arguments(NamedTuple):
 
 def sizes_of(arguments: Arguments) -> Hashable:
     """Shapes and types of the arguments that are tensors."""
-    return tuple(
-        (each.shape, each.dtype, each.requires_grad)
-        for each in tree_leaves(arguments[1:])
-        if isinstance(each, torch.Tensor)
-    )
+    return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors_in(arguments[1:]))
 
 
 class Call:
@@ -66,9 +62,7 @@ class Call:
             memory: knows which buffers change.
         """
         self.key, self._arguments, self._memory = key, arguments, memory
-        self._inputs = [
-            each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)
-        ]
+        self._inputs = tensors_in(arguments[1:])
         self._versions = list(map(version_of, self._inputs))
         self._submodules = list(module.modules())
         self._attributes = Attributes(self._submodules)

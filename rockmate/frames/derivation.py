@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rockmate._torch.ops import OpOverload
-from rockmate.frames.noting_cost import noting_cost
+from rockmate.frames.noting_cost import NotingCost, noting_cost
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.regions import Region, Regions
 from rockmate.frames.tape import Recipe
@@ -50,6 +50,7 @@ class TapedFrame(NamedTuple):
         held: states of other saved tensors.
         regions: calls of submodules, by the ops within.
         packable: states that can be held as booleans.
+        noting_s: that it took to note an op, as far as the tape can see it.
     """
 
     ops: tuple[OpOverload, ...]
@@ -61,6 +62,12 @@ class TapedFrame(NamedTuple):
     held: frozenset[int]
     regions: tuple[Region, ...] = ()
     packable: tuple[Packable, ...] = ()
+    noting_s: float = 0.0
+
+    @property
+    def cost(self) -> NotingCost:
+        """Of noting ops and of hooks, in the step that was measured."""
+        return noting_cost().as_in_step(self.noting_s)
 
 
 class Derivation(NamedTuple):
@@ -187,7 +194,7 @@ class _Observed:
     """What it takes to run ops of a frame again, and to note them before."""
 
     def __init__(self, frame: TapedFrame) -> None:
-        self._frame, self._cost = frame, noting_cost()
+        self._frame, self._cost = frame, frame.cost
         self._regions = Regions(frame.regions, len(frame.states))
 
     def regions_of(self, order: Sequence[int]) -> Sequence[Region] | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
@@ -24,8 +23,8 @@ from rockmate.frames.needs import FrameKey
 from rockmate.frames.part import Part, Result
 from rockmate.frames.regions import Region
 from rockmate.frames.saved import Saved
-from rockmate.frames.slot import Slot
-from rockmate.frames.storages import storages_of
+from rockmate.frames.slots import Slot, Slots, checked
+from rockmate.frames.storages import storages_of, tensors_in
 from rockmate.frames.tape import Tape
 from rockmate.frames.taped_slots import TapedSlots
 from rockmate.frames.two_valued import TwoValued
@@ -37,7 +36,6 @@ class Frame:
     Attributes:
         key: which call.
         order: position among all frames, by the beginning of their calls.
-        num_bytes: bytes that it holds and nobody else does.
         seconds: that its forward took.
         offers: what it may give up, see `menu`; of rising bytes.
         planned: what was decided ahead that it gives up.
@@ -57,11 +55,9 @@ class Frame:
         self._call = call
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
-        self._saved: list[Saved | TwoValued | None] = []
-        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._slots = Slots(memory.storages)
+        self._is_profiled = memory.profiles(call.key.path)
         self._saved_s: list[float] = []
-        self._dead: set[int] = set()
-        self._returned: dict[int, Saved] = {}  # saved tensors that are results of the call
         self._num_prefix = 0  # how many of the first tensors are dropped
         self._parts: dict[PartKey, Part] = {}
         self._running: list[Part] = []
@@ -70,11 +66,16 @@ class Frame:
         self._taped: TapedSlots | None = None
         self._derived: Set[int] = frozenset()  # slots that their ops will make again
         self._begin_s = 0.0
-        self.num_bytes, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self.offers: tuple[Offer, ...] = ()
         self.planned: Offer | None = None
         self.taken: Offer | None = None
         self.is_made_again = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds and no other frame does."""
+        return self._slots.num_bytes
 
     # --- the forward ------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Frame:
         self.seconds = self._passed_s()
         self._outside, self._held_outside, self._results = frozenset(), {}, {}
         self._call.end()
-        self._keep_outputs(output)
+        self._slots.keep_returned(output)
         return output
 
     def run_part(self, path: str, module: nn.Module, arguments: Arguments, *, can_run: bool) -> Any:
@@ -107,15 +108,17 @@ class Frame:
         """
         key = PartKey(path, self._num_calls[path])
         self._num_calls[path] += 1
-        if not can_run and not self._memory.is_profiling:
+        if not can_run and not self._is_profiled:
             with nullcontext() if self._taped is None else self._taped.observing(key):
                 return arguments.forward(*arguments.args, **arguments.kwargs)
-        tensors = [each for each in tree_leaves(arguments[1:]) if isinstance(each, torch.Tensor)]
+        tensors = tensors_in(arguments[1:])
         inputs = {key for tensor in tensors for key in storages_of(tensor)}
-        profile = PartProfile(self._passed_s(), inputs, begin_op=self._num_ops())
+        profile = PartProfile(
+            self._passed_s(), inputs, begin_op=self._num_ops(), again_s=self._memory.part_s
+        )
         full_key = FrameKey(f"{self.key.path}.{path}", key.number)
         call = Call(full_key, module, arguments, self._memory) if can_run else None
-        part = self._parts[key] = Part(key, len(self._saved), profile, call)
+        part = self._parts[key] = Part(key, len(self._slots), profile, call)
         self._running.append(part)
         try:
             with nullcontext() if self._taped is None else self._taped.observing(key):
@@ -133,47 +136,31 @@ class Frame:
         noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
         return self._memory.clock() - self._begin_s - noting_s
 
-    def _keep_outputs(self, output: Any) -> None:
-        """Takes the saved tensors that the call also returns: their reader has them anyway."""
-        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-        returned = {key for tensor in tensors for key in storages_of(tensor)}
-        for index, saved in enumerate(self._saved):
-            if isinstance(saved, Saved) and returned.issuperset(saved.storages):
-                self._let_go(index)
-                self._returned[index] = saved
-
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)
         if self._outside.issuperset(keys):
             return Saved(tensor, keys, version)
-        index = len(self._saved)
-        self._saved.append(Saved(tensor.detach(), keys, version))
-        self._shapes.append((tensor.shape, tensor.dtype))
-        if self._memory.is_profiling:
+        index = self._slots.add(tensor, keys, version)
+        if self._is_profiled:
             self._saved_s.append(self._passed_s())
         if self._taped is not None:
             self._taped.note(tensor)
-        self.num_bytes += self._memory.storages.hold(tensor, keys)
         for part in self._running:
             part.note(index, keys)
-        result = self._results.get(keys[0])
-        if result is not None and result.has_in_its_storage(tensor):
-            result.part.note_result(index, tensor, result)
-        return Slot(self, index)
+        if self._results:
+            result = self._results.get(keys[0])
+            if result is not None and result.has_in_its_storage(tensor):
+                result.part.note_result(index, tensor, result)
+        return Slot(self._slots, index)
 
     def profile(self) -> FrameProfile:
         """What is saved, at the end of the forward."""
-        storages = [() if each is None else each.storages for each in self._saved]
-        counts = Counter(key for keys in storages for key in keys)
-        held = {
-            key: self._memory.storages.bytes_if_held(key, count) for key, count in counts.items()
-        }
-        own = {key: num_bytes for key, num_bytes in held.items() if num_bytes}
+        storages, own = self._slots.storages(), self._slots.own_bytes()
         return FrameProfile(
             storages=[[key for key in keys if key in own] for keys in storages],
             saved_s=self._saved_s,
             num_bytes=own,
-            others=self._call.outside_storages().keys() | (counts.keys() - own.keys()),
+            others=self._call.outside_storages().keys() | (set(chain(*storages)) - own.keys()),
             parts={key: part.profile for key, part in self._parts.items()},
             slot_states=() if self._taped is None else self._taped.states,
             taped=self._taped_profile(own),
@@ -188,18 +175,13 @@ class Frame:
             return None
         parts = ((key, each.profile) for key, each in self._parts.items())
         regions = [Region(key, each.begin_op, each.end_op) for key, each in parts]
-        return self._taped.profile(own, self._present(), wrong, regions)
+        return self._taped.profile(own, self._slots.present(), wrong, regions)
 
     def check_tape(self) -> None:
         """Has ops make each saved tensor again, and notes those that do not."""
         if self._taped is not None:
             known = (self.key, self._taped.tape.ops)
-            self._memory.wrong_ops[known] = self._taped.wrong_ops(self._present())
-
-    def _present(self) -> dict[int, Saved]:
-        """Saved tensors that are in memory, by their positions."""
-        saved = {index: each for index, each in enumerate(self._saved) if isinstance(each, Saved)}
-        return saved | self._returned
+            self._memory.wrong_ops[known] = self._taped.wrong_ops(self._slots.present())
 
     # --- the backward -----------------------------------------------------------------------------
 
@@ -214,32 +196,14 @@ class Frame:
             self._memory.begin_backward(self)
             if self._derived:
                 self._derive()
-            saved = self._returned.get(packed.index) or self._saved[packed.index]
+            saved = self._slots.found(packed.index)
             if isinstance(saved, TwoValued):
                 saved = self._made_whole(packed.index, saved)
             elif saved is None:
                 saved = self._make_again(packed.index)
         else:
             saved = packed
-        if version_of(saved.tensor) != saved.version:
-            msg = (
-                f"a tensor that {self.key} needs for its gradient has been changed in place: it is "
-                f"at version {version_of(saved.tensor)}, and version {saved.version} was saved."
-            )
-            raise RuntimeError(msg)
-        return saved.tensor
-
-    def release(self, index: int) -> None:
-        """Autograd needs one of the tensors no more."""
-        self._dead.add(index)
-        self._returned.pop(index, None)
-        if index < len(self._saved):
-            self._let_go(index)
-
-    def _let_go(self, index: int) -> None:
-        saved, self._saved[index] = self._saved[index], None
-        if saved is not None:
-            self.num_bytes -= self._memory.storages.let_go(saved.storages)
+        return checked(saved, self.key)
 
     # --- giving up --------------------------------------------------------------------------------
 
@@ -272,7 +236,8 @@ class Frame:
         if offer.by_itself:
             if self.taken is not None or not offer.derived:
                 return self.taken is None
-            return self._taped is not None and self._taped.can_make(offer.derived, self._present)
+            taped = self._taped
+            return taped is not None and taped.can_make(offer.derived, self._slots.present)
         if self.taken is not None and self.taken.by_itself:
             return offer is self.offers[-1]
         if offer.prefix and not offer.parts:
@@ -290,23 +255,24 @@ class Frame:
         offer = self.next_offer
         assert offer is not None
         self.taken = offer
-        self._drop_derived(offer.derived)
-        self._pack_slots(offer.packed)
+        self._derived = offer.derived
+        self._slots.let_go_of(offer.derived)
+        self._slots.pack(offer.packed)
         self._drop_parts(offer.parts)
         if offer.prefix:
             is_last = bool(self.offers) and offer is self.offers[-1]
             first = min((self._parts[key].begin_slot for key in offer.parts), default=offer.prefix)
-            length = len(self._saved) if is_last else min(offer.prefix, first)
+            length = len(self._slots) if is_last else min(offer.prefix, first)
             self._drop_prefix(length, but=offer.parts)
 
     def everything(self) -> Offer:
         """The offer of all that is saved, where no menu is known."""
-        return Offer(self.num_bytes, self.seconds, frozenset(), len(self._saved))
+        return Offer(self.num_bytes, self.seconds, frozenset(), len(self._slots))
 
     def drop_all(self) -> None:
         """Gives up everything, if that can be made again."""
         if not self._cannot_repeat():
-            self._drop_prefix(len(self._saved))
+            self._drop_prefix(len(self._slots))
 
     def _drop_prefix(self, length: int, but: Set[PartKey] = frozenset()) -> None:
         """Gives up the first tensors.
@@ -319,75 +285,52 @@ class Frame:
         others = (part for key, part in self._parts.items() if key not in but and part.is_dropped)
         length = max(length, 1 + max((slot for each in others for slot in each.slots), default=-1))
         self._parts = {key: part for key, part in self._parts.items() if key in but}
-        length = min(length, len(self._saved))  # another run may save fewer
-        last = max((i for i in range(length) if self._is_needed(i)), default=-1)
+        length = min(length, len(self._slots))  # another run may save fewer
+        last = max(filter(self._slots.is_needed, range(length)), default=-1)
         self._num_prefix = last + 1
         for index in range(self._num_prefix):
-            self._let_go(index)
-
-    def _is_needed(self, index: int) -> bool:
-        return index not in self._dead and index not in self._returned
+            self._slots.let_go(index)
 
     def _drop_parts(self, keys: Set[PartKey]) -> None:
         chosen = [self._parts[key] for key in keys]
         dropped: set[int] = set()
         for part in chosen:
             part.is_dropped = True
-            for index in part.slots:
-                saved = self._saved[index]
-                if saved is not None:
-                    dropped.update(saved.storages)
-                    self._let_go(index)
+            dropped |= self._slots.let_go_of(part.slots)
         # A part whose inputs are given up, or that lies within a dropped one, cannot run by itself.
         for key, part in list(self._parts.items()):
             is_inner = any(part.profile.is_within(each.profile) for each in chosen)
             if is_inner or (not part.is_dropped and not dropped.isdisjoint(part.profile.inputs)):
                 del self._parts[key]
 
-    def _drop_derived(self, slots: Set[int]) -> None:
-        self._derived = slots
-        for index in slots:
-            self._let_go(index)
-
-    def _pack_slots(self, slots: Set[int]) -> None:
-        """Holds tensors as booleans; those of this run may have other values."""
-        for index in slots:
-            saved = self._saved[index] if index < len(self._saved) else None
-            packed = TwoValued.of(saved) if isinstance(saved, Saved) else None
-            if packed is not None:
-                self._let_go(index)
-                self._saved[index] = packed
-                self.num_bytes += self._memory.storages.hold(packed.is_set, packed.storages)
-
     # --- making again -----------------------------------------------------------------------------
 
     def _derive(self) -> None:
         """Has the ops of the tape make what was given up, when the backward begins."""
-        begin = time.perf_counter()
+        begin = self._memory.clock()
         slots, self._derived = self._derived, frozenset()
         self.is_made_again = True
-        for index, each in enumerate(self._saved):
-            if isinstance(each, TwoValued):
-                self._made_whole(index, each)
+        for index, each in self._slots.packed():
+            self._made_whole(index, each)
         taped = self._taped
         assert taped is not None
-        needed = {index for index in slots if self._is_needed(index)}
-        made = self._with_room(lambda: taped.make(needed, self._present()))
+        needed = set(filter(self._slots.is_needed, slots))
+        made = self._with_room(lambda: taped.make(needed, self._slots.present()))
         for index, saved in made.items():
-            self._fill(index, saved)
-        self._memory.note_made_again(time.perf_counter() - begin)
+            self._slots.fill(index, saved)
+        self._memory.note_made_again(self._memory.clock() - begin)
 
     def _made_whole(self, index: int, packed: TwoValued) -> Saved:
         """What was held as booleans."""
         self.is_made_again = True
         made = self._with_room(lambda: {index: packed.unpacked()})
-        self._let_go(index)
-        self._fill(index, made[index])
+        self._slots.let_go(index)
+        self._slots.fill(index, made[index])
         return made[index]
 
     def _make_again(self, index: int) -> Saved:
         """Runs a forward again, for what was dropped."""
-        begin = time.perf_counter()
+        begin = self._memory.clock()
         self.is_made_again = True
         if index < self._num_prefix:
             made = self._with_room(
@@ -396,9 +339,9 @@ class Frame:
         else:
             made = self._made_by_part(index)
         for each, saved in made.items():
-            self._fill(each, saved)
-        self._memory.note_made_again(time.perf_counter() - begin)
-        saved = self._saved[index]
+            self._slots.fill(each, saved)
+        self._memory.note_made_again(self._memory.clock() - begin)
+        saved = self._slots.found(index)
         assert isinstance(saved, Saved)
         return saved
 
@@ -436,15 +379,10 @@ class Frame:
             slots: positions to fill.
             results_of: the part whose results fill slots, too.
         """
-        wanted = {index for index in slots if self._saved[index] is None and self._is_needed(index)}
+        wanted = self._slots.missing(slots)
         last = max(wanted if results_of is None else slots, default=first - 1)
-        collector = Collector(call, first, self._shapes, None if results_of else last)
+        collector = Collector(call, first, self._slots.shapes, None if results_of else last)
         made = collector.run(self._call.outside_storages().keys(), last, results_of)
         if results_of is not None:
             wanted |= results_of.slots
         return {index: made[index] for index in wanted & made.keys()}
-
-    def _fill(self, index: int, saved: Saved) -> None:
-        if self._saved[index] is None and self._is_needed(index):
-            self.num_bytes += self._memory.storages.hold(saved.tensor, saved.storages)
-            self._saved[index] = saved

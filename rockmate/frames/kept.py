@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from rockmate._torch.engine import keeps_graph
-from rockmate._torch.pytree import tree_leaves
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
+from rockmate.frames.storages import tensors_in
 
 
 class KeptFrame:
@@ -40,8 +38,7 @@ class KeptFrame:
         Args:
             output: of the call.
         """
-        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-        nodes = {node for each in tensors if (node := each.grad_fn) is not None}
+        nodes = {node for each in tensors_in(output) if (node := each.grad_fn) is not None}
         for node in nodes:
             node.register_prehook(self._begin_backward)
         if nodes:

@@ -16,13 +16,11 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 
 from __future__ import annotations
 
-import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,54 +28,20 @@ from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate._torch.ops import OpOverload
 from rockmate.frames.ahead import Decision
-from rockmate.frames.menu import FrameProfile, Offer
+from rockmate.frames.clock import clock_of, logical_clock
+from rockmate.frames.menu import Offer
 from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.running import Frame, Kept, Running
 from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
 from rockmate.frames.tape import Recipe
 
-# What a tick of the logical clock stands for.
-_TICK_S = 1e-4
 _REMEMBERED_STEPS = 4
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
 _CHECKED_EVERY = 16
 """A frame that is kept has hooks in one of so many steps, to see whether it saves as much."""
-
-
-class Running(Protocol):
-    """A frame, or one that is kept."""
-
-    key: FrameKey
-    order: int
-    num_bytes: int
-
-    @property
-    def extra_bytes(self) -> int: ...  # noqa: D102
-
-
-class Frame(Running, Protocol):
-    """What a frame tells of itself; see `rockmate.frames.frame.Frame`."""
-
-    seconds: float
-    offers: tuple[Offer, ...]
-    planned: Offer | None
-    taken: Offer | None
-
-    @property
-    def next_offer(self) -> Offer | None: ...  # noqa: D102
-    def drop_next(self) -> None: ...  # noqa: D102
-    def drop_all(self) -> None: ...  # noqa: D102
-    def everything(self) -> Offer: ...  # noqa: D102
-    def profile(self) -> FrameProfile: ...  # noqa: D102
-    def check_tape(self) -> None: ...  # noqa: D102
-
-
-class Kept(Running, Protocol):
-    """A frame without hooks; see `rockmate.frames.kept.KeptFrame`."""
-
-    def let_go(self) -> None: ...  # noqa: D102
 
 
 @dataclass(slots=True)
@@ -112,6 +76,7 @@ class Memory:
         storages: that frames hold.
         kept_bytes: of frames that are kept.
         is_profiling: whether menus are made from the frames of this step.
+        can_profile: whether they could be, as the step is as large as the recorded one.
         menus: what each frame may give up.
         decision: what was decided ahead for this step.
         is_limited: whether an allocation may fail.
@@ -121,6 +86,7 @@ class Memory:
             gather sharded parameters run collectives again, in the same order on all ranks.
         wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
+        part_s: seconds that it takes a part to be able to run again, and to begin.
     """
 
     def __init__(
@@ -139,7 +105,8 @@ class Memory:
         """
         self.device, self._on_recorded = device, end_recording
         self.decides_as_others = decides_as_others
-        self.clock = _logical_clock() if decides_as_others else time.perf_counter
+        self.clock = logical_clock() if decides_as_others else clock_of(device)
+        self.part_s = 0.0
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
@@ -150,7 +117,7 @@ class Memory:
         self.peak_bytes = 0
         self.is_inside = False
         self.has_compiled_modules = False
-        self.is_profiling = False
+        self.is_profiling = self.can_profile = False
         self.wrong_ops: dict[tuple[FrameKey, tuple[OpOverload, ...]], frozenset[int]] = {}
         self.menus, self.calls = Menus(), KnownCalls()
         self.decision = Decision()
@@ -223,6 +190,13 @@ class Memory:
         finally:
             self.is_inside = was_inside
 
+    def profiles(self, path: str) -> bool:
+        """Whether menus are made from the frames of a path: in the first steps, or when it comes.
+
+        With LayerDrop, a layer may be absent from the first steps.
+        """
+        return self.is_profiling or (self.can_profile and self.menus.menu_of_path(path) is None)
+
     def part_paths(self, path: str) -> set[str]:
         """Paths of the parts of a frame that take what a second run needs.
 
@@ -256,7 +230,7 @@ class Memory:
             sizes: of its inputs.
             order: of the frame.
         """
-        if self.is_profiling or key not in self.decision.kept or self.budget_bytes is None:
+        if self.profiles(key.path) or key not in self.decision.kept or self.budget_bytes is None:
             return None
         num_bytes = self.calls.saved_bytes(key, sizes)
         if num_bytes is None or (order + self._num_steps) % _CHECKED_EVERY == 0:
@@ -293,7 +267,9 @@ class Memory:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
             self.recorder.mark(frame.key, "")  # what the check takes is no need of a step
             frame.check_tape()
-        if self.is_profiling:
+        elif self.needs is not None:
+            self.needs.learn(frame.key, int(frame.num_bytes / self.scale), frame.seconds)
+        if self.profiles(frame.key.path):
             self.menus.note(frame.key, frame.profile())
         known = self.menus.menu_of(frame.key)
         frame.offers = (frame.everything(),) if known is None else known
@@ -435,9 +411,3 @@ def _price(frame: Frame, offer: Offer, position: int) -> float:
     if before is not None:
         seconds, num_bytes = seconds - before.seconds, num_bytes - before.num_bytes
     return seconds / (max(1, num_bytes) * max(1, position - frame.order))
-
-
-def _logical_clock() -> Callable[[], float]:
-    """A clock that goes on by a tick whenever it is read: at saved tensors and calls."""
-    ticks = itertools.count()
-    return lambda: next(ticks) * _TICK_S

@@ -32,8 +32,6 @@ ALL_TENSORS = 1 << 30
 """The prefix of a frame whose number of tensors is not known."""
 _CAUTIONS = (1.0, 4.0)
 """How much the seconds of observing ops weigh where sets of derived tensors grow."""
-_PART_S = 2e-4
-"""Seconds that it takes a part to be able to run again, and to begin."""
 _MOST_PREFIXES = 8
 """After how many prefixes parts are tried."""
 
@@ -50,6 +48,7 @@ class PartProfile:
         result_slots: positions of later ones that are its results.
         begin_op: how many ops of the frame had been noted before.
         end_op: how many when it ended.
+        again_s: seconds that it takes to be able to run again, and to begin.
     """
 
     begin_s: float
@@ -59,6 +58,7 @@ class PartProfile:
     result_slots: list[int] = field(default_factory=list)
     begin_op: int = 0
     end_op: int = 0
+    again_s: float = 0.0
 
     @property
     def all_slots(self) -> set[int]:
@@ -135,6 +135,11 @@ class FrameProfile:
     slot_states: Sequence[int] = ()
     taped: TapedFrame | None = None
 
+    @property
+    def hooks_s(self) -> float:
+        """Seconds that the hooks of all that it saves take, when it is saved, read and released."""
+        return 0.0 if self.taped is None else self.taped.cost.hook_s * len(self.storages)
+
     def able_parts(self) -> set[PartKey]:
         """Parts that could give up something, and whose inputs are in memory anyway."""
         present = self.others | {key for keys in self.storages for key in keys}
@@ -158,7 +163,7 @@ class FrameProfile:
             part = self.parts[key]
             needed |= part.inputs
             last_s = part.end_s if part.result_slots else self.saved_s[part.slots[-1]]
-            seconds += last_s - part.begin_s + _PART_S
+            seconds += last_s - part.begin_s + part.again_s
         slots = self.slots_of(parts) | set(range(prefix))
         return Offer(self.bytes_without(slots, needed), seconds, parts, prefix)
 
@@ -197,7 +202,8 @@ def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> 
         None
         if profile.taped is None
         else profile.taped._replace(
-            seconds=tuple(map(median, zip(*_tape_seconds(alike), strict=True)))
+            seconds=tuple(map(median, zip(*_tape_seconds(alike), strict=True))),
+            noting_s=median(each.taped.noting_s for each in alike if each.taped is not None),
         )
     )
     return replace(profile, saved_s=saved_s, parts=parts, taped=taped)

@@ -43,10 +43,14 @@ class Menus:
         """Nested offers, cheapest bytes first; None if no frame of the path is known."""
         return self._menus.get(key, self._menu_of_path.get(key.path))
 
-    def num_saved(self, key: FrameKey) -> int:
-        """How many tensors the frame saves; of one that is not known, those of its path."""
+    def menu_of_path(self, path: str) -> tuple[Offer, ...] | None:
+        """Those of the last frame of a path that was measured; None if there was none."""
+        return self._menu_of_path.get(path)
+
+    def hooks_s(self, key: FrameKey) -> float:
+        """Seconds of a frame's hooks; of one that is not known, those of its path."""
         profile = self._profile_of(key)
-        return 0 if profile is None else len(profile.storages)
+        return 0.0 if profile is None else profile.hooks_s
 
     def _profile_of(self, key: FrameKey) -> FrameProfile | None:
         return self._made_from.get(key, self._profile_of_path.get(key.path))

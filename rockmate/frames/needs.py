@@ -56,6 +56,7 @@ class StepNeeds:
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
+    _taken: set[FrameKey] = field(default_factory=set)
 
     @property
     def minimum_bytes(self) -> int:
@@ -100,6 +101,13 @@ class StepNeeds:
             needs.forward_bytes += call_bytes
             needs.after_bytes += call_bytes
             needs.backward_bytes += call_bytes
+        self._taken.add(key)
+
+    def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
+        """What a call that was not recorded saves, and how long it takes, when it has run."""
+        if key in self._taken:
+            self._taken.remove(key)
+            self.by_key[key] = replace(self.by_key[key], saved_bytes=saved_bytes, seconds=seconds)
 
 
 def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:

@@ -8,17 +8,19 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from rockmate._torch.storage import version_of
+from rockmate.frames.saved import Saved
+from rockmate.frames.slots import Slot, Slots, checked
+from rockmate.frames.storages import HeldStorages, storages_of
 from rockmate.frames.tape import Recipe, Tape
 
-_NUM_ROUNDS = 4
+_NUM_ROUNDS = 6
 _NUM_REPEATS = 3
 _FILLING_BYTES = 16 << 20
 """More than the caches of one core."""
-_COLDER = 2.5
-"""In a step of a language model an op that is seen takes 16 to 25 us, and 7 to 10 here: not only
-the data of a core go cold there, but also what predicts its branches."""
 
 
 class NotingCost(NamedTuple):
@@ -28,11 +30,26 @@ class NotingCost(NamedTuple):
         seen_s: of an op that is compared with a recipe's.
         noted_s: of one that is noted, beside those.
         begun_s: of a call in which ops begin to be seen.
+        by_tape_s: of one that is noted, as far as the tape itself can see it.
+        hook_s: of a tensor that is saved, read and released.
     """
 
     seen_s: float
     noted_s: float
     begun_s: float
+    by_tape_s: float = 0.0
+    hook_s: float = 0.0
+
+    def as_in_step(self, by_tape_s: float) -> NotingCost:
+        """The cost within a step, where not only data are cold, but what predicts branches, too.
+
+        Args:
+            by_tape_s: of an op that is noted, as the tape of a step has seen it; 0 if unknown.
+        """
+        if not self.by_tape_s or not by_tape_s:
+            return self
+        colder = max(1.0, by_tape_s / self.by_tape_s)
+        return NotingCost(*(colder * each for each in self))
 
 
 @cache
@@ -43,33 +60,75 @@ def noting_cost() -> NotingCost:
     small ops they are not, and noting seems to take a third. Other processes only add to a time, so
     the least one counts.
     """
-    first = Tape("", (), time.perf_counter)
-    _ = _seconds(first)
-    ops = first.ops
-
-    def least_s(recipe: Recipe | None = None, *, is_taped: bool = True) -> float:
-        tapes = [Tape("", (), time.perf_counter, recipe) for _ in range(_NUM_ROUNDS)]
-        return min(_seconds(each if is_taped else None) for each in tapes) / len(ops)
-
-    plain_s = least_s(is_taped=False)
-    seen_s, noted_s = least_s(Recipe(ops, frozenset())), least_s()
+    ops = _timed_tape().ops
+    recipes = None, Recipe(ops, frozenset()), Recipe(ops, frozenset(range(len(ops))))
+    rounds, by_tape = [], []
+    for _ in range(_NUM_ROUNDS):  # in turn: a machine is busier at one time than at another
+        rounds.append([_seconds(_tape(each) if each is not None else None) for each in recipes])
+        timed = _timed_tape()
+        by_tape.append(timed.noting_s / timed.num_ops)
+    plain_s, seen_s, noted_s = (
+        sum(map(min, zip(*kind, strict=True))) / len(ops) for kind in zip(*rounds, strict=True)
+    )
     begun_s = min(_begun_s() for _ in range(_NUM_ROUNDS))
-    found = max(0.0, seen_s - plain_s), max(0.0, noted_s - seen_s), begun_s
-    return NotingCost(*(_COLDER * each for each in found))
+    num_pairs = _NUM_REPEATS * _NUM_ROUNDS
+    pairs = [(_saving_s(), _saving_s(has_hooks=True)) for _ in range(num_pairs)]
+    unhooked_s, hooked_s = map(min, zip(*pairs, strict=True))
+    return NotingCost(
+        seen_s=max(0.0, seen_s - plain_s),
+        noted_s=max(0.0, noted_s - seen_s),
+        begun_s=begun_s,
+        by_tape_s=min(by_tape),
+        hook_s=max(0.0, hooked_s - unhooked_s),
+    )
+
+
+def _tape(recipe: Recipe | None = None) -> Tape:
+    return Tape("", (), time.thread_time, recipe)
+
+
+def _timed_tape() -> Tape:
+    """A tape that has noted the ops, and what that took."""
+    tape = _tape()
+    _ = _seconds(tape)
+    return tape
+
+
+def _saving_s(*, has_hooks: bool = False) -> float:
+    """Of an op that saves a tensor, and its backward, which reads and then releases it."""
+
+    def pack(tensor: torch.Tensor) -> Slot:
+        return Slot(slots, slots.add(tensor, storages_of(tensor), version_of(tensor)))
+
+    def unpack(slot: Slot) -> torch.Tensor:
+        saved = slots.found(slot.index)
+        assert isinstance(saved, Saved)
+        return checked(saved, "")
+
+    slots, x = Slots(HeldStorages()), torch.zeros(1, requires_grad=True)
+    fill_caches()
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack) if has_hooks else nullcontext():
+        begin = time.thread_time()
+        result = x.exp()
+        seconds = time.thread_time() - begin
+    fill_caches()
+    begin = time.thread_time()
+    _ = torch.autograd.grad(result, x)
+    return seconds + time.thread_time() - begin
 
 
 def _begun_s() -> float:
     """Of a call in which no op is seen."""
-    tape = Tape("", (), time.perf_counter)
-    _fill_caches()
-    begin = time.perf_counter()
+    tape = _tape()
+    fill_caches()
+    begin = time.thread_time()
     with tape.observing():
         pass
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
-def _seconds(tape: Tape | None) -> float:
-    """Of some ops on one element each."""
+def _seconds(tape: Tape | None) -> list[float]:
+    """Of each of some ops on one element, a few times over."""
     x, bias = torch.zeros(1, 1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
     weight = torch.zeros(1, 1, requires_grad=True)
     calls = (
@@ -77,16 +136,16 @@ def _seconds(tape: Tape | None) -> float:
         lambda: functional.gelu(x),
         lambda: x + x,
     )
-    seconds = 0.0
-    for _ in range(_NUM_REPEATS):
-        for call in calls:
-            _fill_caches()
-            with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
-                begin = time.perf_counter()
-                _ = call()
-                seconds += time.perf_counter() - begin
+    seconds = []
+    for call in calls * _NUM_REPEATS:
+        fill_caches()
+        with torch.enable_grad(), nullcontext() if tape is None else tape.observing():
+            begin = time.thread_time()
+            _ = call()
+            seconds.append(time.thread_time() - begin)
     return seconds
 
 
-def _fill_caches() -> None:
+def fill_caches() -> None:
+    """Writes memory, so that what follows finds nothing of its own in the caches of the core."""
     _ = torch.zeros(_FILLING_BYTES, dtype=torch.uint8)

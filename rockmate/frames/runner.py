@@ -28,6 +28,7 @@ from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.memory_limit import MemoryLimit
@@ -87,6 +88,7 @@ class FrameRunner:
         self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
         self._memory = Memory(device, self._end_if_alive, decides_as_others=self._is_sharded)
         self._memory.has_compiled_modules = has_compiled(model)
+        self._memory.part_s = part_cost_s()  # here, as it takes memory that is no need of a step
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
         self._num_elements = 0
@@ -149,7 +151,7 @@ class FrameRunner:
             baseline_bytes=needs.baseline_bytes,
             peak_bytes=memory.peak_bytes,
             counts=replace(memory.counts),
-            decided_s=decision.seconds if is_decided else None,
+            decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
             bound_s=(
                 memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
                 if is_decided and memory.scale == 1
@@ -189,6 +191,7 @@ class FrameRunner:
         memory.begin_step(self._state())
         # Menus are of frames as large as those of the recorded step.
         is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
+        memory.can_profile = is_whole
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
@@ -322,7 +325,7 @@ class FrameRunner:
         """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
         if self._is_sharded:  # a part may run when its parameters are not gathered
             return []
-        if self._memory.is_profiling:
+        if self._memory.profiles(path):
             return [inner for inner, _ in module.named_modules() if inner]
         return sorted(self._memory.part_paths(path) | self._memory.region_paths(path))
 

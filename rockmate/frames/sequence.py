@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
 from rockmate.frames.menu import ALL_TENSORS, Offer
@@ -11,8 +13,8 @@ from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 
 _REMEMBERED_STEPS = 16
-_HOOK_S = 8e-6
-"""Seconds that the hooks of a saved tensor take, when it is saved, read and released."""
+_SHARES = 16
+"""Shares of steps are rounded to one of so many, so that not each step is decided for anew."""
 _SIZES_PER_UNIT = 16
 """Steps smaller than the recorded one are decided for as if they were of the next larger of so many
 sizes."""
@@ -22,14 +24,16 @@ class KnownCalls:
     """Calls of the last steps, in their order.
 
     Where a step has other calls than the one before, all of those of the last steps are taken for
-    one step: no step needs more than these.
+    one step, and those that not all of them had count by the share of these steps in which one of
+    them comes.
     """
 
     def __init__(self) -> None:
         self._order: list[FrameKey] = []
-        self._seen_at: dict[FrameKey, int] = {}
+        self._steps: deque[frozenset[FrameKey]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._share = 1.0  # of steps, in which a call comes that not all of them have
+        self._constant: frozenset[FrameKey] = frozenset()
         self._present: list[FrameKey] = []
-        self._num_steps = 0
         self._state: object = None
         # Bytes that calls of a path save, by the sizes of their inputs; None if they vary.
         self._saved: dict[tuple[FrameKey, Hashable], int | None] = {}
@@ -38,12 +42,16 @@ class KnownCalls:
     def begin_step(self, state: object) -> None:
         """Takes the calls of the step before; forgets what they save if the state is another."""
         order = merged(self._order, self._present)
-        self._seen_at |= dict.fromkeys(self._present, self._num_steps)
-        self._num_steps += 1
-        oldest = self._num_steps - _REMEMBERED_STEPS
-        order = [key for key in order if self._seen_at[key] >= oldest]
-        if order != self._order:
-            self._order = order
+        if self._present:
+            self._steps.append(frozenset(self._present))
+        seen = frozenset[FrameKey]().union(*self._steps)
+        order = [key for key in order if key in seen]
+        constant = seen.intersection(*self._steps)
+        num_varying = len(self._steps) * len(seen - constant)
+        num_seen = sum(len(step - constant) for step in self._steps)
+        share = round(_SHARES * num_seen / num_varying) / _SHARES if num_varying else 1.0
+        if (order, constant, share) != (self._order, self._constant, self._share):
+            self._order, self._constant, self._share = order, constant, share
             self._decisions.clear()
         self._present = []
         if state != self._state:
@@ -56,8 +64,8 @@ class KnownCalls:
         return self._present
 
     def bound_s(self, needs: StepNeeds, menus: Menus, budget_bytes: int) -> float | None:
-        """Seconds below which no choices make again what the known calls give up."""
-        return bound_s(self.known_frames(needs, menus), budget_bytes)
+        """Seconds below which no choices make again what the calls of this step give up."""
+        return bound_s(self._frames_of(self._present, needs, menus), budget_bytes)
 
     def note(self, key: FrameKey) -> None:
         """A call of the present step begins."""
@@ -92,18 +100,28 @@ class KnownCalls:
 
     def known_frames(self, needs: StepNeeds, menus: Menus) -> list[KnownFrame]:
         """The known calls, with what they need and may give up."""
+        frames = self._frames_of(self._order, needs, menus)
+        return [
+            each if each.key in self._constant else replace(each, share=self._share)
+            for each in frames
+        ]
+
+    def _frames_of(
+        self, keys: Sequence[FrameKey], needs: StepNeeds, menus: Menus
+    ) -> list[KnownFrame]:
         return [
             KnownFrame(
                 key, needs.of(key),
                 menus.choices_of(key) or (_everything(needs.of(key)),),
-                _HOOK_S * menus.num_saved(key),
+                menus.hooks_s(key),
             )
-            for key in self._order
+            for key in keys
         ]  # fmt: skip
 
     def forget(self) -> None:
         """Other calls will be frames."""
-        self._order, self._present, self._seen_at = [], [], {}
+        self._order, self._present = [], []
+        self._steps.clear()
         self._decisions.clear()
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.pytree import tree_leaves
 from rockmate._torch.storage import storage_id
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no wrappers of others."""
+_SCALARS = (bool, int, float, str)
 
 
 class HeldStorages:
@@ -29,11 +31,13 @@ class HeldStorages:
         added = 0
         for position, key in enumerate(keys):
             entry = self._holders.get(key)
-            if entry is None:
-                part = tensor if len(keys) == 1 else parts_of(tensor)[position]
-                entry = self._holders[key] = [0, part.untyped_storage().nbytes()]
-                added += entry[1]
-            entry[0] += 1
+            if entry is not None:
+                entry[0] += 1
+                continue
+            part = tensor if len(keys) == 1 else parts_of(tensor)[position]
+            num_bytes = part.untyped_storage().nbytes()
+            self._holders[key] = [1, num_bytes]
+            added += num_bytes
         self.num_bytes += added
         return added
 
@@ -70,3 +74,20 @@ def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     if type(tensor) in PLAIN:
         return (storage_id(tensor),)
     return tuple(storage_id(part) for part in parts_of(tensor))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of nested containers, in their order.
+
+    Each call of a frame asks several times, and arguments are tuples of tensors as a rule.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return [value]
+    if kind is tuple or kind is list:
+        return [tensor for each in value for tensor in tensors_in(each)]
+    if kind is dict:
+        return [tensor for each in value.values() for tensor in tensors_in(each)]
+    if value is None or kind in _SCALARS:
+        return []
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]

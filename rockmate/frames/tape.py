@@ -48,6 +48,7 @@ class _TapedOp:
     Attributes:
         op: the op.
         args, kwargs: with a `_Read` for each tensor.
+        reads: all of these.
         states: that it reads and makes.
         results: those that are states, by their positions.
     """
@@ -55,6 +56,7 @@ class _TapedOp:
     op: OpOverload
     args: list[Any]
     kwargs: dict[str, Any]
+    reads: Sequence[_Read]
     states: StatesOfOp
     results: Sequence[_Result]
 
@@ -180,43 +182,60 @@ class Tape:
     def _run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is _SAME_STORAGE:  # saving a tensor calls it, too
             return op(*args, **kwargs)
-        if self._recipe is not None and not self._is_to_note(op, self._recipe):
-            return op(*args, **kwargs)
+        recipe = self._recipe
+        if recipe is None:
+            return self._timed(op, args, kwargs)
+        position = self._num_seen
+        self._num_seen = position + 1
+        if position >= len(recipe.ops) or recipe.ops[position] is not op:
+            self._is_as_known = False
+        if position in recipe.noted:
+            return self._note(op, args, kwargs, op)
+        return op(*args, **kwargs)
+
+    def _timed(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Notes an op, and the seconds of it and of noting it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self.clock()
+            output = op(*args, **kwargs)
+            self.seconds.append(self.clock() - begin)
+            return output
+
         entered = self.clock()
-        inputs: dict[int, int] = {}  # storage -> state
-        noted_args = [self._noted(each, inputs) for each in _without_statistics(op, args)]
-        noted_kwargs = {name: self._noted(each, inputs) for name, each in kwargs.items()}
-        begin = self.clock()
-        output = op(*args, **kwargs)
-        self.seconds.append(self.clock() - begin)
-        can_repeat = _UNKNOWN not in inputs.values() and _can_repeat(op, args, kwargs)
-        results = self._results(output, inputs)
-        rewritten = [self._rewritten(each, inputs) for each in _written(op, args, kwargs)]
-        outputs = tuple(each.state for each in results)
-        read = frozenset(inputs.values())
-        states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
-        self._ops.append(_TapedOp(op, noted_args, noted_kwargs, states, results))
+        output = self._note(op, args, kwargs, timed)
         self.noting_s += self.clock() - entered - self.seconds[-1]
         return output
 
-    def _is_to_note(self, op: OpOverload, recipe: Recipe) -> bool:
-        """Whether the recipe has the op that comes now; compares it with the one that is known."""
-        position = self._num_seen
-        self._num_seen += 1
-        if position >= len(recipe.ops) or recipe.ops[position] is not op:
-            self._is_as_known = False
-        return position in recipe.noted
+    def _note(
+        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        inputs: dict[int, int] = {}  # storage -> state
+        reads: list[_Read] = []
+        noted_args = [self._noted(each, inputs, reads) for each in _without_statistics(op, args)]
+        noted_kwargs = {name: self._noted(each, inputs, reads) for name, each in kwargs.items()}
+        output = run(*args, **kwargs)
+        can_repeat = _UNKNOWN not in inputs.values() and _can_repeat(op, args, kwargs)
+        results = self._results(output, inputs)
+        rewritten = [self._rewritten(each, inputs) for each in _written(op, args, kwargs)]
+        outputs = tuple([each.state for each in results])
+        read = frozenset(inputs.values())
+        states = StatesOfOp(read, outputs, tuple(rewritten), can_repeat)
+        self._ops.append(_TapedOp(op, noted_args, noted_kwargs, reads, states, results))
+        return output
 
-    def _noted(self, value: Any, inputs: dict[int, int]) -> Any:
+    def _noted(self, value: Any, inputs: dict[int, int], reads: list[_Read]) -> Any:
         if isinstance(value, (list, tuple)):
-            return [self._noted(each, inputs) for each in value]
+            return [self._noted(each, inputs, reads) for each in value]
         if not isinstance(value, torch.Tensor):
             return value
         if not _is_plain(value):
             inputs[_UNKNOWN] = _UNKNOWN
             return None
         state = inputs[storage_id(value)] = self.state_of(value)
-        return _Read(state, View.of(value), version_of(value))
+        read = _Read(state, View.of(value), version_of(value))
+        reads.append(read)
+        return read
 
     def _new_state(self, tensor: torch.Tensor, num_writes: int = 0) -> int:
         self._dtypes.append(tensor.dtype)
@@ -229,7 +248,7 @@ class Tape:
     def _results(self, output: Any, inputs: Mapping[int, int]) -> list[_Result]:
         """The results that are no views of inputs: new states."""
         results: list[_Result] = []
-        for leaf, tensor in enumerate(tree_leaves(output)):
+        for leaf, tensor in enumerate(_leaves(output)):
             if not (isinstance(tensor, torch.Tensor) and _is_plain(tensor)):
                 continue
             key = storage_id(tensor)
@@ -273,12 +292,7 @@ class Tape:
 
     def _reads_them(self, order: Sequence[int], held: Mapping[int, Saved]) -> bool:
         """Whether what is held is what ops have read: it may have been written in between."""
-        reads = (
-            each
-            for at in order
-            for each in tree_leaves([self._ops[at].args, self._ops[at].kwargs], is_leaf=_is_read)
-            if _is_read(each)
-        )
+        reads = (each for at in order for each in self._ops[at].reads)
         return all(each.version == held[each.state].version for each in reads if each.state in held)
 
     def make(self, wanted: Set[int], held: Mapping[int, Saved]) -> dict[int, torch.Tensor]:
@@ -306,7 +320,7 @@ class Tape:
     ) -> None:
         args = self._read(taped.args, made, held)
         kwargs = {name: self._read(each, made, held) for name, each in taped.kwargs.items()}
-        leaves = tree_leaves(taped.op(*args, **kwargs))
+        leaves = _leaves(taped.op(*args, **kwargs))
         for leaf, state, view in taped.results:
             found = View.of(leaves[leaf])
             assert found[:3] == view[:3], (taped.op, found, view)
@@ -342,10 +356,6 @@ class Tape:
             )
             raise UnsupportedModelError(msg)
         return outside.tensor
-
-
-def _is_read(value: Any) -> bool:
-    return isinstance(value, _Read)
 
 
 def _can_repeat(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -396,12 +406,19 @@ def _without_statistics(op: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
 
 def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op writes in place, one of each storage."""
+    written = _written_arguments(op)
+    if not written:
+        return []
     values = [
-        args[position] if position < len(args) else kwargs.get(name)
-        for position, name in _written_arguments(op)
+        args[position] if position < len(args) else kwargs.get(name) for position, name in written
     ]
     found = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
     return list({storage_id(each): each for each in found if _is_plain(each)}.values())
+
+
+def _leaves(output: Any) -> Sequence[Any]:
+    """The results of an op."""
+    return (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -136,6 +136,7 @@ class TapedSlots:
             held=frozenset(held),
             regions=tuple(regions),
             packable=tuple(self._packable(own, present)),
+            noting_s=self.tape.noting_s / max(1, self.tape.num_ops),
         )
 
     def _packable(self, own: Mapping[int, int], present: Mapping[int, Saved]) -> Iterator[Packable]:

@@ -31,14 +31,11 @@ from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
 from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
-from rockmate.planning.joint_search import JointSearch
 from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.variant import CHUNKING_STRATEGY, Variant
 from rockmate.step import CapturedStep
 
-# Number of budgets from which on they are planned jointly; fewer have no near neighbours.
-JOINT_PLANNING_THRESHOLD = 20
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _EXPECTED_GAP_REDUCTION = 0.35
 # The same for a quick start, which is further from what the search ends with.
@@ -169,16 +166,11 @@ class Variants:
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """The schedules of the default strategy for many budgets, planned jointly.
+        """The schedules of the default strategy for many budgets, planned together.
 
-        Budgets that no schedule fits are left out. Empty if the whole step fits fewer than
-        `JOINT_PLANNING_THRESHOLD` of them.
+        Budgets that no schedule fits are left out.
         """
-        search = self.unchunked.local_search
-        minimum_bytes = search.minimum().peak_bytes
-        if sum(budget >= minimum_bytes for budget in budgets) < JOINT_PLANNING_THRESHOLD:
-            return {}
-        whole = JointSearch(search).best_within_each(budgets, progress=progress)
+        whole = self.unchunked.local_search.best_within_each(budgets, progress=progress)
         best = {budget: (self.unchunked, candidate) for budget, candidate in whole.items()}
         slow = [budget for budget in budgets if self._may_pay(_ms(whole.get(budget)), budget)]
         for form in self.chunkable.chunkings if slow else ():
@@ -211,9 +203,7 @@ class Variants:
                 if self.chunkable.chunk_bytes(chunking) <= budget
                 and self._is_promising(variant, budget, _ms_of(best.get(budget)))
             ]
-            found = JointSearch(variant.local_search).best_within_each(
-                open_budgets, progress=progress
-            )
+            found = variant.local_search.best_within_each(open_budgets, progress=progress)
             faster = {
                 budget: (variant, candidate)
                 for budget, candidate in found.items()
@@ -296,12 +286,9 @@ class Variants:
         if strategy != CHUNKING_STRATEGY:
             return self.unchunked.search(strategy).frontier()
         low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
-
-        def candidate_within(budget_bytes: int) -> Candidate | None:
-            best = self.best_within(budget_bytes, strategy)
-            return None if best is None else best[1]
-
-        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), candidate_within)
+        budgets = linspace_int(low, high, FRONTIER_POINTS)
+        best = {budget: found for budget, (_, found) in self.best_within_each(budgets).items()}
+        return frontier_at(budgets, best.get)
 
     # --- bounds and minima ---
 

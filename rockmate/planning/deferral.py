@@ -1,8 +1,9 @@
 """The move "defer": runs a weight-gradient op later, where memory is free.
 
 A backward op whose result no op reads (the gradient of a parameter) may run at any later program
-point. Its inputs then stay live until that point. Deferral lowers the memory at the op's former
-position by its result and its workspace.
+point, and one whose result waits for its first reader (a part of the gradient of a shared
+parameter) at any before that. Its inputs then stay live until that point. Deferral lowers the
+memory at the op's former position by its result and its workspace, and by the result from there on.
 
 The free bytes are estimated: an input is assumed live until the later point whether or not it is
 recomputed, and so is each final gradient at the last run of its op. The caller simulates the
@@ -27,10 +28,10 @@ from rockmate.schedule.simulate import Simulation
 def deferrable_ops(graph: Graph) -> frozenset[Op]:
     """The backward ops that may run later without a change of any number.
 
-    Their results have no reader, and they make the whole of each gradient that they accumulate. Two
-    kinds of ops are excluded:
+    They make the whole of each gradient that they accumulate. Two kinds of ops are excluded:
 
     * One of several contributions to a gradient: in another order, the sum is rounded differently.
+      A sum that is an op of the graph has an order of its own.
     * An op that reads a parameter whose gradient another op makes. That parameter's hooks wait for
       its last read, and a later read would delay them and the whole gradient that they must see.
     """
@@ -48,7 +49,6 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
         for op in graph.ops
         if op.phase is Phase.BACKWARD
         and not op.is_random
-        and not any(graph.readers.get(storage) for storage in op.writes)
         and all(contributions[parameters[role.name]] == 1 for _, role in op.final_gradients)
         and (contributions.keys() & op.reads)
         <= {parameters[role.name] for _, role in op.final_gradients}
@@ -71,20 +71,27 @@ def insertion_points(
     """The positions before which the run at `position` could stand within the budget.
 
     Returns:
-        The point with the most free memory and the last one, which may coincide. None if the runs
-        beside `position` need as much memory, since nothing would be gained.
+        The point with the most free memory and the last one, which may coincide. None if nothing
+        would be gained: the runs beside `position` need as much memory, and so do those up to the
+        first that reads the result.
     """
     live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
-    in_use = (live_bytes + _extended_input_bytes(graph, schedule, position))[position + 1 :]
-    if not len(in_use) or max(live_bytes[position - 1], in_use[0]) >= live_bytes[position]:
+    end, waiting_bytes = first_reader(graph, schedule, position)
+    changed = live_bytes + _extended_input_bytes(graph, schedule, position) - waiting_bytes
+    in_use = changed[position + 1 : end]
+    if not len(in_use):
+        return []
+    is_lower_after = bool(waiting_bytes) and bool((in_use < live_bytes[position + 1 : end]).any())
+    if not is_lower_after and max(live_bytes[position - 1], in_use[0]) >= live_bytes[position]:
         return []
     own = result_and_workspace_bytes(graph, costs)
     steps = np.array(schedule.steps, dtype=np.int64)
-    before = in_use - own[steps[position + 1 :]]
+    # Live bytes right before each run, the first reader among them.
+    before = changed[position + 1 : end + 1] - own[steps[position + 1 : end + 1]]
     for place in schedule.in_place:
-        if place > position:
+        if position < place <= end:
             before[place - position - 1] += graph.ops[schedule.steps[place]].writes[0].num_bytes
-    before_next = np.append(before[1:], before[-1])
+    before_next = before[1:] if end < len(steps) else np.append(before[1:], before[-1])
     has_room = np.logical_and.accumulate(in_use <= budget_bytes) & (
         before_next + own[steps[position]] <= budget_bytes
     )
@@ -94,6 +101,24 @@ def insertion_points(
         return []
     roomiest = int(behind[before_next[behind].argmin()])
     return [position + 2 + place for place in dict.fromkeys((roomiest, int(behind[-1])))]
+
+
+def first_reader(graph: Graph, schedule: Schedule, position: int) -> tuple[int, int]:
+    """The position of the first run that reads what the run at `position` makes, and its bytes.
+
+    Results that no op reads are not counted; without a reader, the position is the schedule's end.
+    """
+    writes = [
+        storage
+        for storage in graph.ops[schedule.steps[position]].writes
+        if graph.readers.get(storage)
+    ]
+    if not writes:
+        return len(schedule.steps), 0
+    readers = {reader.index for storage in writes for reader in graph.readers[storage]}
+    later = range(position + 1, len(schedule.steps))
+    end = next((place for place in later if schedule.steps[place] in readers), len(schedule.steps))
+    return end, sum(storage.num_bytes for storage in writes)
 
 
 def _extended_input_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:

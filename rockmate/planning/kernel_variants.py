@@ -103,13 +103,13 @@ class KernelVariants(StepForms):
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """See `StepForms.best_within_each`; only budgets that every form has planned jointly."""
-        found = [form.best_within_each(budgets, progress=progress) for form in self._forms]
-        common = set(found[0]).intersection(*found[1:])
-        return {
-            budget: min((each[budget] for each in found), key=lambda pair: pair[1].time_ms)
-            for budget in sorted(common)
-        }
+        """See `StepForms.best_within_each`."""
+        best: dict[int, tuple[Variant, Candidate]] = {}
+        for form in self._forms:
+            for budget, found in form.best_within_each(budgets, progress=progress).items():
+                if budget not in best or found[1].time_ms < best[budget][1].time_ms:
+                    best[budget] = found
+        return dict(sorted(best.items()))
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
         """See `StepForms.frontier`."""

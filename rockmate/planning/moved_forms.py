@@ -83,8 +83,6 @@ class MovedForms(StepForms):
     ) -> dict[int, Found]:
         """See `StepForms.best_within_each`."""
         found = self._forms.best_within_each(budgets, progress=progress)
-        if not found:
-            return {}
         moved = ((each, self._moved_within(each, found.get(each))) for each in budgets)
         return {budget: best for budget, best in moved if best is not None}
 

@@ -1,15 +1,18 @@
-"""Rounds of the local search: relax the budget, perturb the prices, tighten again.
+"""The perturbations of the local search: ways out of the place where greedy moves have ended.
 
-A greedy search ends where its prices lead it. A round leaves that place in two ways at once:
+A round takes the incumbent, perturbs it and repairs it for the budget again. Two kinds alternate at
+random:
 
-* **Relaxed budget** (strategic oscillation: Glover 1977). The incumbent is refined for a larger
-  budget, drawn at random, so that values stay live again; or the round begins with another
-  schedule above the budget, such as the baseline. It is then tightened step by step.
-* **Perturbed prices** (noising: Charon and Hudry 1993). The recompute times that rank evictions are
-  each multiplied by a random factor, so that other values are evicted first. Refinement and the
-  judgement of the result use the true times.
+* **Oscillation** (strategic oscillation: Glover 1977). The incumbent is refined for a larger
+  budget, so that values stay live again; or the round begins with another schedule above the
+  budget. It is then tightened budget by budget.
+* **Swap** (the kick of an iterated local search: Lourenco, Martin and Stützle 2003). A few
+  recomputations are removed whether they fit or not, and other values are evicted instead.
 
-Random numbers come from a generator with a fixed seed for each budget: a search is repeatable.
+In both, the recompute times that rank evictions are multiplied by random factors (noising: Charon
+and Hudry 1993), so that other values are evicted first. Refinement and the judgement of the result
+use the true times. Random numbers come from a generator with a fixed seed for each budget: a search
+is repeatable.
 """
 
 from __future__ import annotations
@@ -19,19 +22,18 @@ from math import exp, log
 
 import numpy as np
 
+from rockmate._arrays import Floats
 from rockmate.costs.cost import Costs, scaled_recompute_times
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.refine import ScheduleRefiner
+from rockmate.planning.live_ranges import LiveRanges
+from rockmate.planning.search_problem import SearchProblem
 
-# Mean time of seven plans (a U-Net, GPT-2 and Llama of two layers; 0.3 to 0.5 of the peak) over the
-# baseline's, after 0.6 s of rounds from the relaxation's start. Two runs of other random numbers
-# are 0.003 apart, so these say that little depends on the numbers below:
-#
-# | share of rounds from other schedules | 0 | 0 | 0.3 | 0.3 | 0.3 | 0.15 | 0 |
-# |---|---|---|---|---|---|---|---|
-# | ratio while tightening | 1.15 | 1.3 | 1.3 | 1.3 | 2 | 1.15 | 1.15 |
-# | noise | 0.5 | 0.5 | 0.5 | 0.7 | 0.5 | 0.5 | 0.25, relaxed up to 1.5 |
-# | mean | 1.1961 | 1.1964 | 1.1932 | 1.1955 | 1.1959 | 1.2016 | 1.2001 |
+# The mean time of 44 plans (`bench.search_stages`) hardly depends on the numbers below: it is
+# within 0.002 of the baseline's time for 0.3 or 0.5 of oscillations from other schedules, ratios of
+# 1.3 or drawn from 1.15 to 1.8, relaxations up to 2.5 or 4, noise of 0.5 or 0.8. Other random
+# numbers make a difference of 0.001.
+_OSCILLATION_SHARE = 0.5
+# Of these, the share that begins with another schedule above the budget.
 _OTHERS_SHARE = 0.3
 # The budget is relaxed by a factor between these, their logarithms being equally likely.
 _MIN_RELAXATION, _MAX_RELAXATION = 1.05, 2.5
@@ -39,6 +41,10 @@ _MIN_RELAXATION, _MAX_RELAXATION = 1.05, 2.5
 _TIGHTENING_RATIO = 1.3
 # Largest standard deviation of the logarithm of a price's factor.
 _PRICE_NOISE = 0.5
+# Largest number of recomputations that a swap removes.
+_MAX_SWAPPED = 4
+# Factor on the price of a value that a swap has just kept: another is evicted in its place.
+_SWAPPED_PRICE = 4.0
 # Weight gradients are deferred in results that are slower than the incumbent by less than this
 # share of its time.
 _DEFERRAL_SLACK = 1e-2
@@ -48,37 +54,46 @@ class Perturbation:
     """Random rounds from one incumbent after the other.
 
     Args:
-        refiner: repairs and refines schedules of the graph.
-        costs: the true costs of its ops.
+        problem: the graph and the refiner of its schedules.
         others: schedules above the budget, from which some of the rounds begin.
         budget_bytes: the budget of the incumbents.
     """
 
     def __init__(
-        self, refiner: ScheduleRefiner, costs: Costs, others: Sequence[Candidate], budget_bytes: int
+        self, problem: SearchProblem, others: Sequence[Candidate], budget_bytes: int
     ) -> None:
-        self._refiner = refiner
-        self._costs = costs
+        self._graph = problem.graph
+        self._refiner = problem.refiner
+        self._costs = problem.costs
         self._others = others
         self._budget_bytes = budget_bytes
         self._random = np.random.default_rng(0)
 
-    def round(self, incumbent: Candidate) -> Candidate | None:
-        """Another schedule within the budget; None if tightening fails."""
+    def round(self, incumbent: Candidate) -> tuple[str, Candidate | None]:
+        """The kind of perturbation, and another schedule within the budget.
+
+        None if the perturbed schedule cannot be made to fit.
+        """
+        if self._random.random() < _OSCILLATION_SHARE:
+            kind, found = "oscillation", self._oscillate(incumbent)
+        else:
+            kind, found = "swap", self._swap(incumbent)
+        if found is not None and found.time_ms < (1 + _DEFERRAL_SLACK) * incumbent.time_ms:
+            found = self._refiner.defer_weight_gradients(found, self._budget_bytes)
+        return kind, found
+
+    # --- oscillation ---
+
+    def _oscillate(self, incumbent: Candidate) -> Candidate | None:
         found: Candidate | None
         found, top_bytes = self._relaxed(incumbent)
         if self._random.random() < 0.5 and found.peak_bytes <= top_bytes:
             found = self._refiner.defer_weight_gradients(found, top_bytes)
-        prices = self._perturbed_costs()
+        prices = scaled_recompute_times(self._costs, self._price_factors())
         for budget_bytes in self._falling_budgets(top_bytes):
-            found = self._refiner.repair(found, budget_bytes, prices)
+            found = self._tightened(found, budget_bytes, prices)
             if found is None:
                 return None
-            refined = self._refiner.refine(found, budget_bytes)
-            if refined.peak_bytes <= budget_bytes and refined.time_ms < found.time_ms:
-                found = refined
-        if found.time_ms < (1 + _DEFERRAL_SLACK) * incumbent.time_ms:
-            return self._refiner.defer_weight_gradients(found, self._budget_bytes)
         return found
 
     def _relaxed(self, incumbent: Candidate) -> tuple[Candidate, int]:
@@ -99,8 +114,48 @@ class Perturbation:
             budget_bytes = int(budget_bytes / _TIGHTENING_RATIO)
         yield self._budget_bytes
 
-    def _perturbed_costs(self) -> Costs:
+    # --- swap ---
+
+    def _swap(self, incumbent: Candidate) -> Candidate | None:
+        """Keeps the values of some recomputations and evicts others; None if that fails.
+
+        The recomputations are neighbours in the schedule, or any.
+        """
+        positions = incumbent.schedule.recomputed_positions()
+        if not positions:
+            return None
+        ranges = LiveRanges(self._graph, self._costs, incumbent.schedule, incumbent.simulation)
+        factors = self._price_factors()
+        for position in self._some_of(positions):
+            if not ranges.is_dropped(position) and not ranges.must_stay(position):
+                factors[ranges.op_at(position).index] *= _SWAPPED_PRICE
+                ranges.drop(position, ranges.extensions_for_drop(position))
+        prices = scaled_recompute_times(self._costs, factors)
+        swapped = self._refiner.evaluate(ranges.schedule())
+        return self._tightened(swapped, self._budget_bytes, prices)
+
+    def _some_of(self, positions: Sequence[int]) -> list[int]:
+        number = 1 + int(self._random.integers(_MAX_SWAPPED))
+        if self._random.random() < 0.5:
+            first = int(self._random.integers(len(positions)))
+            return list(positions[first : first + number])
+        return [positions[int(self._random.integers(len(positions)))] for _ in range(number)]
+
+    # --- both ---
+
+    def _price_factors(self) -> Floats:
+        """A factor for the recompute time of each op."""
         normal = self._random.standard_normal(len(self._costs.recompute))
         # Mostly little noise: it is paid by every op, and helps at few.
-        noise = _PRICE_NOISE * self._random.random() ** 2
-        return scaled_recompute_times(self._costs, np.exp(noise * normal))
+        return np.exp(_PRICE_NOISE * self._random.random() ** 2 * normal)
+
+    def _tightened(
+        self, candidate: Candidate, budget_bytes: int, prices: Costs
+    ) -> Candidate | None:
+        """The candidate repaired at these prices and refined at the true ones; None if it fails."""
+        found = self._refiner.repair(candidate, budget_bytes, prices)
+        if found is None:
+            return None
+        refined = self._refiner.refine(found, budget_bytes)
+        is_better = refined.peak_bytes <= budget_bytes and refined.time_ms < found.time_ms
+        return refined if is_better else found

@@ -15,14 +15,13 @@ from rockmate.planning.candidate import Candidate, evaluate, fastest
 from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
+    first_reader,
     insertion_points,
     result_and_workspace_bytes,
 )
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.schedule.schedule import Schedule
 
-# A step of more ops is long: its search leaves out the stages that take most time.
-LONG_STEP_OPS = 2_000
 # Number of repair attempts: the estimate of live bytes is approximate.
 _REPAIR_ATTEMPTS = 2
 # Defer a weight gradient only if its result and workspace exceed this share of the budget.
@@ -45,11 +44,6 @@ class ScheduleRefiner:
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self._graph = graph
         self._costs = costs
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the step has more than `LONG_STEP_OPS` ops."""
-        return len(self._graph.ops) > LONG_STEP_OPS
 
     def evaluate(self, schedule: Schedule) -> Candidate:
         """Simulates a schedule."""
@@ -99,10 +93,7 @@ class ScheduleRefiner:
         return candidate if schedule is candidate.schedule else self.evaluate(schedule)
 
     def defer_weight_gradients(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """Defers weight gradients, one by one, where the freed memory makes the schedule faster.
-
-        Of a long step, the schedule is returned as it is: deferral would take too long.
-        """
+        """Defers weight gradients, one by one, where the freed memory makes the schedule faster."""
         tried: set[Op] = set()
         num_failed = 0
         while num_failed < _MAX_FAILED_DEFERRALS:
@@ -119,7 +110,7 @@ class ScheduleRefiner:
 
     @cached_property
     def _deferrable(self) -> frozenset[Op]:
-        return frozenset() if self.is_long else deferrable_ops(self._graph)
+        return deferrable_ops(self._graph)
 
     @cached_property
     def _own_bytes(self) -> list[int]:
@@ -128,7 +119,7 @@ class ScheduleRefiner:
     def _fullest_deferrable(
         self, candidate: Candidate, budget_bytes: int, tried: set[Op]
     ) -> int | None:
-        """The position with the most live bytes of an op worth deferring and not `tried`."""
+        """The position of an op worth deferring and not `tried`, while most bytes are live."""
         live_bytes = candidate.simulation.live_bytes
         deferrable = {
             op.index
@@ -136,12 +127,14 @@ class ScheduleRefiner:
             if self._own_bytes[op.index] >= _MIN_DEFERRED_SHARE * budget_bytes
         }
         steps = candidate.schedule.steps
-        positions = (position for position, index in enumerate(steps) if index in deferrable)
-        return max(
-            (p for p in positions if live_bytes[p] >= _MIN_LIVE_SHARE * budget_bytes),
-            key=live_bytes.__getitem__,
-            default=None,
-        )
+        fullest, most_bytes = None, _MIN_LIVE_SHARE * budget_bytes
+        for position in (place for place, index in enumerate(steps) if index in deferrable):
+            # A result that waits for a reader takes memory up to that one.
+            end, waiting_bytes = first_reader(self._graph, candidate.schedule, position)
+            num_bytes = max(live_bytes[position : end if waiting_bytes else position + 1])
+            if num_bytes > most_bytes:
+                fullest, most_bytes = position, num_bytes
+        return fullest
 
     def _defer(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
         """A faster schedule with the run at `position` deferred and the rest refined; or None."""

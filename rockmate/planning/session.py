@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from torch import nn
-from tqdm import tqdm
 
 from rockmate.budget import (
     Budget,
@@ -325,11 +324,9 @@ class PlanningSession:
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
         """Plans of the default strategy for many budgets, by budget in bytes.
 
-        A larger budget never takes longer: it gets the plan of a smaller one where that is faster.
-        So it is with `plan`, for budgets that were asked for before. From twenty feasible budgets
-        on, they are planned jointly, which takes much less time. Near the lower bound, these are as
-        fast as those of `plan`; close to the smallest peak some are a few percent slower or faster,
-        and up to a fifth at the smallest peak itself. Infeasible budgets are left out.
+        They are planned together: each begins with the plan of the next larger budget, too. A
+        larger budget never takes longer: it gets the plan of a smaller one where that is faster. So
+        it is with `plan`, for budgets that were asked for before. Infeasible budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -340,25 +337,14 @@ class PlanningSession:
         """
         listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
-        plans = self.plan_many(wanted, progress=progress)
-        one_by_one = [budget for budget in wanted if budget not in plans]
-        for budget_bytes in tqdm(
-            one_by_one, desc="planning", unit="budget", disable=not (progress and one_by_one)
-        ):
-            if (plan := self._plan_within(budget_bytes, "rockmate")) is not None:
-                plans[budget_bytes] = plan
-        return never_slower(plans)
-
-    def plan_many(self, budgets: Sequence[int], *, progress: bool = False) -> dict[int, Plan]:
-        """The plans of `plans` that are made jointly; empty if there are too few budgets."""
         with gc_paused():
-            self._rule.begin(max(1, len(budgets)))
-            found = self._variants.best_within_each(budgets, progress=progress)
+            self._rule.begin(max(1, len(wanted)))
+            found = self._variants.best_within_each(wanted, progress=progress)
             plans = {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-            return never_slower(plans)
+        return never_slower(plans)
 
     def planned_call(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"

@@ -36,7 +36,7 @@ class StepForms(Protocol):
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False
     ) -> dict[int, tuple[Variant, Candidate]]:
-        """The schedules of the default strategy for many budgets that are planned jointly."""
+        """The schedules of the default strategy for many budgets, planned together."""
         ...
 
     def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:

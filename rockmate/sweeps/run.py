@@ -55,7 +55,7 @@ def sweep(
             arguments.
         budgets: each as for `Planner.plan`, or text as "0.2:1.0:9" or "2GiB,4GiB"; by default every
             tenth of the peak with nothing recomputed down to the smallest feasible one without
-            chunks. Twenty and more are planned together; see `Planner.plans`.
+            chunks. They are planned together; see `Planner.plans`.
         strategies: names out of `rockmate.STRATEGIES`, to compare; by default "rockmate", with
             `offload` "recompute" as well, which moves nothing, and "bitwise", which runs nothing in
             chunks, where plans of "rockmate" do.
@@ -248,7 +248,7 @@ def _predict_strategies(
         for budget in budgets_bytes
         if (strategy, budget) not in known
     ]
-    plans = planner.plan_many(
+    plans = planner.plans(
         [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=progress
     )
     num_left = sum(strategy != _DEFAULT or budget not in plans for strategy, budget in wanted)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from rockmate.frames.ahead import KnownFrame, bound_s, decide
 from rockmate.frames.menu import Offer, choices
+from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
+from rockmate.frames.sequence import KnownCalls
 from tests.frames.test_menu import random_profile
 
 
@@ -71,12 +74,12 @@ def test_decisions_fit_and_no_other_ones_are_faster() -> None:
             f.key for f, offer in zip(frames, chosen, strict=True) if not offer
         }
         assert peak_of(frames, chosen) <= budget
-        assert decision.seconds >= best - 1e-9
+        assert decision.seconds_of(decision.offers) >= best - 1e-9
         # Units are of the budget's 2,048th: all that fits with so much room is found.
         roomy = [each for each in fitting if peak_of(frames, each) <= 0.995 * budget]
         if roomy:
             least = min(sum(offer.seconds for offer in each if offer) for each in roomy)
-            assert decision.seconds <= least + 1e-9
+            assert decision.seconds_of(decision.offers) <= least + 1e-9
             num_tight += least > 0
     assert num_tight > 30
 
@@ -88,8 +91,33 @@ def test_the_time_of_hooks_speaks_for_few_frames() -> None:
     decision = decide(frames, 310)
     assert decision is not None
     assert len(decision.offers) == 1
-    assert decision.seconds == pytest.approx(0.021)
+    assert decision.seconds_of(decision.offers) == pytest.approx(0.021)
     assert bound_s(frames, 310) == pytest.approx(0.020)
+
+
+def test_frames_of_half_of_the_steps_count_by_half() -> None:
+    """On average two of four frames come, and all of these may hold what they save."""
+    needs, offers = Needs(saved_bytes=100), [Offer(100, 0.010, frozenset(), 1)]
+    frames = [KnownFrame(FrameKey("layer", i), needs, offers, share=0.5) for i in range(4)]
+    for budget, num_given_up in ((210, 0), (160, 1), (110, 2)):
+        decision = decide(frames, budget)
+        assert decision is not None
+        assert len(decision.offers) == num_given_up
+    surely = decide([replace(each, share=1.0) for each in frames], 210)
+    assert surely is not None
+    assert len(surely.offers) == 2
+
+
+def test_shares_of_steps_follow_the_calls_of_the_last_steps() -> None:
+    calls = KnownCalls()
+    for step in range(32):
+        calls.begin_step(None)
+        for layer in range(4):
+            if layer == 0 or (step + layer) % 4:  # each of the others is left out in turn
+                calls.note(FrameKey("layer", layer))
+    calls.begin_step(None)
+    found = calls.known_frames(StepNeeds({FrameKey("layer", 0): Needs(1, 1, 1, 1)}), Menus())
+    assert [each.share for each in found] == [1.0, 0.75, 0.75, 0.75]
 
 
 def test_choices_free_what_they_say() -> None:

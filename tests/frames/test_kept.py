@@ -13,6 +13,7 @@ from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.memory import Memory
+from rockmate.frames.needs import FrameKey
 from tests.frames.test_frames import Block, Chain, batch, check, framed, loss_of
 
 pytestmark = pytest.mark.model
@@ -202,3 +203,32 @@ def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.Mon
     module = framed(model, 0.7)
     for ours, theirs in zip(trained(module, model, fails=True), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Late(Chain):
+    """Its last block comes only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_last = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks)[: None if self.has_last else -1]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_layer_that_the_first_steps_lack_is_measured_when_it_comes() -> None:
+    model = Late()
+    module = framed(model, 0.6)
+    for step in range(7):
+        model.has_last = step >= 3
+        loss_of(module, step, ROWS).backward()
+        known = memory_of(module).menus.menu_of_path("blocks.5")
+        # Menus are made when the next step begins.
+        assert (known is not None) == (step > 3)
+    assert memory_of(module).held_bytes == 0
+    needs = memory_of(module).needs
+    assert needs is not None
+    saved = {path: needs.of(FrameKey(path, 0)).saved_bytes for path in ("blocks.4", "blocks.5")}
+    assert saved["blocks.5"] == saved["blocks.4"]

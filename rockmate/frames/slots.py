@@ -1,0 +1,162 @@
+"""What a frame has saved, by the positions of its slots, as far as it is held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+
+from rockmate._torch.storage import version_of
+from rockmate.frames.saved import Saved
+from rockmate.frames.storages import HeldStorages, storages_of, tensors_in
+from rockmate.frames.two_valued import TwoValued
+
+
+class Slots:
+    """The saved tensors of one frame.
+
+    Attributes:
+        shapes: shape and type of each.
+        num_bytes: that they hold and no other frame does.
+    """
+
+    def __init__(self, storages: HeldStorages) -> None:
+        """None yet.
+
+        Args:
+            storages: counts what all frames hold.
+        """
+        self._storages = storages
+        self._held: list[Saved | TwoValued | None] = []
+        self._dead: set[int] = set()
+        self._returned: dict[int, Saved] = {}
+        self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        """How many there are, held or not."""
+        return len(self._held)
+
+    def add(self, tensor: torch.Tensor, keys: tuple[int, ...], version: int) -> int:
+        """Takes a tensor that is saved; its position.
+
+        Args:
+            tensor: with its history.
+            keys: its storages.
+            version: its number of in-place writes.
+        """
+        self._held.append(Saved(tensor.detach(), keys, version))
+        self.shapes.append((tensor.shape, tensor.dtype))
+        self.num_bytes += self._storages.hold(tensor, keys)
+        return len(self._held) - 1
+
+    def keep_returned(self, output: Any) -> None:
+        """Takes out the saved tensors that the call also returns: their reader has them anyway."""
+        returned = {key for each in tensors_in(output) for key in storages_of(each)}
+        for index, saved in enumerate(self._held):
+            if isinstance(saved, Saved) and returned.issuperset(saved.storages):
+                self.let_go(index)
+                self._returned[index] = saved
+
+    def release(self, index: int) -> None:
+        """Autograd needs one of them no more."""
+        self._dead.add(index)
+        if self._returned:
+            self._returned.pop(index, None)
+        if index < len(self._held):
+            self.let_go(index)
+
+    def let_go(self, index: int) -> None:
+        """Holds one no more."""
+        saved, self._held[index] = self._held[index], None
+        if saved is not None:
+            self.num_bytes -= self._storages.let_go(saved.storages)
+
+    def found(self, index: int) -> Saved | TwoValued | None:
+        """One of them, if it is in memory."""
+        returned = self._returned.get(index) if self._returned else None
+        return self._held[index] if returned is None else returned
+
+    def present(self) -> dict[int, Saved]:
+        """Those that are in memory as they are, by their positions."""
+        held = {index: each for index, each in enumerate(self._held) if isinstance(each, Saved)}
+        return held | self._returned
+
+    def is_needed(self, index: int) -> bool:
+        """Whether autograd has yet to read one that is not in memory whatever is given up."""
+        return index not in self._dead and index not in self._returned
+
+    def missing(self, indices: Iterable[int]) -> set[int]:
+        """Those of some that are needed and not held."""
+        return {each for each in indices if self._held[each] is None and self.is_needed(each)}
+
+    def fill(self, index: int, saved: Saved) -> None:
+        """Holds one again, if that is needed."""
+        if self._held[index] is None and self.is_needed(index):
+            self.num_bytes += self._storages.hold(saved.tensor, saved.storages)
+            self._held[index] = saved
+
+    def pack(self, indices: Iterable[int]) -> None:
+        """Holds some as booleans; those of this run may have other values."""
+        for index in indices:
+            saved = self._held[index] if index < len(self._held) else None
+            packed = TwoValued.of(saved) if isinstance(saved, Saved) else None
+            if packed is not None:
+                self.let_go(index)
+                self._held[index] = packed
+                self.num_bytes += self._storages.hold(packed.is_set, packed.storages)
+
+    def packed(self) -> Iterator[tuple[int, TwoValued]]:
+        """Those that are held as booleans, by their positions."""
+        for index, each in enumerate(self._held):
+            if isinstance(each, TwoValued):
+                yield index, each
+
+    def storages(self) -> list[Sequence[int]]:
+        """Of each that is held."""
+        return [() if each is None else each.storages for each in self._held]
+
+    def own_bytes(self) -> dict[int, int]:
+        """Bytes of the storages that this frame alone holds."""
+        counts = Counter(key for keys in self.storages() for key in keys)
+        held = {key: self._storages.bytes_if_held(key, count) for key, count in counts.items()}
+        return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
+
+    def let_go_of(self, indices: Set[int]) -> set[int]:
+        """Holds some no more; their storages."""
+        dropped: set[int] = set()
+        for index in indices:
+            saved = self._held[index]
+            if saved is not None:
+                dropped.update(saved.storages)
+                self.let_go(index)
+        return dropped
+
+
+class Slot:
+    """What autograd holds in place of a tensor that a frame has saved."""
+
+    __slots__ = ("_slots", "index")
+
+    def __init__(self, slots: Slots, index: int) -> None:
+        self._slots, self.index = slots, index
+
+    def __del__(self) -> None:
+        self._slots.release(self.index)
+
+
+def checked(saved: Saved, name: object) -> torch.Tensor:
+    """The tensor, if it is as it was saved.
+
+    Raises:
+        RuntimeError: it was changed in place; autograd's own check does not see what hooks hold.
+    """
+    if version_of(saved.tensor) != saved.version:
+        msg = (
+            f"a tensor that {name} needs for its gradient has been changed in place: it is "
+            f"at version {version_of(saved.tensor)}, and version {saved.version} was saved."
+        )
+        raise RuntimeError(msg)
+    return saved.tensor

@@ -7,7 +7,7 @@
 Each case runs in a process of its own, so that none profits from what another one imported, solved
 or measured, and none sees its garbage. A large Llama lies on the meta device and is planned for an
 H100; the others are measured here. Costs are part of every time. A process that takes longer than
-the limit is stopped, and its row says so: RWKV of 12 layers and 1,024 tokens unrolls to over a
+the limit is stopped, and its row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2
 million ops.
 """
 

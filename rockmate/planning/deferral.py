@@ -76,7 +76,8 @@ def insertion_points(
         first that reads the result.
     """
     live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
-    end, waiting_bytes = first_reader(graph, schedule, position)
+    ends, all_waiting_bytes = first_readers(graph, schedule)
+    end, waiting_bytes = int(ends[position]), int(all_waiting_bytes[position])
     changed = live_bytes + _extended_input_bytes(graph, schedule, position) - waiting_bytes
     in_use = changed[position + 1 : end]
     if not len(in_use):
@@ -103,22 +104,19 @@ def insertion_points(
     return [position + 2 + place for place in dict.fromkeys((roomiest, int(behind[-1])))]
 
 
-def first_reader(graph: Graph, schedule: Schedule, position: int) -> tuple[int, int]:
-    """The position of the first run that reads what the run at `position` makes, and its bytes.
+def first_readers(graph: Graph, schedule: Schedule) -> tuple[Ints, Ints]:
+    """For each run the position of the first later one that reads a result, and their bytes.
 
-    Results that no op reads are not counted; without a reader, the position is the schedule's end.
+    Results that no run reads are not counted; without a reader, the position is the schedule's end.
     """
-    writes = [
-        storage
-        for storage in graph.ops[schedule.steps[position]].writes
-        if graph.readers.get(storage)
-    ]
-    if not writes:
-        return len(schedule.steps), 0
-    readers = {reader.index for storage in writes for reader in graph.readers[storage]}
-    later = range(position + 1, len(schedule.steps))
-    end = next((place for place in later if schedule.steps[place] in readers), len(schedule.steps))
-    return end, sum(storage.num_bytes for storage in writes)
+    def_use, ops = schedule.def_use, op_def_use(graph)
+    assert def_use is not None
+    ends = np.full(len(schedule.steps), len(schedule.steps), dtype=np.int64)
+    waiting_bytes = np.zeros(len(schedule.steps), dtype=np.int64)
+    made = np.flatnonzero(def_use.is_definition & ~def_use.is_last)
+    np.minimum.at(ends, def_use.position[made], def_use.position[made + 1])
+    np.add.at(waiting_bytes, def_use.position[made], ops.num_bytes[def_use.storage[made]])
+    return ends, waiting_bytes
 
 
 def _extended_input_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:

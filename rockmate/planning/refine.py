@@ -15,7 +15,7 @@ from rockmate.planning.candidate import Candidate, evaluate, fastest
 from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
-    first_reader,
+    first_readers,
     insertion_points,
     result_and_workspace_bytes,
 )
@@ -128,10 +128,11 @@ class ScheduleRefiner:
         }
         steps = candidate.schedule.steps
         fullest, most_bytes = None, _MIN_LIVE_SHARE * budget_bytes
+        ends, waiting_bytes = first_readers(self._graph, candidate.schedule)
         for position in (place for place, index in enumerate(steps) if index in deferrable):
             # A result that waits for a reader takes memory up to that one.
-            end, waiting_bytes = first_reader(self._graph, candidate.schedule, position)
-            num_bytes = max(live_bytes[position : end if waiting_bytes else position + 1])
+            is_waiting = waiting_bytes[position] > 0
+            num_bytes = max(live_bytes[position : ends[position] if is_waiting else position + 1])
             if num_bytes > most_bytes:
                 fullest, most_bytes = position, num_bytes
         return fullest

@@ -13,7 +13,6 @@ from torch import nn
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.pytree import tree_map
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
@@ -25,7 +24,7 @@ from rockmate.frames.module_state import (
     autocast_as,
 )
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.storages import parts_of, storages_of, tensors_in
+from rockmate.frames.storages import parts_of, storages_of, tensors_in, with_changed
 
 
 class Arguments(NamedTuple):
@@ -137,7 +136,7 @@ class Call:
             )
             raise UnsupportedModelError(msg)
         forward, *rest = self._arguments
-        args, kwargs = tree_map(_detached, tuple(rest))
+        args, kwargs = with_changed(_detached, tuple(rest))
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())

@@ -250,10 +250,8 @@ class Frame:
         slots = {slot for part in parts for slot in part.slots} | set(range(offer.prefix))
         return all(part.slots <= slots for part in self._parts.values() if part.is_dropped)
 
-    def drop_next(self) -> None:
+    def drop(self, offer: Offer) -> None:
         """Gives up what the next offer says, until the backward reads it."""
-        offer = self.next_offer
-        assert offer is not None
         self.taken = offer
         self._derived = offer.derived
         self._slots.let_go_of(offer.derived)

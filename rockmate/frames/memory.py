@@ -17,7 +17,7 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -275,7 +275,7 @@ class Memory:
         frame.offers = (frame.everything(),) if known is None else known
         frame.planned = self.decision.offers.get(frame.key)
         if self.budget_bytes is None:
-            self._drop(frame, wholly=True)
+            self._drop_wholly(frame)
         else:
             self._make_room_after(frame)
         if self.recorder is not None:
@@ -341,14 +341,11 @@ class Memory:
         frames = [(order, reference()) for order, reference in self._frames.items()]
         self._frames = {order: weakref.ref(each) for order, each in frames if each is not None}
         live = [each for _, each in frames if each is not None and each is not but]
-        prices = [
-            (offer is not each.planned, _price(each, offer, position), each.order, each)
-            for each in live
-            if (offer := each.next_offer) is not None
-        ]
-        if not prices:
+        untaken = [each for each in live if each.planned is not None and each.taken is None]
+        found = _cheapest(untaken, position, planned=True) or _cheapest(live, position)
+        if found is None:
             return False
-        self._drop(min(prices)[-1])
+        self._drop(*found)
         return True
 
     def has_made_room(self, error: Exception, position: int, but: Running | None = None) -> bool:
@@ -383,17 +380,16 @@ class Memory:
                 break
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + needed)
 
-    def _drop(self, frame: Frame, *, wholly: bool = False) -> None:
-        offer = frame.next_offer
-        if offer is None:
-            return
-        self.counts.num_dropped += frame.taken is None
-        if wholly:
+    def _drop_wholly(self, frame: Frame) -> None:
+        if frame.next_offer is not None:
+            self.counts.num_dropped += frame.taken is None
             frame.drop_all()
-            return
+
+    def _drop(self, frame: Frame, offer: Offer) -> None:
+        self.counts.num_dropped += frame.taken is None
         if offer is not frame.planned:
             self._want_parts(frame)
-        frame.drop_next()
+        frame.drop(offer)
         self.given_up[frame.key] = frame.taken
 
     def _want_parts(self, frame: Frame) -> None:
@@ -402,6 +398,26 @@ class Memory:
         best = next((each for each in frame.offers if each.num_bytes > taken_bytes), None)
         for part in best.parts if best is not None else ():
             self._wanted_at[frame.key.path, part.path] = self._num_steps
+
+
+def _cheapest(
+    frames: Sequence[Frame], position: int, *, planned: bool = False
+) -> tuple[Frame, Offer] | None:
+    """The frame to drop next, and what it gives up; None if there is none.
+
+    Each drop asks, so that only frames are asked that can be it.
+
+    Args:
+        frames: that may be.
+        position: of the step, by frames.
+        planned: whether only what was decided ahead counts.
+    """
+    prices = [
+        (_price(each, offer, position), each.order, each, offer)
+        for each in frames
+        if (offer := each.next_offer) is not None and (not planned or offer is each.planned)
+    ]
+    return min(prices)[2:] if prices else None
 
 
 def _price(frame: Frame, offer: Offer, position: int) -> float:

@@ -30,7 +30,7 @@ class Frame(Running, Protocol):
 
     @property
     def next_offer(self) -> Offer | None: ...  # noqa: D102
-    def drop_next(self) -> None: ...  # noqa: D102
+    def drop(self, offer: Offer) -> None: ...  # noqa: D102
     def drop_all(self) -> None: ...  # noqa: D102
     def everything(self) -> Offer: ...  # noqa: D102
     def profile(self) -> FrameProfile: ...  # noqa: D102

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rockmate._torch.pytree import tree_leaves
+from rockmate._torch.pytree import tree_leaves, tree_map
 from rockmate._torch.storage import storage_id
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -91,3 +91,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if value is None or kind in _SCALARS:
         return []
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def with_changed(change: Callable[[Any], Any], value: Any) -> Any:
+    """Nested containers with each leaf changed.
+
+    Each second run of a frame asks, and PyTorch's own way takes five times as long for arguments as
+    they are as a rule.
+
+    Args:
+        change: of a leaf, tensor or not.
+        value: the containers.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind([with_changed(change, each) for each in value])
+    if kind is dict:
+        return {name: with_changed(change, each) for name, each in value.items()}
+    return tree_map(change, value)

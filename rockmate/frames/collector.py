@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
 from rockmate.frames.part import Part
@@ -64,13 +65,14 @@ class Collector:
         Raises:
             UnsupportedModelError: it is another one than in the first run.
         """
-        if self.outside.issuperset(storages_of(tensor)):
+        keys = storages_of(tensor)
+        if self.outside.issuperset(keys):
             return
         known = self._shapes[self.position] if self.position < len(self._shapes) else None
         if known != (tensor.shape, tensor.dtype):
             first = "no more" if known is None else _text(*known)
             raise self._call.not_repeated(first, _text(tensor.shape, tensor.dtype))
-        self.made[self.position] = Saved.of(tensor)
+        self.made[self.position] = Saved(tensor.detach(), keys, version_of(tensor))
         self.position += 1
         if self._last is not None and self.position > self._last:
             raise CompleteError

@@ -193,7 +193,8 @@ class Frame:
             )
             raise BackwardError(msg)
         if isinstance(packed, Slot):
-            self._memory.begin_backward(self)
+            if self._memory.backward_order != self.order:
+                self._memory.begin_backward(self)
             if self._derived:
                 self._derive()
             saved = self._slots.found(packed.index)

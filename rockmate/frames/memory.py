@@ -87,6 +87,7 @@ class Memory:
         wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
         part_s: seconds that it takes a part to be able to run again, and to begin.
+        backward_order: of the frame whose backward is under way; None before the first of a step.
     """
 
     def __init__(
@@ -123,12 +124,12 @@ class Memory:
         self.decision = Decision()
         self.given_up: dict[FrameKey, Offer | None] = {}
         self._most_kept_bytes, self.is_limited = 0, True
+        self.backward_order: int | None = None
         self._part_paths: dict[str, set[str]] = {}
         self._region_paths: dict[str, set[str]] = {}
         self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
         self._num_steps = 0
         self._frames: dict[int, weakref.ref[Frame]] = {}
-        self._backward_of: weakref.ref[Running] | None = None
         self._begun: list[weakref.ref[Kept]] = []
 
     def begin_step(self, state: Any) -> None:
@@ -137,7 +138,7 @@ class Memory:
         Args:
             state: of the model; where it is another than before, frames may save other tensors.
         """
-        self.counts, self.peak_bytes, self._backward_of = Counts(), 0, None
+        self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.given_up = {}
         self._num_steps += 1
         self._let_go_begun()
@@ -295,10 +296,10 @@ class Memory:
 
     def begin_backward(self, frame: Running) -> None:
         """Makes room for a frame's backward, when it begins."""
-        present = self._backward_of
-        if present is not None and present() is frame:
+        present = self.backward_order
+        if present == frame.order:
             return
-        self._backward_of = weakref.ref(frame)
+        self.backward_order = frame.order
         self._let_go_begun()
         if self.recorder is not None:
             if present is None:

@@ -57,6 +57,9 @@ _MIN_BUDGET_FRACTION = 0.9
 _STALL_ROUNDS = 64
 _STALL_OPS = 30_000
 _FULL_EFFORT = 10.0
+# Of many budgets each has a share of these rounds, but no less than this one: neighbours' schedules
+# stand in for the rest.
+_LEAST_SHARE = 1 / 8
 # A round gains something if it takes more than this fraction off the baseline's time.
 _MIN_GAIN = 1e-5
 
@@ -148,12 +151,18 @@ class LocalSearch:
         found: dict[int, Candidate] = {}
         larger: Candidate | None = None
         falling = sorted(set(budgets), reverse=True)
+        feasible_budgets = [each for each in falling if each >= self.minimum().peak_bytes]
+        share = max(_LEAST_SHARE, 1 / max(1, len(feasible_budgets)))
         for budget_bytes in tqdm(
-            falling, desc="planning", unit="budget", disable=not (progress and falling)
+            feasible_budgets, desc="planning", unit="budget", disable=not (progress and falling)
         ):
-            if budget_bytes >= self.minimum().peak_bytes:
-                larger = found[budget_bytes] = self._solve(budget_bytes, larger)
-            elif (best := self.best_within(budget_bytes)) is not None:
+            # All budgets above profit from the schedule for the smallest.
+            is_smallest = budget_bytes == feasible_budgets[-1]
+            larger = found[budget_bytes] = self._solve(
+                budget_bytes, larger, share=1.0 if is_smallest else share
+            )
+        for budget_bytes in falling[len(feasible_budgets) :]:
+            if (best := self.best_within(budget_bytes)) is not None:
                 found[budget_bytes] = best
         return self._refined_upwards(found)
 
@@ -167,19 +176,22 @@ class LocalSearch:
             smaller = found[budget_bytes] = fastest(best, smaller)
         return found
 
-    def _solve(self, budget_bytes: int, neighbour: Candidate | None = None) -> Candidate:
+    def _solve(
+        self, budget_bytes: int, neighbour: Candidate | None = None, *, share: float = 1.0
+    ) -> Candidate:
         """The search for one budget of at least the minimum.
 
         Args:
             budget_bytes: the budget.
             neighbour: the schedule of another budget, as a further start.
+            share: of the rounds without gain after which the search has stalled.
         """
         best = self.initial_within(budget_bytes)
         assert best is not None
         if neighbour is not None:
             best = self._from_starts(best, [("neighbour", [neighbour])], budget_bytes)
         best = self._from_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
-        return self._from_rounds(best, budget_bytes)
+        return self._from_rounds(best, budget_bytes, share)
 
     def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
         """Adds a step to the trace of a budget."""
@@ -256,7 +268,7 @@ class LocalSearch:
 
     # --- rounds ---
 
-    def _from_rounds(self, best: Candidate, budget_bytes: int) -> Candidate:
+    def _from_rounds(self, best: Candidate, budget_bytes: int, share: float) -> Candidate:
         """The fastest of an incumbent and of rounds, until they gain nothing."""
         problem = self.problem
         if problem.is_solved(best, budget_bytes):
@@ -264,7 +276,7 @@ class LocalSearch:
         others = [problem.baseline, *self._rotor_family.grid()]
         above = [other for other in others if other.peak_bytes > budget_bytes]
         perturbation = Perturbation(problem, above, budget_bytes)
-        max_idle = min(_STALL_ROUNDS, _STALL_OPS // len(problem.graph.ops))
+        max_idle = share * min(_STALL_ROUNDS, _STALL_OPS // len(problem.graph.ops))
         num_idle = 0
         while not problem.is_solved(best, budget_bytes):
             effort = problem.gap(best, budget_bytes) / (_FULL_EFFORT * problem.rule.gap_tolerance)

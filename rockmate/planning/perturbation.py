@@ -18,7 +18,6 @@ is repeatable.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf
 
 import numpy as np
 
@@ -38,6 +37,8 @@ _MAX_RELAXATION = 2.5
 _TIGHTENING_RATIO = 1.3
 # Largest standard deviation of the logarithm of a price's factor.
 _PRICE_NOISE = 0.5
+# Factor of a price that is paid only where nothing else can be evicted.
+_NEVER = 1e9
 # Largest number of recomputations that a swap removes.
 _MAX_SWAPPED = 4
 
@@ -117,7 +118,7 @@ class Perturbation:
         factors = self._price_factors()
         for position in self._some_of(positions):
             if not ranges.is_dropped(position) and not ranges.must_stay(position):
-                factors[ranges.op_at(position).index] = inf
+                factors[ranges.op_at(position).index] *= _NEVER
                 ranges.drop(position, ranges.extensions_for_drop(position))
         prices = scaled_recompute_times(self._costs, factors)
         swapped = self._refiner.evaluate(ranges.schedule())

@@ -47,8 +47,6 @@ from rockmate.planning.search_trace import SearchTrace
 from rockmate.planning.starts import WarmStarts
 from rockmate.planning.stopping_rule import StoppingRule
 
-# Number of starts above the budget that are tried in turn until one can be repaired.
-_MAX_REPAIR_STARTS = 3
 # The fastest schedule at the minimum budget sometimes fits in less, in practice never below this
 # fraction of it.
 _MIN_BUDGET_FRACTION = 0.9
@@ -263,7 +261,7 @@ class LocalSearch:
     def _rotor_starts(self, budget_bytes: int) -> Iterator[tuple[str, list[Candidate]]]:
         """Schedules of rotor's table, for budgets where a value is recomputed more than once."""
         grid = self._rotor_family.grid()
-        yield "rotor, above", repairable(grid, budget_bytes)[:_MAX_REPAIR_STARTS]
+        yield "rotor, above", repairable(grid, budget_bytes)
         yield "rotor, within", feasible([*self.min_peak.candidates, *grid], budget_bytes)[:1]
 
     # --- rounds ---

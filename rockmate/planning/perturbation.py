@@ -1,15 +1,15 @@
 """The perturbations of the local search: ways out of the place where greedy moves have ended.
 
-A round takes the incumbent, perturbs it and repairs it for the budget again. Two kinds alternate at
-random:
+A round takes the incumbent, perturbs it and repairs it for the budget again. Three kinds take turns
+at random:
 
-* **Oscillation** (strategic oscillation: Glover 1977). The incumbent is refined for a larger
-  budget, so that values stay live again; or the round begins with another schedule above the
-  budget. It is then tightened budget by budget.
 * **Swap** (the kick of an iterated local search: Lourenco, Martin and Stützle 2003). A few
   recomputations are removed whether they fit or not, and other values are evicted instead.
+* **Oscillation** (strategic oscillation: Glover 1977). The incumbent is refined for a larger
+  budget, so that values stay live again. It is then tightened budget by budget.
+* **Tightening**. The same from another schedule above the budget.
 
-In both, the recompute times that rank evictions are multiplied by random factors (noising: Charon
+In all, the recompute times that rank evictions are multiplied by random factors (noising: Charon
 and Hudry 1993), so that other values are evicted first. Refinement and the judgement of the result
 use the true times. Random numbers come from a generator with a fixed seed for each budget: a search
 is repeatable.
@@ -18,7 +18,6 @@ is repeatable.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import exp, log
 
 import numpy as np
 
@@ -28,26 +27,20 @@ from rockmate.planning.candidate import Candidate
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.search_problem import SearchProblem
 
-# The mean time of 44 plans (`bench.search_stages`) hardly depends on the numbers below: it is
-# within 0.002 of the baseline's time for 0.3 or 0.5 of oscillations from other schedules, ratios of
-# 1.3 or drawn from 1.15 to 1.8, relaxations up to 2.5 or 4, noise of 0.5 or 0.8. Other random
-# numbers make a difference of 0.001.
-_OSCILLATION_SHARE = 0.5
-# Of these, the share that begins with another schedule above the budget.
-_OTHERS_SHARE = 0.3
-# The budget is relaxed by a factor between these, their logarithms being equally likely.
-_MIN_RELAXATION, _MAX_RELAXATION = 1.05, 2.5
+# The mean time of 44 plans (`bench.search_stages`) hardly depends on these numbers: it is within
+# 0.002 of the baseline's time for ratios of 1.3 or drawn from 1.15 to 1.8, relaxations up to 2.5 or
+# 4, noise of 0.5 or 0.8, swaps of up to 4 or 8. Other random numbers make a difference of 0.001.
+#
+# Largest factor by which a budget is relaxed.
+_MAX_RELAXATION = 2.5
 # Ratio between neighbouring budgets while tightening.
 _TIGHTENING_RATIO = 1.3
 # Largest standard deviation of the logarithm of a price's factor.
 _PRICE_NOISE = 0.5
+# Factor of a price that is paid only where nothing else can be evicted.
+_NEVER = 1e9
 # Largest number of recomputations that a swap removes.
 _MAX_SWAPPED = 4
-# Factor on the price of a value that a swap has just kept: another is evicted in its place.
-_SWAPPED_PRICE = 4.0
-# Weight gradients are deferred in results that are slower than the incumbent by less than this
-# share of its time.
-_DEFERRAL_SLACK = 1e-2
 
 
 class Perturbation:
@@ -74,36 +67,33 @@ class Perturbation:
 
         None if the perturbed schedule cannot be made to fit.
         """
-        if self._random.random() < _OSCILLATION_SHARE:
-            kind, found = "oscillation", self._oscillate(incumbent)
+        kind = int(self._random.integers(3 if self._others else 2))
+        if kind == 0:
+            name, found = "swap", self._swap(incumbent)
+        elif kind == 1:
+            name, found = "oscillation", self._oscillate(*self._relaxed(incumbent))
         else:
-            kind, found = "swap", self._swap(incumbent)
-        if found is not None and found.time_ms < (1 + _DEFERRAL_SLACK) * incumbent.time_ms:
+            other = self._others[int(self._random.integers(len(self._others)))]
+            name, found = "tightening", self._oscillate(other, other.peak_bytes)
+        if found is not None:
             found = self._refiner.defer_weight_gradients(found, self._budget_bytes)
-        return kind, found
+        return name, found
 
     # --- oscillation ---
 
-    def _oscillate(self, incumbent: Candidate) -> Candidate | None:
-        found: Candidate | None
-        found, top_bytes = self._relaxed(incumbent)
-        if self._random.random() < 0.5 and found.peak_bytes <= top_bytes:
-            found = self._refiner.defer_weight_gradients(found, top_bytes)
+    def _oscillate(self, top: Candidate, top_bytes: int) -> Candidate | None:
+        """A schedule for a larger budget, tightened budget by budget; None if that fails."""
+        found: Candidate | None = top
+        if self._random.random() < 0.5 and top.peak_bytes <= top_bytes:
+            found = self._refiner.defer_weight_gradients(top, top_bytes)
         prices = scaled_recompute_times(self._costs, self._price_factors())
         for budget_bytes in self._falling_budgets(top_bytes):
-            found = self._tightened(found, budget_bytes, prices)
-            if found is None:
-                return None
+            found = found and self._tightened(found, budget_bytes, prices)
         return found
 
     def _relaxed(self, incumbent: Candidate) -> tuple[Candidate, int]:
-        """A schedule for a larger budget, and that budget."""
-        if self._others and self._random.random() < _OTHERS_SHARE:
-            other = self._others[int(self._random.integers(len(self._others)))]
-            return other, other.peak_bytes
-        low, high = log(_MIN_RELAXATION), log(_MAX_RELAXATION)
-        factor = exp(low + (high - low) * self._random.random())
-        top_bytes = int(factor * self._budget_bytes)
+        """The incumbent refined for a larger budget, and that budget."""
+        top_bytes = int(_MAX_RELAXATION ** self._random.random() * self._budget_bytes)
         return self._refiner.refine(incumbent, top_bytes), top_bytes
 
     def _falling_budgets(self, top_bytes: int) -> Iterator[int]:
@@ -128,7 +118,7 @@ class Perturbation:
         factors = self._price_factors()
         for position in self._some_of(positions):
             if not ranges.is_dropped(position) and not ranges.must_stay(position):
-                factors[ranges.op_at(position).index] *= _SWAPPED_PRICE
+                factors[ranges.op_at(position).index] *= _NEVER
                 ranges.drop(position, ranges.extensions_for_drop(position))
         prices = scaled_recompute_times(self._costs, factors)
         swapped = self._refiner.evaluate(ranges.schedule())

@@ -286,9 +286,12 @@ class Variants:
         if strategy != CHUNKING_STRATEGY:
             return self.unchunked.search(strategy).frontier()
         low, high = self.min_peak(strategy).peak_bytes, self.unchunked.baseline.peak_bytes
-        budgets = linspace_int(low, high, FRONTIER_POINTS)
-        best = {budget: found for budget, (_, found) in self.best_within_each(budgets).items()}
-        return frontier_at(budgets, best.get)
+
+        def candidate_within(budget_bytes: int) -> Candidate | None:
+            best = self.best_within(budget_bytes, strategy)
+            return None if best is None else best[1]
+
+        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), candidate_within)
 
     # --- bounds and minima ---
 

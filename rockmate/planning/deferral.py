@@ -20,6 +20,7 @@ from rockmate._arrays import Ints
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase
+from rockmate.ops.collectives import is_communication
 from rockmate.schedule.liveness import op_def_use
 from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation
@@ -28,7 +29,9 @@ from rockmate.schedule.simulate import Simulation
 def deferrable_ops(graph: Graph) -> frozenset[Op]:
     """The backward ops that may run later without a change of any number.
 
-    They make the whole of each gradient that they accumulate. Two kinds of ops are excluded:
+    They make the whole of each gradient that they accumulate. Of a step with collectives, they have
+    no reader: a product that waits would leave a reduction without work to run beside. Two kinds of
+    ops are excluded:
 
     * One of several contributions to a gradient: in another order, the sum is rounded differently.
       A sum that is an op of the graph has an order of its own.
@@ -44,11 +47,13 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
     contributions.update(
         parameters[role.name] for op in graph.ops for _, role in op.final_gradients
     )
+    is_sharded = any(is_communication(op.node.target) for op in graph.ops)
     return frozenset(
         op
         for op in graph.ops
         if op.phase is Phase.BACKWARD
         and not op.is_random
+        and not (is_sharded and any(graph.readers.get(storage) for storage in op.writes))
         and all(contributions[parameters[role.name]] == 1 for _, role in op.final_gradients)
         and (contributions.keys() & op.reads)
         <= {parameters[role.name] for _, role in op.final_gradients}

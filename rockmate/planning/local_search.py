@@ -106,8 +106,7 @@ class LocalSearch:
     def frontier(self) -> list[tuple[int, Candidate]]:
         """See `Searcher`."""
         low, high = self.minimum().peak_bytes, self.problem.baseline.peak_bytes
-        budgets = linspace_int(low, high, FRONTIER_POINTS)
-        return frontier_at(budgets, self.best_within_each(budgets).get)
+        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), self.best_within)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.

@@ -329,7 +329,7 @@ class PlanningSession:
 
         They are planned together: each begins with the plan of the next larger budget, too. A
         larger budget never takes longer: it gets the plan of a smaller one where that is faster. So
-        it is with `plan`, for budgets that were asked for before. Infeasible budgets are left out.
+        it is with `plan`, which returns these plans from then on. Infeasible budgets are left out.
 
         Args:
             budgets: each as for `plan`, or a range as text: "0.2:1.0:50".
@@ -347,7 +347,14 @@ class PlanningSession:
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-        return never_slower(plans)
+        plans = never_slower(plans)
+        self._keep({each: plan for each, plan in plans.items() if self._is_news(plan)}, "rockmate")
+        return plans
+
+    def _is_news(self, plan: Plan) -> bool:
+        """Whether no plan as fast is known for its budget."""
+        known = self._plans.get((plan.budget_bytes, "rockmate"))
+        return known is None or plan.predicted_ms < known.predicted_ms
 
     def planned_call(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"

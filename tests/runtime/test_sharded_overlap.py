@@ -71,7 +71,9 @@ def check_trace(mesh: DeviceMesh) -> None:
         assert not WORK.intersection(last)
         assert len(others) == 4
         # The reduction of the layer before the embedding ends with the backward.
-        assert all(WORK.intersection(each) for each in others[:-1])
+        # Of a tight plan, memory may be too short for one of them to fly.
+        alone = [each for each in others[:-1] if not WORK.intersection(each)]
+        assert len(alone) <= (budget == 0.4)
         again = flown_over(backward.events, "gather")
         assert bool(again) == (budget == 0.4)
         for each in again:

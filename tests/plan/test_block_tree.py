@@ -200,7 +200,7 @@ def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a
     loose = planner.plan(1.0)
     tighter = [
         planner.plan(int(share * planner.minimum_peak_bytes))
-        for share in (1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7)
+        for share in (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.7)
     ]
     makers = {storage: op for op in loose.snapshot.ops for storage in op.writes}
     # The first value is the copy of an input.

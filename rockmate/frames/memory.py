@@ -27,6 +27,7 @@ import torch
 from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate._torch.ops import OpOverload
+from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import Decision
 from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.menu import Offer
@@ -82,8 +83,9 @@ class Memory:
         is_limited: whether an allocation may fail.
         given_up: what frames of this step have given up; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
-        decides_as_others: whether nothing that differs from rank to rank may decide: frames that
-            gather sharded parameters run collectives again, in the same order on all ranks.
+        agreement: with the ranks that hold other shards of the parameters. Frames run collectives
+            again, in the same order on all ranks, so nothing that differs between them decides, and
+            frames give up what was decided ahead, not what memory is short for.
         wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
         part_s: seconds that it takes a part to be able to run again, and to begin.
@@ -95,18 +97,18 @@ class Memory:
         device: torch.device,
         end_recording: Callable[[], None],
         *,
-        decides_as_others: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         """Holds nothing.
 
         Args:
             device: of the model.
             end_recording: is called after the backward of a recorded step.
-            decides_as_others: see the attribute.
+            agreement: see the attribute.
         """
         self.device, self._on_recorded = device, end_recording
-        self.decides_as_others = decides_as_others
-        self.clock = logical_clock() if decides_as_others else clock_of(device)
+        self.agreement = agreement
+        self.clock = clock_of(device) if agreement is None else logical_clock()
         self.part_s = 0.0
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
@@ -132,21 +134,22 @@ class Memory:
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._begun: list[weakref.ref[Kept]] = []
 
-    def begin_step(self, state: Any) -> None:
+    def begin_step(self, state: Any, held_bytes: int) -> None:
         """Forgets what happened in earlier steps; frames of theirs stay.
 
         Args:
             state: of the model; where it is another than before, frames may save other tensors.
+            held_bytes: by these frames, on the rank where they are the most.
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.given_up = {}
         self._num_steps += 1
         self._let_go_begun()
-        self.menus.make()
+        self.menus.make(self.agreement)
         self.calls.begin_step(state)
         self.decision = Decision()
         if self.recorder is None and self.needs is not None and self.budget_bytes is not None:
-            left_bytes = self.budget_bytes - self.held_bytes
+            left_bytes = self.budget_bytes - held_bytes
             self.decision = self.calls.decision(self.needs, self.menus, left_bytes, self.scale)
             self._most_kept_bytes = self._bytes_to_keep(self.needs, self.budget_bytes)
         self._part_paths = {}
@@ -164,7 +167,7 @@ class Memory:
 
         What is kept cannot be dropped when memory runs out, so it has to fit into what is free.
         """
-        free = None if self.decides_as_others else free_bytes(self.device)
+        free = free_bytes(self.device) if self.agreement is None else None
         self.is_limited = free is not None
         if free is not None:
             budget_bytes = min(budget_bytes, self.held_bytes + int(_SURELY_FREE * free))
@@ -215,7 +218,7 @@ class Memory:
 
         Compiled code has no ops to see, and with sharded parameters ops are collectives, too.
         """
-        if self.decides_as_others or self.has_compiled_modules:
+        if self.agreement is not None or self.has_compiled_modules:
             return False, None
         planned = self.decision.offers.get(key)
         if self.is_profiling:
@@ -275,10 +278,11 @@ class Memory:
         known = self.menus.menu_of(frame.key)
         frame.offers = (frame.everything(),) if known is None else known
         frame.planned = self.decision.offers.get(frame.key)
-        if self.budget_bytes is None:
+        if self.budget_bytes is None or self.recorder is not None:
             self._drop_wholly(frame)
-        else:
-            self._make_room_after(frame)
+        elif self.agreement is not None:
+            self._drop_as_decided(frame)
+        self._make_room_after(frame)
         if self.recorder is not None:
             self.recorder.mark(frame.key, "after_bytes")
 
@@ -354,7 +358,7 @@ class Memory:
 
         Not where other ranks would not run it again.
         """
-        if self.decides_as_others or not is_out_of_memory(error):
+        if self.agreement is not None or not is_out_of_memory(error):
             return False
         return self.drop_one(position, but)
 
@@ -376,7 +380,7 @@ class Memory:
     def _make_room(self, needed_bytes: int, *, position: int, but: Running | None = None) -> None:
         assert self.budget_bytes is not None
         needed = int(needed_bytes * self.scale)
-        while self.held_bytes + needed > self.budget_bytes:
+        while self.agreement is None and self.held_bytes + needed > self.budget_bytes:
             if not self.drop_one(position, but):
                 break
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + needed)
@@ -385,6 +389,13 @@ class Memory:
         if frame.next_offer is not None:
             self.counts.num_dropped += frame.taken is None
             frame.drop_all()
+
+    def _drop_as_decided(self, frame: Frame) -> None:
+        """Drops what was decided ahead; all of a frame that no decision knows."""
+        if frame.planned is None and frame.key not in self.decision.kept:
+            self._drop_wholly(frame)
+        elif frame.planned is not None and frame.next_offer is frame.planned:
+            self._drop(frame, frame.planned)
 
     def _drop(self, frame: Frame, offer: Offer) -> None:
         self.counts.num_dropped += frame.taken is None

@@ -220,17 +220,17 @@ def menu(profile: FrameProfile) -> tuple[Offer, ...]:
     is free when they give it up as well. Empty if the frame alone holds nothing.
     """
     offers = [Offer(0, 0.0, frozenset(), 0), *_by_parts(profile)]
-    prefixes = list(_by_prefixes(profile))
+    firsts = prefixes(profile)
     chosen: list[Offer] = []
     given_up: set[int] = set()
-    for offer in _hull([*offers, *prefixes]):
+    for offer in _hull([*offers, *firsts]):
         # After a prefix no part can run, so only longer ones follow.
         slots = set(range(offer.prefix)) if offer.prefix else profile.slots_of(offer.parts)
         if given_up <= slots and (offer.prefix or not (chosen and chosen[-1].prefix)):
             chosen.append(offer)
             given_up = slots
     if profile.num_bytes:
-        everything = prefixes[-1]
+        everything = firsts[-1]
         if not (chosen[-1].prefix and chosen[-1].num_bytes == everything.num_bytes):
             chosen.append(everything)
     return tuple(chosen[1:])
@@ -241,14 +241,32 @@ def choices(profile: FrameProfile) -> tuple[Offer, ...]:
 
     Unlike the steps of a menu, they need not contain one another. The last is everything.
     """
-    prefixes = list(_by_prefixes(profile))
-    if not prefixes or not profile.num_bytes:
+    firsts = prefixes(profile)
+    if not firsts or not profile.num_bytes:
         return ()
-    starts = _thinned(_undominated(prefixes), _MOST_PREFIXES)
+    starts = _thinned(_undominated(firsts), _MOST_PREFIXES)
     nothing = Offer(0, 0.0, frozenset(), 0)
     found = [each for start in (nothing, *starts) for each in _sets_of_parts(profile, start)]
-    best = _undominated([*found, *prefixes, *_by_ops(profile)])
-    return tuple(each for each in _thinned(best, 2 * _MOST_CHOICES) if each.num_bytes)
+    return _worth(_undominated([*found, *firsts, *_by_ops(profile)]))
+
+
+def of_least_bytes(several: Sequence[Sequence[Offer]]) -> tuple[Offer, ...]:
+    """What is worth giving up where the same prefixes free other bytes on other ranks: the least.
+
+    Args:
+        several: the prefixes of each rank; those beyond the fewest are all that any has.
+    """
+    shared = [
+        replace(min(each, key=lambda offer: offer.num_bytes), seconds=max(o.seconds for o in each))
+        for each in zip(*several, strict=False)
+    ]
+    if not shared:
+        return ()
+    return _worth(_undominated([*shared[:-1], replace(shared[-1], prefix=ALL_TENSORS)]))
+
+
+def _worth(offers: list[Offer]) -> tuple[Offer, ...]:
+    return tuple(each for each in _thinned(offers, 2 * _MOST_CHOICES) if each.num_bytes)
 
 
 def _sets_of_parts(profile: FrameProfile, start: Offer) -> list[Offer]:
@@ -316,10 +334,12 @@ def _by_parts(profile: FrameProfile) -> Iterator[Offer]:
         able = {key for key in able if not _is_within_one(profile, key, present.parts)}
 
 
-def _by_prefixes(profile: FrameProfile) -> Iterator[Offer]:
-    for length in range(1, len(profile.saved_s) + 1):
-        num_bytes = profile.bytes_without(set(range(length)), set())
-        yield Offer(num_bytes, profile.saved_s[length - 1], frozenset(), length)
+def prefixes(profile: FrameProfile) -> list[Offer]:
+    """Gives up the first tensors: one, two, up to all."""
+    return [
+        Offer(profile.bytes_without(set(range(length)), set()), seconds, frozenset(), length)
+        for length, seconds in enumerate(profile.saved_s, start=1)
+    ]
 
 
 def _by_ops(profile: FrameProfile) -> Iterator[Offer]:

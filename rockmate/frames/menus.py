@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rockmate.frames.menu import FrameProfile, Offer, choices, menu, smoothed
+from rockmate.frames.agreement import Agreement
+from rockmate.frames.menu import (
+    FrameProfile,
+    Offer,
+    choices,
+    menu,
+    of_least_bytes,
+    prefixes,
+    smoothed,
+)
 from rockmate.frames.needs import FrameKey
 
 
@@ -23,13 +32,18 @@ class Menus:
         self._choices: dict[FrameKey, tuple[Offer, ...]] = {}
         self._made_from: dict[FrameKey, FrameProfile] = {}
         self._profile_of_path: dict[str, FrameProfile] = {}
+        self._agreed: dict[FrameKey | str, tuple[Offer, ...]] = {}  # by calls and their paths
 
     def note(self, key: FrameKey, profile: FrameProfile) -> None:
         """Takes the profile of a frame, for `make`."""
         self._profiles[key] = profile
 
-    def make(self) -> None:
-        """Makes menus from the profiles since the last time, if there are any."""
+    def make(self, agreement: Agreement | None = None) -> None:
+        """Makes menus from the profiles since the last time, if there are any.
+
+        Args:
+            agreement: with ranks that choose from the same prefixes of a call, and nothing else.
+        """
         profiles, self._profiles = self._profiles, {}
         if not profiles:
             return
@@ -38,6 +52,12 @@ class Menus:
             self._menus[key] = self._menu_of_path[key.path] = menu(profile)
             self._made_from[key] = self._profile_of_path[key.path] = profile
         self._choices.clear()
+        if agreement is not None:
+            own = {key: prefixes(profile) for key, profile in profiles.items()}
+            others = agreement.of_all(own)
+            for key in profiles:
+                agreed = of_least_bytes([each[key] for each in others if key in each])
+                self._agreed[key] = self._agreed[key.path] = agreed
 
     def menu_of(self, key: FrameKey) -> tuple[Offer, ...] | None:
         """Nested offers, cheapest bytes first; None if no frame of the path is known."""
@@ -57,6 +77,8 @@ class Menus:
 
     def choices_of(self, key: FrameKey) -> Sequence[Offer]:
         """All that is worth giving up, one of them at a time."""
+        if self._agreed:
+            return self._agreed.get(key, self._agreed.get(key.path, ()))
         if key not in self._choices:
             profile = self._profile_of(key)
             self._choices[key] = () if profile is None else choices(profile)

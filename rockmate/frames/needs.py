@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from rockmate._torch.allocator import Recording, Stretch
+from rockmate.frames.agreement import Agreement
 
 
 class FrameKey(NamedTuple):
@@ -51,10 +52,16 @@ class StepNeeds:
 
     Calls of later steps that were not recorded take their place among them, so that these are the
     needs of one step that has all calls.
+
+    Attributes:
+        by_key: of each call.
+        num_elements: of the inputs of the step.
+        has_new_calls: whether calls have been added that ranks have not agreed on.
     """
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
+    has_new_calls: bool = False
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
 
@@ -102,6 +109,15 @@ class StepNeeds:
             needs.after_bytes += call_bytes
             needs.backward_bytes += call_bytes
         self._taken.add(key)
+        self.has_new_calls = True
+
+    def agree(self, agreement: Agreement) -> None:
+        """Takes the largest needs of each call over all ranks. Collective."""
+        for others in agreement.of_all(self.by_key):
+            for key in self.by_key.keys() & others.keys():
+                self.by_key[key] = _largest([self.by_key[key], others[key]])
+        self._of_others.clear()
+        self.has_new_calls = False
 
     def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
         """What a call that was not recorded saves, and how long it takes, when it has run."""

@@ -18,11 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import has_saved_tensor_hooks, is_profiling
-from rockmate._torch.pytree import tree_leaves
+from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
@@ -31,6 +31,7 @@ from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
+from rockmate.frames.step_size import StepSize
 from rockmate.memory_limit import MemoryLimit
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,9 @@ class FrameRunner:
         end_recording = weakref.WeakMethod(self.end_recording)
         self._end_if_alive = lambda: found() if (found := end_recording()) is not None else None
         device = tensors[0].device if tensors else torch.device("cpu")
-        self._is_sharded = any(map(holds_sharded_parameters, model.modules()))
-        self._memory = Memory(device, self._end_if_alive, decides_as_others=self._is_sharded)
+        is_sharded = any(map(holds_sharded_parameters, model.modules()))
+        self._agreement = Agreement(model) if is_sharded else None
+        self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
         self._memory.part_s = part_cost_s()  # here, as it takes memory that is no need of a step
         self._num_calls: Counter[str] = Counter()
@@ -181,15 +183,15 @@ class FrameRunner:
         if self._budget is None:
             assert self._limit is not None
             self._budget = self._limit.activation_budget_bytes(self._model)
+            if self._agreement is not None:
+                self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
-        self._num_elements = sum(
-            each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-        )
-        self._begin_recording()
+        size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
+        self._num_elements = size.num_elements
+        self._begin_recording(is_profiled=size.is_profiled)
         if memory.needs is not None:
             memory.scale = self._num_elements / max(1, memory.needs.num_elements)
-        memory.begin_step(self._state())
-        # Menus are of frames as large as those of the recorded step.
+        memory.begin_step(self._state(), size.held_bytes)
         is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
         memory.can_profile = is_whole
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
@@ -200,15 +202,16 @@ class FrameRunner:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _begin_recording(self) -> None:
+    def _begin_recording(self, *, is_profiled: bool) -> None:
         memory = self._memory
         if self._num_elements <= max(memory.num_elements, self._num_elements_without):
             return
         Recording.end_present()
-        if not is_profiling():
+        if not is_profiled:
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             memory.recorder = StepRecorder(memory.device, parameters)
             self._num_recorded_elements = self._num_elements
+            self._num_profiles = 0  # menus are of frames as large as this step's
             # Where some frame has no backward, an optimizer's step is the first that comes after.
             end = self._end_if_alive
             self._step_hook = register_optimizer_step_pre_hook(lambda *_: end())
@@ -226,6 +229,8 @@ class FrameRunner:
             if not recorder.has_frames:
                 self._note_no_frames()
             return
+        if self._agreement is not None:
+            needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
             self._paths, needs = is_split
@@ -251,6 +256,8 @@ class FrameRunner:
         memory, needs = self._memory, self.needs
         if needs is None or memory.budget_bytes is None:
             return
+        if self._agreement is not None and needs.has_new_calls:
+            needs.agree(self._agreement)
         if memory.budget_bytes < needs.minimum_bytes:
             # What is less than was asked for has been lowered when memory ran out.
             asked_bytes = max(self._asked_bytes, memory.budget_bytes)
@@ -323,7 +330,7 @@ class FrameRunner:
 
     def _part_paths(self, path: str, module: nn.Module) -> list[str]:
         """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
-        if self._is_sharded:  # a part may run when its parameters are not gathered
+        if self._agreement is not None:  # a part may run when its parameters are not gathered
             return []
         if self._memory.profiles(path):
             return [inner for inner, _ in module.named_modules() if inner]

@@ -230,6 +230,29 @@ def test_peak_is_within_the_budget(budget: float) -> None:
     assert peak_of(module, model, 1024) <= 1.01 * budget_bytes
 
 
+def test_a_step_larger_than_all_before_holds_nothing_and_is_measured_anew() -> None:
+    model = Chain(num_blocks=8)
+    grown, large = framed(model, 0.7), framed(copy.deepcopy(model), 0.7)
+    for module, sizes in ((grown, (512, 512, 512, 1024)), (large, (1024,))):
+        for step, rows in enumerate(sizes):
+            loss_of(module, step, rows).backward()
+    assert grown.frames is not None
+    assert large.frames is not None
+    for frames in (grown.frames, large.frames):
+        frames.end_recording()
+        assert frames.counts.num_dropped == frames.counts.num_frames > 0
+    ours, expected = grown.frames, large.frames
+    assert ours.needs is not None
+    assert expected.needs is not None
+    assert abs(ours.needs.minimum_bytes / expected.needs.minimum_bytes - 1) < 0.01
+    for step in range(3):
+        loss_of(grown, step, 1024).backward()
+        loss_of(large, step, 1024).backward()
+    assert ours.counts.num_dropped == expected.counts.num_dropped
+    assert ours.budget_bytes is not None
+    assert peak_of(grown, model, 1024) <= 1.01 * ours.budget_bytes
+
+
 def test_too_small_a_budget_names_the_smallest_which_works() -> None:
     model = Chain()
     module = RockmateModule(model, None, "1KiB", mode="frames")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import RockmateModule
+from rockmate.frames.agreement import Agreement
 
 pytestmark = pytest.mark.model
 
@@ -36,7 +39,7 @@ class Block(nn.Module):
 
 
 def trained(rank: int, *, is_framed: bool) -> tuple[list[Tensor], int]:
-    """Losses and gradients of four steps, and how many frames ran twice in the last."""
+    """Losses and gradients of six steps, and how many frames ran twice in the last."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -46,10 +49,13 @@ def trained(rank: int, *, is_framed: bool) -> tuple[list[Tensor], int]:
     module = framed if is_framed else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: list[Tensor] = []
-    for step in range(4):
+    for step in range(6):
         torch.manual_seed(10 * step + rank)
-        loss = module(torch.randn(64, 32)).square().mean()
-        loss.backward()
+        # Now one rank has more rows, now the other; a profiler on one of them measures nothing.
+        rows = 64 + 32 * ((rank + step) % 2) * step
+        with torch.profiler.profile() if rank == step == 0 else nullcontext():
+            loss = module(torch.randn(rows, 32)).square().mean()
+            loss.backward()
         gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
         found += [loss.detach(), *(gradient.to_local().clone() for gradient in gradients)]
         optimizer.step()
@@ -83,12 +89,37 @@ def enter(rank: int, store: str) -> None:
     ours, num_made_again = trained(rank, is_framed=True)
     expected, _ = trained(rank, is_framed=False)
     assert all(map(torch.equal, ours, expected))
-    assert num_made_again > 0
+    agreed: list[Any] = [None] * NUM_RANKS
+    torch.distributed.all_gather_object(agreed, num_made_again)
+    assert agreed[0] == agreed[1] > 0
     in_parallel = [trained_in_parallel(rank, is_framed=is_framed) for is_framed in (True, False)]
     assert all(map(torch.equal, *in_parallel))
     torch.distributed.destroy_process_group()
     # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
     os._exit(0)
+
+
+def enter_chain(rank: int, store: str) -> None:
+    """Ranks 0 and 2 share no parameter, but both share one with rank 1."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=3
+    )
+    meshes = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    model = nn.Module()
+    for index, mesh in enumerate(meshes):
+        if rank in mesh.mesh.tolist():
+            shard = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+            model.register_parameter(f"p{index}", nn.Parameter(shard))
+    agreement = Agreement(model)
+    assert agreement.largest([rank, -rank]) == [2, 0]
+    assert agreement.of_all(f"of rank {rank}") == ["of rank 0", "of rank 1", "of rank 2"]
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def test_ranks_agree_that_meet_only_by_way_of_others() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(enter_chain, (f"{folder}/store",), nprocs=3)
 
 
 def test_two_processes() -> None:

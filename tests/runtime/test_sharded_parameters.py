@@ -212,14 +212,20 @@ def check_fully_sharded(mesh: DeviceMesh) -> None:
 
 def check_frames(mesh: DeviceMesh) -> None:
     """The way out where a plan is refused."""
+    rank = mesh.get_rank()
 
-    def batch(step: int) -> Tensor:
+    def same_batch(step: int) -> Tensor:
         return torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
 
-    def linger(layer: nn.Module, *_: Any) -> None:
-        time.sleep(0.002 * ((mesh.get_rank() + order[layer]) % 2))
+    def own_batch(step: int) -> Tensor:
+        """Of another size on each rank, and now one is the larger, now the other."""
+        return same_batch(step).repeat_interleave(1 + (rank + step) % 3, dim=0)
 
-    for make in (tensor_parallel, fully_sharded):
+    def linger(layer: nn.Module, *_: Any) -> None:
+        time.sleep(0.002 * ((rank + order[layer]) % 2))
+
+    cases = ((tensor_parallel, same_batch), (fully_sharded, same_batch), (fully_sharded, own_batch))
+    for make, batch in cases:
         plain, model = make(mesh), make(mesh)
         # Ranks take their time at different layers; they must give up the same frames.
         order = {layer: index for index, layer in enumerate(model.modules())}
@@ -227,6 +233,10 @@ def check_frames(mesh: DeviceMesh) -> None:
             layer.register_forward_pre_hook(linger)
         framed = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
         assert_equal(trained(framed, model, batch), trained(plain, plain, batch))
+        assert framed.frames is not None
+        agreed: list[Any] = [None] * NUM_RANKS
+        distributed.all_gather_object(agreed, framed.frames.counts.num_dropped)
+        assert agreed[0] == agreed[1] > 0
 
 
 def check_inputs(mesh: DeviceMesh) -> None:

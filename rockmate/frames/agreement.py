@@ -1,0 +1,62 @@
+"""What ranks that hold shards of the same parameters agree on before they decide.
+
+A frame that is made again may gather its parameters again. So all of these ranks must give up the
+same frames, whatever each has measured: allocations of collectives end at times of their own, and
+batches and shards may differ in size. Each number that decides is the largest of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+
+class Agreement:
+    """The process groups over which a model is sharded.
+
+    Ranks may meet only by way of others, so each group asks once for each group that there is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Finds the groups.
+
+        Args:
+            model: whose parameters are `DTensor`s, at least some.
+        """
+        meshes = dict.fromkeys(
+            each.device_mesh for each in model.parameters() if isinstance(each, DTensor)
+        )
+        groups = {
+            group.group_name: group
+            for mesh in meshes
+            for group in mesh.get_all_groups()
+            if group.size() > 1
+        }
+        self._groups = list(groups.values())
+        self._device = next((mesh.device_type for mesh in meshes), "cpu")
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each of a few numbers. Collective."""
+        if not self._groups:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        for group in self._groups * len(self._groups):
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
+        return [int(each) for each in found.tolist()]
+
+    def of_all(self, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of these. Collective, and slow.
+
+        Args:
+            value: this rank's, which can be pickled.
+        """
+        known = {distributed.get_rank(): value} if self._groups else {0: value}
+        for group in self._groups * len(self._groups):
+            found: list[Any] = [None] * group.size()
+            distributed.all_gather_object(found, known, group)
+            known = {rank: each for table in found for rank, each in table.items()}
+        return [known[rank] for rank in sorted(known)]

@@ -15,10 +15,15 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 
+_NUM_ROUNDS = 2
+"""How often each group exchanges what its ranks know; the same on all ranks, whose groups differ."""
+
+
 class Agreement:
     """The process groups over which a model is sharded.
 
-    Ranks may meet only by way of others, so each group asks once for each group that there is.
+    Ranks may meet only by way of others: those of one row of a grid and of the next, say. After two
+    rounds a rank knows what ranks know with which two others connect it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,12 +36,13 @@ class Agreement:
             each.device_mesh for each in model.parameters() if isinstance(each, DTensor)
         )
         groups = {
-            group.group_name: group
+            tuple(distributed.get_process_group_ranks(group)): group
             for mesh in meshes
             for group in mesh.get_all_groups()
             if group.size() > 1
         }
-        self._groups = list(groups.values())
+        # In one order on all ranks, or they would wait for each other.
+        self._groups = [groups[ranks] for ranks in sorted(groups)] * _NUM_ROUNDS
         self._device = next((mesh.device_type for mesh in meshes), "cpu")
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
@@ -44,7 +50,7 @@ class Agreement:
         if not self._groups:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        for group in self._groups * len(self._groups):
+        for group in self._groups:
             distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
         return [int(each) for each in found.tolist()]
 
@@ -55,7 +61,7 @@ class Agreement:
             value: this rank's, which can be pickled.
         """
         known = {distributed.get_rank(): value} if self._groups else {0: value}
-        for group in self._groups * len(self._groups):
+        for group in self._groups:
             found: list[Any] = [None] * group.size()
             distributed.all_gather_object(found, known, group)
             known = {rank: each for table in found for rank, each in table.items()}

@@ -14,9 +14,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-
 _NUM_ROUNDS = 2
-"""How often each group exchanges what its ranks know; the same on all ranks, whose groups differ."""
+"""How often each group exchanges what its ranks know: the same on all ranks."""
 
 
 class Agreement:

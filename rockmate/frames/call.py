@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,20 +11,22 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
-    Attributes,
     Buffers,
+    Parameters,
     RandomState,
-    attributes_as,
+    Watched,
     autocast_as,
 )
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.storages import parts_of, storages_of, tensors_in, with_changed
+from rockmate.frames.object_state import ObjectState
+from rockmate.frames.storages import PLAIN, parts_of, storages_of, tensors_in, with_changed
 
 
 class Arguments(NamedTuple):
@@ -60,12 +62,23 @@ class Call:
             arguments: its own forward, and the arguments.
             memory: knows which buffers change.
         """
-        self.key, self._arguments, self._memory = key, arguments, memory
-        self._inputs = tensors_in(arguments[1:])
+        self.key, self._memory = key, memory
+        self._arguments: Arguments | None = arguments
+        self._forward = arguments.forward
+        # The caller may change containers afterwards: lists of features, caches.
+        self._rest = with_changed(lambda each: each, tuple(arguments[1:]))
+        self._inputs = tensors_in(self._rest)
         self._versions = list(map(version_of, self._inputs))
         self._submodules = list(module.modules())
-        self._attributes = Attributes(self._submodules)
-        self._kept_buffers = Buffers(self._submodules, memory.changing_buffers.get(key.path))
+        others = [*arguments.args, *arguments.kwargs.values()]
+        self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
+        self._path_and_modes = key.path, tuple([each.training for each in self._submodules])
+        self._buffers = Buffers(self._submodules, memory.changing_buffers.of(self._path_and_modes))
+        # Sharded parameters are others while they are gathered.
+        is_sharded = memory.agreement is not None
+        self._parameters = Parameters([] if is_sharded else self._submodules)
+        self._watched = Watched([*self._parameters.tensors, *self._objects.tensors])
+        self._watched_buffers = Watched([])
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
@@ -73,7 +86,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        copies = [*self._random_state.tensors, *self._kept_buffers.copies]
+        copies = [*self._random_state.tensors, *self._buffers.copies]
         parts = [part for tensor in (*self._inputs, *copies) for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -101,19 +114,24 @@ class Call:
 
     def run(self) -> Any:
         """The first run."""
+        assert self._arguments is not None
         forward, args, kwargs = self._arguments
+        self._arguments = None
         return forward(*args, **kwargs)
 
     def end(self) -> None:
         """After the first run: whether there can be another."""
-        changed, is_whole = self._kept_buffers.changed()
-        self._memory.changing_buffers.setdefault(self.key.path, set()).update(changed)
-        self.cannot_repeat = not is_whole or self.has_changed_inputs()
+        self._arguments = None
+        changed, is_whole = self._buffers.changed()
+        self._memory.changing_buffers.note(self._path_and_modes, changed, is_whole=is_whole)
+        self._watched_buffers = Watched(self._buffers.uncopied)
+        has_changed = self.has_changed_inputs() or bool(self._watched.changed())
+        self.cannot_repeat = has_changed or not is_whole
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
-        self._attributes.restore()
-        self._kept_buffers.restore()
+        self._objects.restore()
+        self._buffers.restore()
         self._random_state.restore()
 
     def has_changed_inputs(self) -> bool:
@@ -127,7 +145,8 @@ class Call:
         Yields the second run, and the storages of parameters and buffers in it.
 
         Raises:
-            UnsupportedModelError: an argument was changed in place after the call.
+            UnsupportedModelError: an argument was changed in place after the call, or a parameter
+                or buffer that the run reads; or the run draws random numbers of others.
         """
         if self.has_changed_inputs():
             msg = (
@@ -135,19 +154,47 @@ class Call:
                 f"run again. Leave it whole: keep={[self.key.path]!r}, or change a copy."
             )
             raise UnsupportedModelError(msg)
-        forward, *rest = self._arguments
-        args, kwargs = with_changed(_detached, tuple(rest))
+        args, kwargs = with_changed(_Detached(), self._rest)
         with ExitStack() as stack:
+            stack.enter_context(self._memory.foreign_random.refused(self._draws_foreign))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
             stack.enter_context(self._random_state.put_back())
             stack.enter_context(autocast_as(self._autocast))
-            stack.enter_context(attributes_as(self._attributes, self._submodules))
-            buffers = stack.enter_context(self._kept_buffers.put_back())
+            stack.enter_context(self._objects.put_back())
+            stack.enter_context(self._parameters.put_back())
+            buffers = stack.enter_context(self._buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
-            yield lambda: forward(*args, **kwargs), self._member_storages() | copies
+            changed = [*self._watched.changed(), *self._watched_buffers.changed()]
+            if changed:
+                stack.enter_context(self._refusing_to_read(changed))
+            yield lambda: self._forward(*args, **kwargs), self._member_storages() | copies
+
+    def _refusing_to_read(self, changed: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Has an op that reads one of some tensors be an error."""
+        storages = {key for tensor in changed for key in storages_of(tensor)}
+
+        def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for tensor in tensors_in((args, kwargs)):
+                if not storages.isdisjoint(storages_of(tensor)):
+                    msg = (
+                        f"a parameter, buffer or attribute of {self.key} was changed after its "
+                        f"call, before the backward: {list(tensor.shape)}. Change it after the "
+                        f"backward, or leave the submodule whole: keep={[self.key.path]!r}."
+                    )
+                    raise UnsupportedModelError(msg)
+            return op(*args, **kwargs)
+
+        return ops_observed(run)
+
+    def _draws_foreign(self) -> UnsupportedModelError:
+        msg = (
+            f"{self.key} draws random numbers of Python or NumPy, which cannot be drawn again when "
+            f"it runs again. Draw PyTorch's, or leave it whole: keep={[self.key.path]!r}."
+        )
+        return UnsupportedModelError(msg)
 
     def not_repeated(self, first: str, second: str) -> UnsupportedModelError:
         """The error of a second run that saves something else."""
@@ -159,7 +206,17 @@ class Call:
         return UnsupportedModelError(msg)
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return value
+class _Detached:
+    """Leaves without their history; one that comes twice is one tensor, as attention asks."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, torch.Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        found = self._found.get(id(value))
+        if found is None:
+            found = value.detach().requires_grad_(value.requires_grad)
+            self._found[id(value)] = found
+        return found

@@ -30,8 +30,10 @@ from rockmate._torch.ops import OpOverload
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import Decision
 from rockmate.frames.clock import clock_of, logical_clock
+from rockmate.frames.foreign_random import ForeignRandom
 from rockmate.frames.menu import Offer
 from rockmate.frames.menus import Menus
+from rockmate.frames.module_state import ChangingBuffers
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.running import Frame, Kept, Running
 from rockmate.frames.sequence import KnownCalls
@@ -73,6 +75,7 @@ class Memory:
         needs: of a recorded step; None before the first.
         scale: size of the present call relative to the recorded one.
         changing_buffers: for each path, the buffers that its forward changes.
+        foreign_random: whether forwards draw random numbers of Python's or NumPy's.
         counts: since the last reset.
         storages: that frames hold.
         kept_bytes: of frames that are kept.
@@ -114,7 +117,7 @@ class Memory:
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
         self.scale = 1.0
-        self.changing_buffers: dict[str, set[tuple[int, str]]] = {}
+        self.changing_buffers, self.foreign_random = ChangingBuffers(), ForeignRandom()
         self.counts = Counts()
         self.storages, self.kept_bytes = HeldStorages(), 0
         self.peak_bytes = 0

@@ -1,13 +1,13 @@
-"""State of modules that a second run of their forward needs as it was, and leaves as it is.
+"""Tensors of modules, random state and autocast, as a second run of a forward needs them.
 
-A forward may read and change attributes, modes and buffers. When it runs again in the backward, it
-reads what it read the first time, and its changes are thrown away.
+A forward may change buffers. When it runs again in the backward, it reads what it read the first
+time, and its changes are thrown away. Parameters and other buffers are not copied; one that was
+changed in place meanwhile may not be read.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,47 +15,45 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import RECURRENT_WEIGHTS, tensor_tables
+from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import version_of
+from rockmate.frames.storages import PLAIN
 
-_CONTAINERS = (list, dict, set)
-# Tables of members and hooks, and the forward that stands in for a frame's own.
-_SKIPPED = (vars(nn.Module()).keys() | RECURRENT_WEIGHTS | {"forward"}) - {"training"}
+_MOST_STATISTICS = 1 << 13
+"""Elements of a buffer in one dimension that is always copied."""
 
 
-class Attributes:
-    """Attributes and modes of modules at one time, with the content of lists, dicts and sets."""
+class ChangingBuffers:
+    """Which buffers the forwards of each path change, as known from their calls.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Takes the present ones."""
-        self._tables = [vars(module) for module in modules]
-        self._values = [
-            {name: value for name, value in table.items() if name not in _SKIPPED}
-            for table in self._tables
-        ]
-        self._contents = [
-            (value, copy.copy(value))
-            for values in self._values
-            for value in values.values()
-            if type(value) in _CONTAINERS
-        ]
+    Modes count, too: batch normalization changes its statistics in training alone.
+    """
 
-    def restore(self) -> None:
-        """Puts all of them back."""
-        for container, content in self._contents:
-            if container != content:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
-        for table, values in zip(self._tables, self._values, strict=True):
-            for name in table.keys() - values.keys() - _SKIPPED:
-                del table[name]
-            table.update(values)
+    def __init__(self) -> None:
+        self._known: dict[Hashable, set[tuple[int, str]]] = {}
+        self._doubtful: set[Hashable] = set()
+
+    def of(self, which: Hashable) -> set[tuple[int, str]] | None:
+        """(Position of the module, name) of each; None if that is not known."""
+        return None if which in self._doubtful else self._known.get(which)
+
+    def note(self, which: Hashable, changed: set[tuple[int, str]], *, is_whole: bool) -> None:
+        """What a call has changed.
+
+        Args:
+            which: path and modes.
+            changed: buffers.
+            is_whole: whether no other one can have changed; else the next call compares all.
+        """
+        self._known.setdefault(which, set()).update(changed)
+        (self._doubtful.discard if is_whole else self._doubtful.add)(which)
 
 
 class Buffers:
     """Copies of the buffers that a forward changes.
 
-    Which ones these are is known from earlier calls. In the first one all are copied.
+    Which ones these are is known from earlier calls. In the first one all are copied. Statistics
+    are copied always, since batch normalization changes them without counting a write.
     """
 
     def __init__(self, modules: Sequence[nn.Module], changing: set[tuple[int, str]] | None) -> None:
@@ -66,17 +64,27 @@ class Buffers:
             changing: (position of the module, name) of those that change; None if not known yet.
         """
         self._owners, self._are_known = modules, changing is not None
+        self._tables = [dict(_buffers_of(module)) for module in modules]
         self._versions: dict[tuple[int, str], int] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         for key, buffer in self._present():
             self._versions[key] = version_of(buffer)
-            if changing is None or key in changing:
+            if changing is None or key in changing or _is_statistic(buffer):
                 self._copies[key] = buffer.detach().clone()
 
     @property
     def copies(self) -> list[torch.Tensor]:
         """Those that are held."""
         return list(self._copies.values())
+
+    @property
+    def uncopied(self) -> list[torch.Tensor]:
+        """Those that the forward does not change."""
+        return [
+            buffer for position, table in enumerate(self._tables)
+            for name, buffer in table.items()
+            if buffer is not None and (position, name) not in self._copies
+        ]  # fmt: skip
 
     def _present(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for position, module in enumerate(self._owners):
@@ -87,18 +95,22 @@ class Buffers:
     def changed(self) -> tuple[set[tuple[int, str]], bool]:
         """Those that the forward has changed, and whether there is a copy of each.
 
-        Batch normalization changes its statistics without counting a write, so that values are
-        compared in the first call. Copies of others are dropped.
+        Values are compared in the first call. Copies of others are dropped.
         """
-        found = {
-            key
-            for key, buffer in self._present()
-            if self._versions.get(key) != version_of(buffer)
-            or (key in self._copies and (self._are_known or self._differs(key, buffer)))
-        }
+        found = {key for key, buffer in self._present() if self._has_changed(key, buffer)}
         is_whole = found <= self._copies.keys()
         self._copies = {key: value for key, value in self._copies.items() if key in found}
+        for position, name in self._copies:  # not held twice
+            self._tables[position].pop(name, None)
         return found, is_whole
+
+    def _has_changed(self, key: tuple[int, str], buffer: torch.Tensor) -> bool:
+        position, name = key
+        if self._versions.get(key) != version_of(buffer):
+            return True
+        if self._tables[position].get(name) is not buffer:
+            return True
+        return key in self._copies and (self._are_known or self._differs(key, buffer))
 
     def _differs(self, key: tuple[int, str], buffer: torch.Tensor) -> bool:
         return not torch.equal(self._copies[key], buffer)
@@ -112,15 +124,70 @@ class Buffers:
 
     @contextmanager
     def put_back(self) -> Iterator[list[torch.Tensor]]:
-        """Has the copies stand in the place of the buffers, and yields them."""
-        before = {key: buffer for key, buffer in self._present() if key in self._copies}
+        """Has all buffers be what they were, copies in the place of some, and yields these."""
+        before = [dict(_buffers_of(module)) for module in self._owners]
         try:
+            for module, table in zip(self._owners, self._tables, strict=True):
+                _buffers_of(module).update(table)
             for (position, name), value in self._copies.items():
                 _buffers_of(self._owners[position])[name] = value.clone()
             yield [_buffers_of(self._owners[place])[name] for place, name in self._copies]
         finally:
-            for (position, name), buffer in before.items():
-                _buffers_of(self._owners[position])[name] = buffer
+            for module, table in zip(self._owners, before, strict=True):
+                _buffers_of(module).update(table)
+
+
+def _is_statistic(buffer: torch.Tensor) -> bool:
+    return buffer.dim() == 1 and buffer.is_floating_point() and buffer.numel() <= _MOST_STATISTICS
+
+
+class Watched:
+    """Tensors that a forward may read and has no copies of."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes their present numbers of in-place writes, and their memory."""
+        self._tensors = tensors
+        self._states = list(map(_state_of, tensors))
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that have been changed since."""
+        now = map(_state_of, self._tensors)
+        return [
+            tensor
+            for tensor, before, after in zip(self._tensors, self._states, now, strict=True)
+            if before != after
+        ]
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
+    return version_of(tensor), tensor.data_ptr() if is_plain else 0
+
+
+class Parameters:
+    """The parameters of modules by their names: some may be replaced."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Takes the present ones."""
+        tables = [tensor_tables(module)[0] for module in modules]
+        self._tables = [(table, dict(table)) for table in tables if table]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [each for _, held in self._tables for each in held.values() if each is not None]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Has them be what they were."""
+        before = [(table, dict(table)) for table, _ in self._tables]
+        try:
+            for table, held in self._tables:
+                table.update(held)
+            yield
+        finally:
+            for table, held in before:
+                table.update(held)
 
 
 class RandomState:
@@ -163,17 +230,6 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
         for kind, dtype in dtypes.items():
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         yield
-
-
-@contextmanager
-def attributes_as(before: Attributes, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Has attributes stand as they did before, for what runs within."""
-    now = Attributes(modules)
-    before.restore()
-    try:
-        yield
-    finally:
-        now.restore()
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:

@@ -197,7 +197,8 @@ class FrameRunner:
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
-        with self._frames_installed(), uncompiled(self._model):
+        watching = memory.foreign_random.watching()
+        with watching, self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 
     # --- measuring --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ its configuration is positional, and PyTorch has announced its removal.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
 
 # A profiler label. Events count from the moment it is entered.
@@ -204,10 +206,12 @@ class Stretch:
 class Recording:
     """Allocations of one device, from its creation to `stop`, in stretches between marks.
 
-    On the CPU the legacy profiler is on meanwhile, in this thread. One recording runs at a time.
+    On the CPU the legacy profiler is on meanwhile, in this thread, and only this thread can stop it.
+    One recording runs at a time.
     """
 
     _present: ClassVar[weakref.ref[Recording] | None] = None
+    _left_on: ClassVar[set[int]] = set()  # threads whose recording was ended by another one
 
     def __init__(self, device: torch.device) -> None:
         """Begins with the first stretch; ends a recording that was left."""
@@ -217,12 +221,21 @@ class Recording:
         self._stretches: list[Stretch] = []
         self._num_marks = 0
         self._is_stopped = False
+        self._thread = threading.get_ident()
         if device.type == "cuda":
             self._origin_bytes = torch.cuda.memory_allocated(device)
             self._begin_bytes = self._origin_bytes
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            if self._thread in Recording._left_on and is_profiling():
+                _disable_profiler_legacy()
+            Recording._left_on.discard(self._thread)
             _enable_profiler_legacy(_profiler_config())
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether this thread can end it and knows what was recorded."""
+        return self._device.type == "cuda" or self._thread == threading.get_ident()
 
     def mark(self) -> int:
         """Ends a stretch and begins the next; returns the number of the new one."""
@@ -237,10 +250,13 @@ class Recording:
         return self._num_marks
 
     def stop(self) -> list[Stretch]:
-        """Ends the recording; all stretches."""
+        """Ends the recording; all stretches, none if it began in another thread."""
         if self._is_stopped:
             return self._stretches
         self._is_stopped, Recording._present = True, None
+        if not self.can_stop:
+            Recording._left_on.add(self._thread)
+            return self._stretches
         if self._device.type == "cuda":
             self._end_stretch_cuda()
             return self._stretches

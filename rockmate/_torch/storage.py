@@ -18,8 +18,16 @@ def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor's memory. No public name gives it."""
-    return tensor._version
+    """The number of in-place writes to a tensor's memory. No public name gives it.
+
+    Tensors made in inference mode count none. Autograd does not save them.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        if tensor.is_inference():
+            return 0
+        raise
 
 
 def base_of(tensor: object) -> torch.Tensor | None:

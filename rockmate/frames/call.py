@@ -19,7 +19,7 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
     Buffers,
-    Parameters,
+    Members,
     RandomState,
     Watched,
     autocast_as,
@@ -76,8 +76,8 @@ class Call:
         self._buffers = Buffers(self._submodules, memory.changing_buffers.of(self._path_and_modes))
         # Sharded parameters are others while they are gathered.
         is_sharded = memory.agreement is not None
-        self._parameters = Parameters([] if is_sharded else self._submodules)
-        self._watched = Watched([*self._parameters.tensors, *self._objects.tensors])
+        self._members = Members([] if is_sharded else self._submodules)
+        self._watched = Watched([*self._members.parameters, *self._objects.tensors])
         self._watched_buffers = Watched([])
         self._random_state = RandomState(memory.device)
         self._autocast = autocast_dtypes()
@@ -164,7 +164,7 @@ class Call:
             stack.enter_context(self._random_state.put_back())
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(self._objects.put_back())
-            stack.enter_context(self._parameters.put_back())
+            stack.enter_context(self._members.put_back())
             buffers = stack.enter_context(self._buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
             changed = [*self._watched.changed(), *self._watched_buffers.changed()]
@@ -200,8 +200,8 @@ class Call:
         """The error of a second run that saves something else."""
         msg = (
             f"{self.key} does not repeat itself: its forward saved {first}, and {second} when it "
-            "ran again. It depends on state outside of it, such as Python's random numbers. Leave "
-            f"it whole: keep={[self.key.path]!r}."
+            "ran again. It depends on state outside of it, such as a global counter. Leave it "
+            f"whole: keep={[self.key.path]!r}."
         )
         return UnsupportedModelError(msg)
 

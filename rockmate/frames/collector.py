@@ -50,7 +50,8 @@ class Collector:
         first = self.position
         with self._call.again() as (forward, members):
             self.outside = {*members, *outside}
-            with suppress(CompleteError), saved_tensors_hooks(self.collect, _refuse_backward):
+            hooks = saved_tensors_hooks(self.collect, self._refuse_backward)
+            with suppress(CompleteError), hooks:
                 output = forward()
                 if part is not None:
                     self.made |= part.results_again(output)
@@ -77,11 +78,13 @@ class Collector:
         if self._last is not None and self.position > self._last:
             raise CompleteError
 
-
-def _refuse_backward(_: Any) -> Any:
-    """No backward may run while a forward does."""
-    msg = "a backward within a forward that runs again"
-    raise BackwardError(msg)
+    def _refuse_backward(self, _: Any) -> Any:
+        """No backward may run while a forward does: what it reads is not held."""
+        msg = (
+            f"{self._call.key} runs a backward within its forward, which cannot run again. Leave "
+            f"it whole: keep={[self._call.key.path]!r}."
+        )
+        raise BackwardError(msg)
 
 
 def _text(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -269,8 +269,10 @@ class Frame:
         return Offer(self.num_bytes, self.seconds, frozenset(), len(self._slots))
 
     def drop_all(self) -> None:
-        """Gives up everything, if that can be made again."""
+        """Gives up everything, if that can be made again, and as it was."""
         if not self._cannot_repeat():
+            if self._memory.recorder is not None:
+                self._slots.note_digests()
             self._drop_prefix(len(self._slots))
 
     def _drop_prefix(self, length: int, but: Set[PartKey] = frozenset()) -> None:
@@ -338,6 +340,9 @@ class Frame:
         else:
             made = self._made_by_part(index)
         for each, saved in made.items():
+            if not self._slots.is_as_noted(each, saved):
+                first = f"a tensor {list(saved.tensor.shape)}"
+                raise self._call.not_repeated(first, "one with other values")
             self._slots.fill(each, saved)
         self._memory.note_made_again(self._memory.clock() - begin)
         saved = self._slots.found(index)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import tensor_tables
+from rockmate._torch.members import submodule_table, tensor_tables
 from rockmate._torch.storage import version_of
 from rockmate.frames.storages import PLAIN
 
@@ -110,7 +110,8 @@ class Buffers:
             return True
         if self._tables[position].get(name) is not buffer:
             return True
-        return key in self._copies and (self._are_known or self._differs(key, buffer))
+        is_kept = self._are_known or _is_statistic(buffer)
+        return key in self._copies and (is_kept or self._differs(key, buffer))
 
     def _differs(self, key: tuple[int, str], buffer: torch.Tensor) -> bool:
         return not torch.equal(self._copies[key], buffer)
@@ -164,30 +165,40 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return version_of(tensor), tensor.data_ptr() if is_plain else 0
 
 
-class Parameters:
-    """The parameters of modules by their names: some may be replaced."""
+class Members:
+    """Parameters and submodules by their names, and which parameters are trained."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Takes the present ones."""
-        tables = [tensor_tables(module)[0] for module in modules]
-        self._tables = [(table, dict(table)) for table in tables if table]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return [each for _, held in self._tables for each in held.values() if each is not None]
+        tables = [
+            each for module in modules
+            for each in (tensor_tables(module)[0], submodule_table(module)) if each
+        ]  # fmt: skip
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]]
+        self._tables = [(table, dict(table)) for table in tables]
+        self.parameters = [
+            each for module in modules
+            for each in tensor_tables(module)[0].values() if each is not None
+        ]  # fmt: skip
+        self._are_trained = [each.requires_grad for each in self.parameters]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has them be what they were."""
         before = [(table, dict(table)) for table, _ in self._tables]
+        flags = zip(self.parameters, self._are_trained, strict=True)
+        others = [each for each, is_trained in flags if each.requires_grad != is_trained]
         try:
             for table, held in self._tables:
                 table.update(held)
+            for each in others:
+                each.requires_grad_(not each.requires_grad)
             yield
         finally:
             for table, held in before:
                 table.update(held)
+            for each in others:
+                each.requires_grad_(not each.requires_grad)
 
 
 class RandomState:

@@ -186,6 +186,11 @@ class StepRecorder:
         self.has_ended = True
 
     @property
+    def can_stop(self) -> bool:
+        """Whether this thread can: only the one in which it began."""
+        return self._recording.can_stop
+
+    @property
     def has_frames(self) -> bool:
         """Whether any frame has run."""
         return bool(self._labels)

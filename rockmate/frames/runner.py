@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
@@ -31,6 +30,7 @@ from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
+from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import StepSize
 from rockmate.memory_limit import MemoryLimit
 
@@ -100,7 +100,7 @@ class FrameRunner:
         self._running: Frame | None = None  # the frame whose first run is under way
         self._num_profiles = 0  # steps since frames were chosen from which menus were made
         self._is_settled = False  # no frame is split any more
-        self._step_hook: Any = None
+        self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given
         self._refusal: InfeasibleBudgetError | None = None
 
@@ -177,6 +177,9 @@ class FrameRunner:
             InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
         """
         self.end_recording()
+        if self._memory.recorder is not None:
+            self._memory.recorder = None
+            logger.info("a step was not measured: its forward ran in a thread of its own")
         self._check_calls()
         if self._refusal is not None:
             raise self._refusal
@@ -214,17 +217,16 @@ class FrameRunner:
             self._num_recorded_elements = self._num_elements
             self._num_profiles = 0  # menus are of frames as large as this step's
             # Where some frame has no backward, an optimizer's step is the first that comes after.
-            end = self._end_if_alive
-            self._step_hook = register_optimizer_step_pre_hook(lambda *_: end())
+            if not self._has_step_hook:
+                self._has_step_hook = True
+                call_before_steps(self._end_if_alive, owner=self)
 
     def end_recording(self) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right."""
         memory, recorder = self._memory, self._memory.recorder
-        if recorder is None:
+        if recorder is None or not recorder.can_stop:
             return
         memory.recorder = None
-        if self._step_hook is not None:
-            self._step_hook.remove()
         needs = recorder.stop(self._num_recorded_elements)
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:

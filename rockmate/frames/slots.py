@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rockmate._torch.storage import version_of
+from rockmate.frames.digest import digest_of
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import HeldStorages, storages_of, tensors_in
 from rockmate.frames.two_valued import TwoValued
@@ -32,6 +33,7 @@ class Slots:
         self._held: list[Saved | TwoValued | None] = []
         self._dead: set[int] = set()
         self._returned: dict[int, Saved] = {}
+        self._digests: dict[int, int] = {}
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.num_bytes = 0
 
@@ -91,6 +93,17 @@ class Slots:
     def missing(self, indices: Iterable[int]) -> set[int]:
         """Those of some that are needed and not held."""
         return {each for each in indices if self._held[each] is None and self.is_needed(each)}
+
+    def note_digests(self) -> None:
+        """Notes the bits of those that are held, for `is_as_noted`."""
+        for index, each in enumerate(self._held):
+            if isinstance(each, Saved) and (digest := digest_of(each.tensor)) is not None:
+                self._digests[index] = digest
+
+    def is_as_noted(self, index: int, saved: Saved) -> bool:
+        """Whether what was made again has the bits that were noted, if any were."""
+        known = self._digests.get(index)
+        return known is None or known == digest_of(saved.tensor)
 
     def fill(self, index: int, saved: Saved) -> None:
         """Holds one again, if that is needed."""

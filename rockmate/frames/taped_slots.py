@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rockmate._torch.storage import version_of
+from rockmate.errors import UnsupportedModelError
 from rockmate.frames.derivation import Packable, TapedFrame
 from rockmate.frames.regions import PartKey, Region
 from rockmate.frames.saved import Saved
@@ -101,8 +102,11 @@ class TapedSlots:
             held = self._held(alike, present)
             order = self.tape.ops_for({state}, held.keys())
             if order is not None and wrong.isdisjoint(order):
-                again = self._viewed(index, self.tape.make({state}, held)[state])
-                if not torch.equal(again, saved.tensor):
+                try:
+                    again = self._viewed(index, self.tape.make({state}, held)[state])
+                except UnsupportedModelError:
+                    again = None
+                if again is None or not torch.equal(again, saved.tensor):
                     wrong.update(order)
         return frozenset(wrong)
 

@@ -1,0 +1,21 @@
+"""A hook of all optimizers, as long as somebody lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def call_before_steps(function: Callable[[], None], *, owner: object) -> None:
+    """Has a function called before each step of any optimizer.
+
+    The hook stays: while it runs, all hooks are being gone through, and it must not remove itself.
+
+    Args:
+        function: does not hold the owner.
+        owner: the hook goes with it.
+    """
+    hook = register_optimizer_step_pre_hook(lambda *_: function())
+    weakref.finalize(owner, hook.remove)

@@ -211,7 +211,8 @@ class Recording:
     """
 
     _present: ClassVar[weakref.ref[Recording] | None] = None
-    _left_on: ClassVar[set[int]] = set()  # threads whose recording was ended by another one
+    # Threads whose recording was ended by another one. Numbers of threads come again.
+    _left_on: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         """Begins with the first stretch; ends a recording that was left."""
@@ -221,7 +222,7 @@ class Recording:
         self._stretches: list[Stretch] = []
         self._num_marks = 0
         self._is_stopped = False
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         if device.type == "cuda":
             self._origin_bytes = torch.cuda.memory_allocated(device)
             self._begin_bytes = self._origin_bytes
@@ -235,7 +236,7 @@ class Recording:
     @property
     def can_stop(self) -> bool:
         """Whether this thread can end it and knows what was recorded."""
-        return self._device.type == "cuda" or self._thread == threading.get_ident()
+        return self._device.type == "cuda" or self._thread is threading.current_thread()
 
     def mark(self) -> int:
         """Ends a stretch and begins the next; returns the number of the new one."""

@@ -179,11 +179,6 @@ class Memory:
     # --- frames -----------------------------------------------------------------------------------
 
     @property
-    def num_elements(self) -> int:
-        """Of the inputs of the recorded step; -1 before the first."""
-        return -1 if self.needs is None else self.needs.num_elements
-
-    @property
     def held_bytes(self) -> int:
         """Of all frames, kept ones too."""
         return self.storages.num_bytes + self.kept_bytes

@@ -27,11 +27,13 @@ from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
+from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FrameRow, FramesReport
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.frames.step_hook import call_before_steps
-from rockmate.frames.step_size import StepSize
+from rockmate.frames.step_size import MeasuredSteps, StepSize
 from rockmate.memory_limit import MemoryLimit
 
 logger = logging.getLogger(__name__)
@@ -90,19 +92,20 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
-        self._memory.part_s = part_cost_s()  # here, as it takes memory that is no need of a step
+        self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
+        noting_cost()
         self._num_calls: Counter[str] = Counter()
         self._num_frames = 0
-        self._num_elements = 0
-        self._num_recorded_elements = 0
-        self._num_elements_without = -1  # of the largest step in which no call was a frame
-        self._before_split: tuple[list[str], StepNeeds] | None = None
+        self._measured = MeasuredSteps()
+        self._recorded_size: StepSize | None = None
+        self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
-        self._num_profiles = 0  # steps since frames were chosen from which menus were made
+        self._num_profiles = 0  # steps since frames were chosen that made menus
         self._is_settled = False  # no frame is split any more
         self._has_step_hook = False
-        self._asked_bytes = 0  # the budget as it was given
+        self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
+        self._told: set[int] = set()  # smallest peaks that were taken for the budget
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -180,7 +183,6 @@ class FrameRunner:
         if self._memory.recorder is not None:
             self._memory.recorder = None
             logger.info("a step was not measured: its forward ran in a thread of its own")
-        self._check_calls()
         if self._refusal is not None:
             raise self._refusal
         if self._budget is None:
@@ -190,12 +192,15 @@ class FrameRunner:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
-        self._num_elements = size.num_elements
-        self._begin_recording(is_profiled=size.is_profiled)
-        if memory.needs is not None:
-            memory.scale = self._num_elements / max(1, memory.needs.num_elements)
+        is_known = self._take_needs(size)
+        if not is_known and not size.is_profiled:
+            self._begin_recording(size)
+        elif memory.needs is not None:
+            scale = size.num_elements / max(1, memory.needs.num_elements)
+            memory.scale = scale if is_known else max(1.0, scale)
         memory.begin_step(self._state(), size.held_bytes)
-        is_whole = memory.recorder is not None or self._num_elements == memory.num_elements
+        is_same = memory.needs is not None and size.num_elements == memory.needs.num_elements
+        is_whole = memory.recorder is not None or (is_known and is_same)
         memory.can_profile = is_whole
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
@@ -206,20 +211,40 @@ class FrameRunner:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _begin_recording(self, *, is_profiled: bool) -> None:
-        memory = self._memory
-        if self._num_elements <= max(memory.num_elements, self._num_elements_without):
-            return
+    def _take_needs(self, size: StepSize) -> bool:
+        """Takes what a step of a size needs; whether one was measured that is at least as large.
+
+        Calls that were not recorded may have raised the smallest peak above the budget.
+
+        Raises:
+            InfeasibleBudgetError: so they have.
+        """
+        known, memory = self._measured.covering(size), self._memory
+        if known is not None and known[1] is not None:
+            memory.needs = known[1]
+        needs = memory.needs
+        if needs is None:
+            return known is not None
+        if self._agreement is not None and needs.has_new_calls:
+            needs.agree(self._agreement)
+        memory.budget_bytes = self._asked_bytes
+        if memory.budget_bytes < needs.minimum_bytes:
+            memory.budget_bytes = self._checked(self._asked_bytes, needs)
+            if self._refusal is not None:
+                raise self._refusal
+        return known is not None
+
+    def _begin_recording(self, size: StepSize) -> None:
+        """Measures a step that is larger than all before it, in some dimension."""
         Recording.end_present()
-        if not is_profiled:
-            parameters = [each for each in self._model.parameters() if each.requires_grad]
-            memory.recorder = StepRecorder(memory.device, parameters)
-            self._num_recorded_elements = self._num_elements
-            self._num_profiles = 0  # menus are of frames as large as this step's
-            # Where some frame has no backward, an optimizer's step is the first that comes after.
-            if not self._has_step_hook:
-                self._has_step_hook = True
-                call_before_steps(self._end_if_alive, owner=self)
+        memory = self._memory
+        parameters = [each for each in self._model.parameters() if each.requires_grad]
+        memory.recorder = StepRecorder(memory.device, parameters)
+        self._recorded_size, self._num_profiles = size, 0  # menus are of frames of this size
+        # Where some frame has no backward, an optimizer's step is the first that comes after.
+        if not self._has_step_hook:
+            self._has_step_hook = True
+            call_before_steps(self._end_if_alive, owner=self)
 
     def end_recording(self) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right."""
@@ -227,48 +252,41 @@ class FrameRunner:
         if recorder is None or not recorder.can_stop:
             return
         memory.recorder = None
-        needs = recorder.stop(self._num_recorded_elements)
+        size = self._recorded_size
+        assert size is not None
+        needs = recorder.stop(size.num_elements)
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:
-                self._note_no_frames()
+                self._note_no_frames(size)
             return
         if self._agreement is not None:
             needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
-            self._paths, needs = is_split
+            self._paths, needs, size = is_split
             self._is_settled = True
         assert self._budget is not None
-        budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
+        baseline_bytes = max(needs.baseline_bytes, self._measured.baseline_bytes)
+        budget_bytes = parse_budget(self._budget, baseline_bytes)
         large = [] if self._is_settled else self._frames_to_split(needs, budget_bytes)
         if large:
-            self._before_split = self._paths, needs
+            self._before_split = self._paths, needs, size
         for path in large:
             self._paths = split(self._model, self._paths, path)
         self._paths = [path for path in self._paths if path not in self._keep]
         if large:
             memory.budget_bytes = memory.needs = None
             memory.calls.forget()
+            self._measured.forget()
             self._num_profiles = 0
             return
+        self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
         memory.budget_bytes = self._checked(budget_bytes, needs)
 
-    def _check_calls(self) -> None:
-        """Calls that were not recorded may have raised the smallest peak above the budget."""
-        memory, needs = self._memory, self.needs
-        if needs is None or memory.budget_bytes is None:
-            return
-        if self._agreement is not None and needs.has_new_calls:
-            needs.agree(self._agreement)
-        if memory.budget_bytes < needs.minimum_bytes:
-            # What is less than was asked for has been lowered when memory ran out.
-            asked_bytes = max(self._asked_bytes, memory.budget_bytes)
-            memory.budget_bytes = min(self._checked(asked_bytes, needs), needs.minimum_bytes)
-
-    def _note_no_frames(self) -> None:
+    def _note_no_frames(self, size: StepSize) -> None:
         """A step without frames is not measured again, unless a larger one comes."""
-        self._num_elements_without = self._num_recorded_elements
+        self._measured.add(size, None)
         logger.warning(
             "no call of a submodule could be a frame, so nothing keeps the budget. Frames are "
             "calls of submodules that have submodules, outside of checkpoints and of keep."
@@ -302,10 +320,12 @@ class FrameRunner:
             largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
             self._refusal = InfeasibleBudgetError(budget_bytes, minimum, where=str(largest))
             return minimum
-        logger.warning(
-            "the budget of %s is below the smallest peak of frames, %s, which is taken",
-            size_text(budget_bytes), size_text(minimum),
-        )  # fmt: skip
+        if minimum not in self._told:
+            self._told.add(minimum)
+            logger.warning(
+                "the budget of %s is below the smallest peak of frames, %s, which is taken",
+                size_text(budget_bytes), size_text(minimum),
+            )  # fmt: skip
         return minimum
 
     # --- frames -----------------------------------------------------------------------------------
@@ -313,23 +333,17 @@ class FrameRunner:
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:
         """Has the chosen submodules run as frames, and some of theirs as parts."""
-        before: list[tuple[dict[str, Any], Any]] = []
+        replaced = ReplacedForwards()
         try:
             for path in self._paths:
                 module = self._model.get_submodule(path)
-                before.append(_replace_forward(module, self._framed(path, module, module.forward)))
+                replaced.replace(module, self._framed(path, module, module.forward))
                 for inner in self._part_paths(path, module):
                     part = module.get_submodule(inner)
-                    before.append(
-                        _replace_forward(part, self._parted((path, inner), part, part.forward))
-                    )
+                    replaced.replace(part, self._parted((path, inner), part, part.forward))
             yield
         finally:
-            for table, forward in reversed(before):
-                if forward is None:
-                    del table["forward"]
-                else:
-                    table["forward"] = forward
+            replaced.put_back()
 
     def _part_paths(self, path: str, module: nn.Module) -> list[str]:
         """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
@@ -430,15 +444,8 @@ class FrameRunner:
         before = self._memory.budget_bytes
         lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
         if lowered is not None and before is not None:
+            self._asked_bytes = lowered
             logger.warning(
                 "out of memory in %s, within the budget of %s, which is %s from now on",
                 key, size_text(before), size_text(lowered),
             )  # fmt: skip
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
-    """Puts an attribute of the instance in the way of its `forward`; what to put back."""
-    table = vars(module)
-    before = table.get("forward")
-    table["forward"] = forward
-    return table, before

@@ -37,7 +37,7 @@ class KnownCalls:
         self._state: object = None
         # Bytes that calls of a path save, by the sizes of their inputs; None if they vary.
         self._saved: dict[tuple[FrameKey, Hashable], int | None] = {}
-        self._decisions: dict[tuple[int, int, int], Decision] = {}
+        self._decisions: dict[tuple[int, ...], Decision] = {}
 
     def begin_step(self, state: object) -> None:
         """Takes the calls of the step before; forgets what they save if the state is another."""
@@ -91,7 +91,7 @@ class KnownCalls:
             scale: its size relative to the recorded one.
         """
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
-        question = (budget_bytes, size, menus.version)
+        question = (budget_bytes, size, menus.version, needs.minimum_bytes)
         if question not in self._decisions:
             frames = self.known_frames(needs, menus)
             found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)

@@ -1,4 +1,4 @@
-"""How large a step is, before it runs."""
+"""How large a step is, before it runs, and what steps that were measured need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import torch
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
 from rockmate.frames.agreement import Agreement
+from rockmate.frames.needs import StepNeeds
+
+_MOST_DIMENSIONS = 6
+_SMALL_SHARE = 1 / 64
+"""A tensor with less than this share of all elements does not count by its shape."""
 
 
 class StepSize(NamedTuple):
@@ -18,11 +23,13 @@ class StepSize(NamedTuple):
         num_elements: of the inputs.
         held_bytes: by frames of earlier steps.
         is_profiled: whether a profiler runs, so that nothing can be recorded.
+        dimensions: of large inputs: of all with so many dimensions, the largest of each.
     """
 
     num_elements: int
     held_bytes: int
     is_profiled: bool
+    dimensions: tuple[int, ...]
 
     @classmethod
     def of(cls, inputs: Any, held_bytes: int, agreement: Agreement | None) -> StepSize:
@@ -33,7 +40,56 @@ class StepSize(NamedTuple):
             held_bytes: see the attribute.
             agreement: with the ranks that take the same decisions.
         """
-        tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
-        own = sum(each.numel() for each in tensors), held_bytes, int(is_profiling())
-        num_elements, held_bytes, profiled = own if agreement is None else agreement.largest(own)
-        return cls(num_elements, held_bytes, bool(profiled))
+        tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
+        total = sum(each.numel() for each in tensors)
+        sizes = [0] * sum(range(_MOST_DIMENSIONS + 1))
+        for each in tensors:
+            if each.numel() >= _SMALL_SHARE * total and each.dim() <= _MOST_DIMENSIONS:
+                first = sum(range(each.dim()))
+                for position, size in enumerate(each.shape, first):
+                    sizes[position] = max(sizes[position], int(size))
+        own = total, held_bytes, int(is_profiling()), *sizes
+        num_elements, held_bytes, profiled, *sizes = (
+            own if agreement is None else agreement.largest(own)
+        )
+        return cls(num_elements, held_bytes, bool(profiled), tuple(sizes))
+
+    def covers(self, other: StepSize) -> bool:
+        """Whether another step is no larger, in any dimension.
+
+        A longer sequence takes more memory than as many elements in short ones, by attention.
+        """
+        return self.num_elements >= other.num_elements and all(
+            own >= size for own, size in zip(self.dimensions, other.dimensions, strict=True)
+        )
+
+
+class MeasuredSteps:
+    """Steps that were measured, each with what it needs."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[StepSize, StepNeeds | None]] = []
+
+    def add(self, size: StepSize, needs: StepNeeds | None) -> None:
+        """Takes one.
+
+        Args:
+            size: of the step.
+            needs: None if no call of it was a frame.
+        """
+        self._steps = [each for each in self._steps if each[0] != size]
+        self._steps.append((size, needs))
+
+    def covering(self, size: StepSize) -> tuple[StepSize, StepNeeds | None] | None:
+        """The smallest measured step that is at least as large as another one; None if none is."""
+        found = [each for each in self._steps if each[0].covers(size)]
+        return min(found, key=lambda each: each[0].num_elements, default=None)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The peak of a step that drops nothing, the largest of all."""
+        return max((each.baseline_bytes for _, each in self._steps if each is not None), default=0)
+
+    def forget(self) -> None:
+        """Other calls will be frames."""
+        self._steps.clear()

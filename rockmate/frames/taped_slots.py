@@ -156,6 +156,6 @@ class TapedSlots:
             begin = self.tape.clock()
             packed = TwoValued.of(saved)
             if packed is not None:
-                _ = packed.unpacked()
-                seconds, packed_bytes = self.tape.clock() - begin, packed.is_set.nbytes
+                seconds = self.tape.clock() - begin + packed.unpacking_s(self.tape.clock)
+                packed_bytes = packed.is_set.nbytes
                 yield Packable(state, num_bytes - packed_bytes, packed_bytes, seconds)

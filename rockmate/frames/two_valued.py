@@ -6,6 +6,7 @@ seen on its bits whenever it is to be held so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,19 @@ class TwoValued:
                 return None
         is_set = is_set.as_strided(tensor.shape, tensor.stride())
         return TwoValued(is_set, storages_of(is_set), other, tensor.dtype)
+
+    def unpacking_s(self, clock: Callable[[], float]) -> float:
+        """Seconds that it takes to have the tensor again, as a piece of it shows: memory is short.
+
+        Args:
+            clock: seconds.
+        """
+        num_elements = self.is_set.numel()
+        length = min(_PIECE, num_elements)
+        piece = TwoValued(self.is_set.as_strided((length,), (1,)), (), self._bits, self._dtype)
+        begin = clock()
+        _ = piece.unpacked()
+        return (clock() - begin) * num_elements / length
 
     def unpacked(self) -> Saved:
         """The tensor, with the same bits."""

@@ -92,6 +92,7 @@ class Memory:
         wrong_ops: of a call with certain ops, positions of those that make nothing again.
         clock: seconds, by which frames and their parts are timed.
         part_s: seconds that it takes a part to be able to run again, and to begin.
+        has_new_backward: whether one ran that the measured step did not have.
         backward_order: of the frame whose backward is under way; None before the first of a step.
     """
 
@@ -121,7 +122,7 @@ class Memory:
         self.counts = Counts()
         self.storages, self.kept_bytes = HeldStorages(), 0
         self.peak_bytes = 0
-        self.is_inside = False
+        self.is_inside = self.has_new_backward = False
         self.has_compiled_modules = False
         self.is_profiling = self.can_profile = False
         self.wrong_ops: dict[tuple[FrameKey, tuple[OpOverload, ...]], frozenset[int]] = {}
@@ -309,7 +310,8 @@ class Memory:
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         elif self.needs is not None:
-            needed = self.needs.of(frame.key).backward_bytes
+            needed = self.needs.backward_bytes(frame.key)
+            self.has_new_backward |= frame.key in self.needs.without_backward
             scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
             self._make_room(int(scaled) + frame.extra_bytes, position=frame.order, but=frame)
 

@@ -57,11 +57,13 @@ class StepNeeds:
         by_key: of each call.
         num_elements: of the inputs of the step.
         has_new_calls: whether calls have been added that ranks have not agreed on.
+        without_backward: calls whose backward did not run in the step.
     """
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
     has_new_calls: bool = False
+    without_backward: frozenset[FrameKey] = frozenset()
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
 
@@ -87,6 +89,13 @@ class StepNeeds:
             alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
             known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
         return known
+
+    def backward_bytes(self, key: FrameKey) -> int:
+        """Of a frame; where its backward was not measured, an estimate: gradients of all saved."""
+        needs = self.of(key)
+        if key in self.without_backward:
+            return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
+        return needs.backward_bytes
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
         """Has a call that was not recorded take its place.
@@ -197,13 +206,17 @@ class StepRecorder:
 
     def is_whole(self) -> bool:
         """Whether each frame has begun its backward."""
+        return not self._without_backward()
+
+    def _without_backward(self) -> frozenset[FrameKey]:
         begun = {key for key, what, _ in self._labels if what == "backward_bytes"}
-        return begun >= {key for key, *_ in self._labels}
+        return frozenset(key for key, *_ in self._labels if key not in begun)
 
     def stop(self, num_elements: int) -> StepNeeds:
         """The needs; what `mark` has not seen is left out."""
         stretches: list[Stretch] = self._recording.stop()[1:]
-        step = StepNeeds(num_elements=num_elements)
+        without = self._without_backward()
+        step = StepNeeds(num_elements=num_elements, without_backward=without)
         for (key, what, gradient_bytes), stretch in zip(self._labels, stretches, strict=False):
             needs = step.by_key.setdefault(key, Needs())
             if not what:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rockmate.budget import size_text
 from rockmate.frames.memory import Counts
+from rockmate.frames.menu import Offer
+from rockmate.frames.needs import FrameKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +103,16 @@ class FramesReport:
             f"{name:<{widths[0]}}  {saves:>{widths[1]}}  {time:>{widths[2]}}  {what}"
             for name, saves, time, what in rows
         )
+
+
+def given_up_text(given_up: Mapping[FrameKey, Offer | None], key: FrameKey) -> str:
+    """What a frame has given up, in words.
+
+    Args:
+        given_up: of all that have given up something; None of one that was kept.
+        key: the frame.
+    """
+    if key not in given_up:
+        return "nothing"
+    offer = given_up[key]
+    return "nothing, without hooks" if offer is None else str(offer)

@@ -30,7 +30,7 @@ from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.replaced_forward import ReplacedForwards
-from rockmate.frames.report import FrameRow, FramesReport
+from rockmate.frames.report import FrameRow, FramesReport, given_up_text
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
@@ -145,7 +145,7 @@ class FrameRunner:
                 name=str(key) if key.number else key.path,
                 saved_bytes=needs.of(key).saved_bytes,
                 seconds=needs.of(key).seconds,
-                given_up=self._given_up(key),
+                given_up=given_up_text(memory.given_up, key),
             )
             for key in memory.calls.present
         ]
@@ -164,12 +164,6 @@ class FrameRunner:
             ),
             rows=rows,
         )
-
-    def _given_up(self, key: FrameKey) -> str:
-        if key not in self._memory.given_up:
-            return "nothing"
-        offer = self._memory.given_up[key]
-        return "nothing, without hooks" if offer is None else str(offer)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call.
@@ -219,7 +213,11 @@ class FrameRunner:
         Raises:
             InfeasibleBudgetError: so they have.
         """
-        known, memory = self._measured.covering(size), self._memory
+        memory = self._memory
+        if memory.has_new_backward and self._agreement is None and not size.is_profiled:
+            self._measured.forget()
+            memory.has_new_backward = False
+        known = self._measured.covering(size)
         if known is not None and known[1] is not None:
             memory.needs = known[1]
         needs = memory.needs
@@ -241,8 +239,7 @@ class FrameRunner:
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         memory.recorder = StepRecorder(memory.device, parameters)
         self._recorded_size, self._num_profiles = size, 0  # menus are of frames of this size
-        # Where some frame has no backward, an optimizer's step is the first that comes after.
-        if not self._has_step_hook:
+        if not self._has_step_hook:  # where some frame has no backward, it is what comes after
             self._has_step_hook = True
             call_before_steps(self._end_if_alive, owner=self)
 

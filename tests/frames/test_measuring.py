@@ -1,0 +1,143 @@
+"""Which steps are measured: those of which none before was as large in each dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+from rockmate.frames.needs import StepNeeds
+from rockmate.frames.step_size import MeasuredSteps, StepSize
+from tests.frames.test_frames import Chain, batch, check, framed
+
+pytestmark = pytest.mark.model
+
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    """Takes memory by the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        weights = functional.dropout((query @ key.transpose(-1, -2)).softmax(-1), 0.1)
+        return x + weights @ value
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def peak(function: Callable[[], None]) -> int:
+    return timeline(function).peak_bytes
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.8])
+def test_longer_sequences_are_measured_though_they_have_fewer_elements(budget: float) -> None:
+    model = Attending()
+    module = framed(model, budget)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(x: Tensor) -> None:
+        module(x).square().mean().backward()
+
+    assert module.frames is not None
+    for rows, length in ((16, 64), (2, 400), (1, 600)):
+        x = torch.randn(rows, length, WIDTH)
+        step(x)  # is measured, and holds nothing
+        counts = module.frames.counts
+        assert counts.num_dropped == counts.num_frames == 6
+        for _ in range(3):
+            measured = peak(lambda x=x: step(x))
+            assert measured <= 1.02 * (module.frames.budget_bytes or 0)
+    needs = module.frames.needs
+    step(torch.randn(8, 32, WIDTH))  # a part of the first
+    assert module.frames.needs is not needs
+    assert module.frames.counts.num_dropped < 6
+
+
+def size(*dimensions: int) -> StepSize:
+    return StepSize.of(torch.zeros(dimensions), 0, None)
+
+
+def test_a_step_covers_those_that_are_no_larger_in_any_dimension() -> None:
+    assert size(4, 8).covers(size(4, 8))
+    assert size(4, 8).covers(size(2, 8))
+    assert not size(4, 8).covers(size(2, 9))
+    assert not size(4, 8).covers(size(4, 8, 1))
+    pairs = [torch.zeros(100, 8), torch.zeros(1, 3)]
+    small_grows = StepSize.of([pairs[0][:-1], torch.zeros(1, 7)], 0, None)
+    assert StepSize.of(pairs, 0, None).covers(small_grows)
+
+
+def test_the_smallest_step_that_covers_another_one() -> None:
+    steps = MeasuredSteps()
+    assert steps.covering(size(1, 1)) is None
+    needs = [StepNeeds(num_elements=each) for each in range(3)]
+    for dimensions, each in zip(((8, 8), (2, 16), (4, 4)), needs, strict=True):
+        steps.add(size(*dimensions), each)
+    found = [steps.covering(size(*each)) for each in ((3, 3), (5, 3), (1, 9), (8, 9))]
+    assert [each and each[1] for each in found] == [needs[2], needs[0], needs[1], None]
+
+
+def test_a_backward_that_the_measured_step_lacked_has_it_measured_again() -> None:
+    model = Chain()
+    module = framed(model, 0.4)
+    last = model.blocks[-1].layers[0].weight
+
+    def loss() -> Tensor:
+        return module(batch(0)).square().mean()
+
+    assert module.frames is not None
+    torch.autograd.grad(loss(), last)
+    torch.autograd.grad(loss(), last)
+    partial = module.frames.needs
+    assert partial is not None
+    assert len(partial.without_backward) == 5
+    loss().backward()
+    loss().backward()
+    loss().backward()
+    whole = module.frames.needs
+    assert whole is not None
+    assert not whole.without_backward
+    assert whole.minimum_bytes > partial.minimum_bytes
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_steps_in_threads_of_their_own(where: str) -> None:
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        def forward() -> Tensor:
+            return module(batch(seed)).square().mean()
+
+        if where == "backward" or not isinstance(module, RockmateModule):
+            return forward()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(forward).result()
+
+    def loss_in_thread(module: nn.Module, seed: int) -> Tensor:
+        value = loss(module, seed)
+        if where == "forward":
+            return value
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(value.backward).result()
+        return value.detach().requires_grad_()
+
+    check(Chain("layerdrop"), loss_in_thread)

@@ -1,0 +1,478 @@
+"""A second run reads what the first one read, and leaves no trace; else it is an error by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
+from tests.frames.test_frames import framed
+
+pytestmark = pytest.mark.model
+
+WIDTH = 32
+
+
+class Body(nn.Module):
+    """A block of layers; `state` is compared at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.state: Any = self.first_state()
+
+    def first_state(self) -> Any:
+        return None
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.body(x * self.factor())
+
+    def factor(self) -> Any:
+        return 1.0
+
+
+class Net(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Body) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Listed(Net):
+    """Passes one list, which grows, as DenseNet does."""
+
+    def __init__(self) -> None:
+        super().__init__(Growing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, cache = [x], [x]
+        for block in self.blocks:
+            found.append(block(found, cache))
+        return self.head(found[-1])
+
+
+class Growing(Body):
+    def forward(self, found: list[Tensor], cache: list[Tensor]) -> Tensor:  # pyright: ignore
+        cache.append(found[-1].detach())
+        return self.body(torch.stack(found).sum(0) / len(cache))
+
+
+class Shelf:
+    """An object that forwards change."""
+
+    def __init__(self) -> None:
+        self.count, self.kept = 0, list[Tensor]()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shelf) and self.count == other.count
+
+
+class Passed(Net):
+    """Passes an object, which blocks change."""
+
+    def __init__(self) -> None:
+        super().__init__(Putting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shelf = Shelf()
+        for block in self.blocks:
+            x = block(x, shelf)
+        return self.head(x)
+
+
+class Putting(Body):
+    def forward(self, x: Tensor, shelf: Shelf) -> Tensor:  # pyright: ignore
+        shelf.count += 1
+        shelf.kept.append(x.detach())
+        return x + self.body(x / shelf.count + sum(shelf.kept))
+
+
+class InDeque(Body):
+    def first_state(self) -> Any:
+        return deque([1.0], maxlen=3)
+
+    def factor(self) -> Any:
+        self.state.append(self.state[-1] + 0.1)
+        return self.state[-1]
+
+
+class Nested(Body):
+    def first_state(self) -> Any:
+        return {"all": ([1.0],)}
+
+    def factor(self) -> Any:
+        self.state["all"][0].append(self.state["all"][0][-1] + 0.1)
+        return self.state["all"][0][-1]
+
+
+class InObject(Body):
+    def first_state(self) -> Any:
+        return Shelf()
+
+    def factor(self) -> Any:
+        self.state.count += 1
+        return 1 / self.state.count
+
+
+class InTensor(Body):
+    def first_state(self) -> Any:
+        return torch.ones(1)
+
+    def factor(self) -> Any:
+        self.state += 0.1
+        return self.state.clone()
+
+
+class InDict(Body):
+    """Replaces tensors in a dictionary, which have no truth value."""
+
+    def first_state(self) -> Any:
+        return {"mean": torch.ones(WIDTH)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * self.state["mean"])
+        self.state["mean"] = x.detach().mean(0)
+        return y
+
+
+class Drawing(Body):
+    """Draws from a generator of its own; each kind has its way to copy it."""
+
+    def first_state(self) -> Any:
+        return [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]
+
+    def factor(self) -> Any:
+        return self.state[0].random() + self.state[1].random() + self.state[2].rand()
+
+
+class LateStatistics(Body):
+    """Batch normalization that begins later and counts no write."""
+
+    def first_state(self) -> Any:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state += 1
+        if self.state > 2:
+            mean, variance = self.norm.running_mean, self.norm.running_var
+            x = functional.batch_norm(x, mean, variance, training=True)
+        return super().forward(x)
+
+
+class LateBuffer(Body):
+    """Puts another tensor in the place of a buffer, from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2, WIDTH))
+
+    def first_state(self) -> Any:
+        return 0
+
+    def factor(self) -> Any:
+        self.state += 1
+        if self.state > 3:
+            self.scale = self.scale * 0.9
+        return self.scale.mean(0)
+
+
+class Decaying(Body):
+    """Changes a parameter in place in its forward."""
+
+    def factor(self) -> Any:
+        with torch.no_grad():
+            self.body[0].weight.mul_(0.9)
+        return 1.0
+
+
+class Attending(nn.Module):
+    """Attention asks whether its arguments are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.second = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(4, 16, WIDTH)
+        y = y + self.first(y, y, y)[0]
+        return (y + self.second(y, y, y, need_weights=False)[0]).reshape(64, WIDTH)
+
+
+class Recurrent(nn.Module):
+    """A kernel that leaves out a result where no gradient is to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x.view(4, 16, WIDTH))[0].reshape(64, WIDTH)
+
+
+class Inferring(Body):
+    """Tensors of inference mode count no writes."""
+
+    def factor(self) -> Any:
+        with torch.inference_mode():
+            return float(self.body[0].weight.std())
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+Between = Callable[[nn.Module, int], None]
+
+
+def trained(module: nn.Module, model: nn.Module, between: Between | None) -> list[Any]:
+    """Losses, gradients, members, random state and attributes of steps."""
+    torch.manual_seed(1)
+    found, parameters = list[Any](), list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = module(batch(step)).square().mean()
+        if between is not None:
+            between(model, step)
+        loss.backward()
+        found += [loss.detach(), *(each.grad for each in parameters), torch.get_rng_state()]
+        optimizer.step()
+        found += [each.detach().clone() for each in (*parameters, *model.buffers())]
+    found += [getattr(each, "state", None) for each in model.modules()]
+    return found
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (dict, list)):
+        values = (list(each.values()) if isinstance(each, dict) else each for each in (one, other))
+        return all(map(is_same, *values))
+    if isinstance(one, (random.Random, np.random.Generator, np.random.RandomState)):
+        return one.random() == other.random()
+    return bool(one == other)
+
+
+def check(model: nn.Module, budget: float, between: Between | None = None) -> None:
+    plain = copy.deepcopy(model)
+    expected = trained(plain, plain, between)
+    ours = trained(framed(model, budget), model, between)
+    assert len(ours) == len(expected)
+    assert all(map(is_same, ours, expected))
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.6])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Listed, Passed,
+        *(lambda each=each: Net(each) for each in (
+            InDeque, Nested, InObject, InTensor, InDict, Drawing, LateStatistics, LateBuffer,
+            Decaying, Attending, Recurrent, Inferring,
+        )),
+    ],
+    ids="list object deque nested attribute tensor dict generators statistics buffer parameter "
+    "attention recurrent inference".split(),
+)  # fmt: skip
+def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:
+    check(make(), budget)
+
+
+class OwnGenerator(Body):
+    """A generator cannot be copied, so each model has a new one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.state, torch.Generator):
+            self.state = torch.Generator().manual_seed(3)
+        return super().forward(x * torch.rand(x.shape, generator=self.state))
+
+
+def test_generators_of_pytorch() -> None:
+    found = []
+    for is_framed in (False, True):
+        torch.manual_seed(0)
+        model = Net(OwnGenerator)
+        module = framed(model, 0.05) if is_framed else model
+        found.append(trained(module, model, None)[: -len(list(model.modules()))])
+    assert all(map(is_same, *found))
+
+
+def evaluated_first(model: Any, step: int) -> None:
+    for block in model.blocks:
+        block.norm.train(step >= 1)
+
+
+class Normed(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_statistics_that_are_frozen_at_first() -> None:
+    model = Net(Normed)
+    for block in model.blocks:
+        block.norm.eval()
+    check(model, 0.05, evaluated_first)
+
+
+def replaced(model: Any, step: int) -> None:
+    for block in model.blocks:
+        block.body[0].bias = nn.Parameter(block.body[0].bias.detach() * 0.5)
+        block.body[1] = nn.Tanh() if step % 2 else nn.GELU()
+
+
+def frozen(model: Any, step: int) -> None:
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(step % 2 == 0)
+
+
+def thawed(model: Any, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.6])
+@pytest.mark.parametrize("between", [replaced, thawed])
+def test_members_replaced_before_the_backward(between: Between, budget: float) -> None:
+    model = Net()
+    if between is thawed:
+        frozen(model, 1)
+    check(model, budget, between)
+
+
+def biases_changed(model: Any, step: int) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if step >= 3 and "bias" in name:
+                parameter.mul_(0.9)
+
+
+def memory_changed(model: Any, step: int) -> None:
+    for parameter in model.parameters():
+        if step >= 3:
+            parameter.data = parameter.data * 0.9
+
+
+def states_changed(model: Any, step: int) -> None:
+    for block in model.blocks:
+        block.state += 1
+
+
+class Stated(Body):
+    def first_state(self) -> Any:
+        return torch.ones(WIDTH)
+
+    def factor(self) -> Any:
+        return self.state
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.6])
+@pytest.mark.parametrize(
+    ("block", "between"), [(Body, biases_changed), (Body, memory_changed), (Stated, states_changed)]
+)
+def test_what_is_read_again_and_was_changed_is_named(
+    block: Callable[[], nn.Module], between: Between, budget: float
+) -> None:
+    model = Net(block)
+    with pytest.raises(RockmateError, match=r"blocks\.\d.* was changed .*keep=\['blocks"):
+        trained(framed(model, budget), model, between)
+
+
+class GlobalCounter(Body):
+    count = 0
+
+    def factor(self) -> Any:
+        GlobalCounter.count += 1
+        return 1.0 + GlobalCounter.count / 100
+
+
+class PythonRandom(Body):
+    draws_from = 0
+
+    def first_state(self) -> Any:
+        return 0
+
+    def factor(self) -> Any:
+        self.state += 1
+        return random.random() if self.state > self.draws_from else 1.0
+
+
+class LatePythonRandom(PythonRandom):
+    draws_from = 3
+
+
+class NumpyRandom(Body):
+    def factor(self) -> Any:
+        return float(np.random.rand())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("block", [GlobalCounter, PythonRandom, NumpyRandom])
+def test_other_values_of_the_same_shape_are_named(block: Callable[[], nn.Module]) -> None:
+    model = Net(block)
+    with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.\d'\]"):
+        trained(framed(model, 0.05), model, None)
+    keep = [f"blocks.{number}" for number in range(5)]
+    trained(framed(Net(block), 0.9, keep=keep), model, None)
+
+
+def test_random_numbers_of_python_that_come_late() -> None:
+    """What ops make again needs none; a second run is an error."""
+    model = Net(LatePythonRandom)
+    random.seed(1)
+    expected = trained(plain := copy.deepcopy(model), plain, None)
+    random.seed(1)
+    try:
+        ours = trained(framed(model, 0.05), model, None)
+    except UnsupportedModelError as error:
+        assert "Python or NumPy" in str(error)
+    else:
+        assert all(map(is_same, ours, expected))
+
+
+class Differentiating(Body):
+    def factor(self) -> Any:
+        x = torch.ones(4, WIDTH, requires_grad=True)
+        return torch.autograd.grad(self.body(x).sum(), x)[0].mean()
+
+
+def test_a_backward_within_a_frame_names_what_works() -> None:
+    model = Net(Differentiating)
+    with pytest.raises(BackwardError, match=r"keep=\['blocks\.4'\]"):
+        trained(framed(model, 0.05), model, None)
+
+
+def test_optimizers_may_step_after_measured_backwards_failed() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError
+
+    models = [Net(), Net()]
+    modules = [framed(model, 0.5) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, module in zip(models, modules, strict=True):
+        hook = model.blocks[1].body[0].weight.register_hook(fail)
+        with pytest.raises(ValueError):  # noqa: PT011
+            module(batch(0)).square().mean().backward()
+        hook.remove()
+    for _ in range(2):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.step()
+            module(batch(1)).square().mean().backward()

@@ -206,7 +206,7 @@ class Stretch:
 class Recording:
     """Allocations of one device, from its creation to `stop`, in stretches between marks.
 
-    On the CPU the legacy profiler is on meanwhile, in this thread, and only this thread can stop it.
+    On the CPU the legacy profiler is on meanwhile, in this thread, and only this one can stop it.
     One recording runs at a time.
     """
 
@@ -281,6 +281,12 @@ class Recording:
         present = Recording._present and Recording._present()
         if present is not None:
             present.stop()
+
+    @staticmethod
+    def is_under_way() -> bool:
+        """Whether the profiler that is on in this thread is one of a recording."""
+        present = Recording._present and Recording._present()
+        return present is not None and present.can_stop
 
     def __del__(self) -> None:
         """Leaves no profiler on."""

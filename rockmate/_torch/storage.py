@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["StorageWeakRef", "base_of", "storage_id", "version_of"]
+__all__ = ["StorageWeakRef", "base_of", "storage_id", "version_of", "versions_of"]
+
+_version_of = attrgetter("_version")
 
 
 def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
@@ -28,6 +33,15 @@ def version_of(tensor: torch.Tensor) -> int:
         if tensor.is_inference():
             return 0
         raise
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each, in a fraction of the time."""
+    tensors = list(tensors)
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 def base_of(tensor: object) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.storage import storage_id, version_of
+from rockmate._torch.storage import storage_id, versions_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
@@ -68,7 +68,7 @@ class Call:
         # The caller may change containers afterwards: lists of features, caches.
         self._rest = with_changed(lambda each: each, tuple(arguments[1:]))
         self._inputs = tensors_in(self._rest)
-        self._versions = list(map(version_of, self._inputs))
+        self._versions = versions_of(self._inputs)
         self._submodules = list(module.modules())
         others = [*arguments.args, *arguments.kwargs.values()]
         self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
@@ -125,7 +125,7 @@ class Call:
         changed, is_whole = self._buffers.changed()
         self._memory.changing_buffers.note(self._path_and_modes, changed, is_whole=is_whole)
         self._watched_buffers = Watched(self._buffers.uncopied)
-        has_changed = self.has_changed_inputs() or bool(self._watched.changed())
+        has_changed = self.has_changed_inputs() or self._watched.has_been_written
         self.cannot_repeat = has_changed or not is_whole
 
     def roll_back(self) -> None:
@@ -136,7 +136,7 @@ class Call:
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
-        return self._versions != list(map(version_of, self._inputs))
+        return self._versions != versions_of(self._inputs)
 
     @contextmanager
     def again(self) -> Iterator[tuple[Callable[[], Any], dict[int, torch.Tensor]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 
@@ -31,4 +32,5 @@ def digest_of(tensor: torch.Tensor) -> int | None:
 
 
 def _digest(flat: torch.Tensor, before: int) -> int:
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()), before)
+    bits: Any = flat.view(torch.uint8).numpy()
+    return zlib.crc32(bits, before)

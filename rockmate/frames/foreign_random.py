@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class ForeignRandom:
             raise error()
 
 
-def _state() -> tuple[object, object, int]:
-    name, key, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), (name, key.tobytes()), position
+def _state() -> tuple[object, ...]:
+    of_numpy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), *(
+        each.tobytes() if isinstance(each, np.ndarray) else each for each in of_numpy
+    )

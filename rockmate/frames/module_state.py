@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import submodule_table, tensor_tables
-from rockmate._torch.storage import version_of
+from rockmate._torch.members import member_tables_of
+from rockmate._torch.storage import version_of, versions_of
 from rockmate.frames.storages import PLAIN
 
 _MOST_STATISTICS = 1 << 13
@@ -64,7 +64,10 @@ class Buffers:
             changing: (position of the module, name) of those that change; None if not known yet.
         """
         self._owners, self._are_known = modules, changing is not None
-        self._tables = [dict(_buffers_of(module)) for module in modules]
+        self._tables = {
+            position: dict(table)
+            for position, module in enumerate(modules) if (table := _buffers_of(module))
+        }  # fmt: skip
         self._versions: dict[tuple[int, str], int] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         for key, buffer in self._present():
@@ -81,14 +84,15 @@ class Buffers:
     def uncopied(self) -> list[torch.Tensor]:
         """Those that the forward does not change."""
         return [
-            buffer for position, table in enumerate(self._tables)
+            buffer for position, table in self._tables.items()
             for name, buffer in table.items()
             if buffer is not None and (position, name) not in self._copies
         ]  # fmt: skip
 
     def _present(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for position, module in enumerate(self._owners):
-            for name, buffer in _buffers_of(module).items():
+            table = _buffers_of(module)
+            for name, buffer in table.items() if table else ():
                 if buffer is not None:
                     yield (position, name), buffer
 
@@ -108,7 +112,7 @@ class Buffers:
         position, name = key
         if self._versions.get(key) != version_of(buffer):
             return True
-        if self._tables[position].get(name) is not buffer:
+        if self._tables.get(position, {}).get(name) is not buffer:
             return True
         is_kept = self._are_known or _is_statistic(buffer)
         return key in self._copies and (is_kept or self._differs(key, buffer))
@@ -126,16 +130,20 @@ class Buffers:
     @contextmanager
     def put_back(self) -> Iterator[list[torch.Tensor]]:
         """Has all buffers be what they were, copies in the place of some, and yields these."""
-        before = [dict(_buffers_of(module)) for module in self._owners]
+        places = {*self._tables, *(position for position, _ in self._copies)}
+        before = [(table, dict(table)) for place in places if (table := self._table(place))]
         try:
-            for module, table in zip(self._owners, self._tables, strict=True):
-                _buffers_of(module).update(table)
+            for position, held in self._tables.items():
+                self._table(position).update(held)
             for (position, name), value in self._copies.items():
                 _buffers_of(self._owners[position])[name] = value.clone()
             yield [_buffers_of(self._owners[place])[name] for place, name in self._copies]
         finally:
-            for module, table in zip(self._owners, before, strict=True):
-                _buffers_of(module).update(table)
+            for table, held in before:
+                table.update(held)
+
+    def _table(self, position: int) -> dict[str, Any]:
+        return _buffers_of(self._owners[position])
 
 
 def _is_statistic(buffer: torch.Tensor) -> bool:
@@ -148,21 +156,30 @@ class Watched:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes their present numbers of in-place writes, and their memory."""
         self._tensors = tensors
-        self._states = list(map(_state_of, tensors))
+        self._versions = versions_of(tensors)
+        self._addresses = [_address(each) for each in tensors]
+
+    @property
+    def has_been_written(self) -> bool:
+        """Whether any has been changed in place since."""
+        return versions_of(self._tensors) != self._versions
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that have been changed since."""
-        now = map(_state_of, self._tensors)
+        """Those that have been changed in place since, or have other memory."""
+        before = zip(self._versions, self._addresses, strict=True)
         return [
             tensor
-            for tensor, before, after in zip(self._tensors, self._states, now, strict=True)
-            if before != after
+            for tensor, known in zip(self._tensors, before, strict=True)
+            if known != (version_of(tensor), _address(tensor))
         ]
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
-    return version_of(tensor), tensor.data_ptr() if is_plain else 0
+def _address(tensor: torch.Tensor) -> int:
+    """Of a plain tensor's memory; 0 of others."""
+    try:
+        return tensor.data_ptr() if type(tensor) in PLAIN else 0
+    except RuntimeError:  # a sparse one
+        return 0
 
 
 class Members:
@@ -170,16 +187,16 @@ class Members:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Takes the present ones."""
-        tables = [
-            each for module in modules
-            for each in (tensor_tables(module)[0], submodule_table(module)) if each
-        ]  # fmt: skip
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]]
-        self._tables = [(table, dict(table)) for table in tables]
-        self.parameters = [
-            each for module in modules
-            for each in tensor_tables(module)[0].values() if each is not None
-        ]  # fmt: skip
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        found: list[Any] = []
+        for module in modules:
+            submodules, parameters, _ = member_tables_of(vars(module))
+            if submodules:
+                self._tables.append((submodules, submodules.copy()))
+            if parameters:
+                self._tables.append((parameters, parameters.copy()))
+                found += parameters.values()
+        self.parameters: list[torch.Tensor] = [each for each in found if each is not None]
         self._are_trained = [each.requires_grad for each in self.parameters]
 
     @contextmanager
@@ -244,4 +261,4 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:
-    return tensor_tables(module)[1]
+    return member_tables_of(vars(module))[2]

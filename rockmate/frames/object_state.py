@@ -29,10 +29,10 @@ _MOST_OBJECTS = 256
 """How many are followed from one call: a module may know the whole program."""
 _MOST_ELEMENTS = 4096
 """Of a container that is followed: a longer one is data."""
-_LIBRARIES = frozenset(
-    "torch builtins logging threading functools types weakref concurrent asyncio "
-    "multiprocessing _thread rockmate".split()
-)
+_LIBRARIES = frozenset((
+    "torch", "builtins", "logging", "threading", "functools", "types", "weakref", "concurrent",
+    "asyncio", "multiprocessing", "_thread", "rockmate",
+))  # fmt: skip
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
 
 
@@ -130,7 +130,7 @@ def _fill_dict(value: dict[Any, Any], content: Sequence[tuple[Any, Any]]) -> Non
         name == known and each is before
         for (name, each), (known, before) in zip(value.items(), content, strict=True)
     ):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         kind.clear(value)
         kind.update(value, content)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
 from rockmate.frames.agreement import Agreement
@@ -48,7 +49,9 @@ class StepSize(NamedTuple):
                 first = sum(range(each.dim()))
                 for position, size in enumerate(each.shape, first):
                     sizes[position] = max(sizes[position], int(size))
-        own = total, held_bytes, int(is_profiling()), *sizes
+        # A recording that was left, another model's perhaps, gives way.
+        is_profiled = is_profiling() and not Recording.is_under_way()
+        own = total, held_bytes, int(is_profiled), *sizes
         num_elements, held_bytes, profiled, *sizes = (
             own if agreement is None else agreement.largest(own)
         )

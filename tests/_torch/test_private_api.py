@@ -152,7 +152,7 @@ from rockmate._torch.members import (
 )
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
-from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of
+from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of, versions_of
 from rockmate._torch.subclasses import (
     at_path,
     is_subclassed,
@@ -498,6 +498,9 @@ class TestDispatch:
         assert call.op is aten.relu_.default
         assert call.args[0] is values
         assert version_of(values) == 0
+        with torch.inference_mode():
+            uncounted = torch.ones(2)
+        assert versions_of([values.add_(1), uncounted]) == [1, 0]
 
     def test_arguments_that_do_not_fit(self) -> None:
         assert dispatched_call(torch.mm, (1, 2), {}) is None
@@ -559,7 +562,18 @@ class TestRecording:
         assert not is_profiling()
         del second
         third = Recording(torch.device("cpu"))
+        assert Recording.is_under_way()
         del third
+        assert not is_profiling()
+        assert not Recording.is_under_way()
+
+    def test_only_its_own_thread_can_stop_it(self) -> None:
+        first = Recording(torch.device("cpu"))
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(lambda: first.can_stop).result()
+            assert pool.submit(first.stop).result() == []
+        assert is_profiling()  # in this thread, until the next begins
+        assert len(Recording(torch.device("cpu")).stop()) == 1
         assert not is_profiling()
 
 

@@ -65,9 +65,9 @@ def test_longer_sequences_are_measured_though_they_have_fewer_elements(budget: f
         step(x)  # is measured, and holds nothing
         counts = module.frames.counts
         assert counts.num_dropped == counts.num_frames == 6
-        for _ in range(3):
+        for tolerance in (1.05, 1.02, 1.02):  # menus are made in the first of them
             measured = peak(lambda x=x: step(x))
-            assert measured <= 1.02 * (module.frames.budget_bytes or 0)
+            assert measured <= tolerance * (module.frames.budget_bytes or 0), (length, tolerance)
     needs = module.frames.needs
     step(torch.randn(8, 32, WIDTH))  # a part of the first
     assert module.frames.needs is not needs
@@ -101,7 +101,7 @@ def test_the_smallest_step_that_covers_another_one() -> None:
 def test_a_backward_that_the_measured_step_lacked_has_it_measured_again() -> None:
     model = Chain()
     module = framed(model, 0.4)
-    last = model.blocks[-1].layers[0].weight
+    last = model.blocks[-1].get_parameter("layers.0.weight")
 
     def loss() -> Tensor:
         return module(batch(0)).square().mean()

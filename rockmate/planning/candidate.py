@@ -12,7 +12,7 @@ from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
 # Largest ratio of peak to budget of a schedule that repair starts from.
-MAX_EXCESS = 1.5
+_MAX_EXCESS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ def feasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candida
 
 
 def repairable(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """The candidates above the budget by a factor up to `MAX_EXCESS`, the smallest peak first."""
+    """The candidates above the budget by a factor up to `_MAX_EXCESS`, the smallest peak first."""
     return sorted(
-        (c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes),
+        (c for c in candidates if budget_bytes < c.peak_bytes <= _MAX_EXCESS * budget_bytes),
         key=by_peak,
     )
 

@@ -23,6 +23,7 @@ from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
+    first_readers,
     insertion_points,
     result_and_workspace_bytes,
 )
@@ -163,10 +164,11 @@ def test_where_there_is_room_a_run_fits(name: str) -> None:
     for _ in range(30):
         schedule = random_schedule(graph, rng, any_order=False)
         simulation = simulate(graph, schedule, costs)
+        readers = first_readers(graph, schedule)
         for op in deferrable_ops(graph):
             position = schedule.steps.index(op.index)
             for place in insertion_points(
-                graph, costs, schedule, simulation, position, simulation.peak_bytes
+                graph, costs, schedule, simulation, readers, position, simulation.peak_bytes
             ):
                 assert position + 1 < place <= len(schedule.steps)
                 moved = simulate(graph, defer(graph, schedule, position, place), costs)

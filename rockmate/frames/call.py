@@ -73,7 +73,8 @@ class Call:
         others = [*arguments.args, *arguments.kwargs.values()]
         self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
         self._path_and_modes = key.path, tuple([each.training for each in self._submodules])
-        self._buffers = Buffers(self._submodules, memory.changing_buffers.of(self._path_and_modes))
+        changing = memory.changing_buffers.of(self._path_and_modes)
+        self._kept_buffers = Buffers(self._submodules, changing)
         # Sharded parameters are others while they are gathered.
         is_sharded = memory.agreement is not None
         self._members = Members([] if is_sharded else self._submodules)
@@ -86,7 +87,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        copies = [*self._random_state.tensors, *self._buffers.copies]
+        copies = [*self._random_state.tensors, *self._kept_buffers.copies]
         parts = [part for tensor in (*self._inputs, *copies) for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -122,16 +123,16 @@ class Call:
     def end(self) -> None:
         """After the first run: whether there can be another."""
         self._arguments = None
-        changed, is_whole = self._buffers.changed()
+        changed, is_whole = self._kept_buffers.changed()
         self._memory.changing_buffers.note(self._path_and_modes, changed, is_whole=is_whole)
-        self._watched_buffers = Watched(self._buffers.uncopied)
+        self._watched_buffers = Watched(self._kept_buffers.uncopied)
         has_changed = self.has_changed_inputs() or self._watched.has_been_written
         self.cannot_repeat = has_changed or not is_whole
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
         self._objects.restore()
-        self._buffers.restore()
+        self._kept_buffers.restore()
         self._random_state.restore()
 
     def has_changed_inputs(self) -> bool:
@@ -165,7 +166,7 @@ class Call:
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(self._objects.put_back())
             stack.enter_context(self._members.put_back())
-            buffers = stack.enter_context(self._buffers.put_back())
+            buffers = stack.enter_context(self._kept_buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
             changed = [*self._watched.changed(), *self._watched_buffers.changed()]
             if changed:

@@ -64,7 +64,7 @@ class ObjectState:
             modules: all of whose attributes count.
             roots: other objects.
         """
-        self._modules = modules
+        self._owners = modules
         self.tensors: list[torch.Tensor] = []
         self._contents: list[tuple[Any, _Handler, Any]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -106,7 +106,7 @@ class ObjectState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has all stand as it did, for what runs within."""
-        now = ObjectState(self._modules, [value for value, *_ in self._contents])
+        now = ObjectState(self._owners, [value for value, *_ in self._contents])
         self.restore()
         try:
             yield

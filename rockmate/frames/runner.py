@@ -53,7 +53,8 @@ class FrameRunner:
     """Training calls of one model within a budget, without a captured graph.
 
     The first step holds nothing and is measured. So is each step that is larger, in some dimension,
-    than all before it, and one after each split of a frame. From then on frames are dropped late, under pressure.
+    than all before it, and one after each split of a frame. From then on frames are dropped late,
+    under pressure.
     """
 
     def __init__(

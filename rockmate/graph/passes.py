@@ -151,7 +151,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("correct results", "every call; only fake results change", correct_results),
     _rewrite(
         "lay out group norm gradients",
-        "gradients of eager, bitwise",
+        "every returned value but those that kernels compute wrongly, which become eager's",
         rewrite.lay_out_group_norm_gradients,
     ),
     Pass(

@@ -59,7 +59,7 @@ def lay_out_group_norm_gradients(graph: fx.Graph) -> None:
         own = memory_format(read) if read.device.type == "cpu" else None
         own = own or torch.contiguous_format
         if not given.is_contiguous(memory_format=own):
-            form = {"memory_format": own}
+            form: dict[str, Any] = {"memory_format": own}
             with graph.inserting_before(node):
                 copied = graph.call_function(_aten.clone.default, (gradient,), form)
             value = fake_result(_aten.clone.default, (gradient,), form, like=node)

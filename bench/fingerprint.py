@@ -7,8 +7,9 @@
 The comparison shows whether a change of code changes a plan. Op costs are estimated for one CPU.
 So equal code gives equal plans on every machine with the same versions of PyTorch, transformers and
 the solvers. Only the lower bound also depends on speed: its program stops after ten seconds, so a
-busy machine may prove less. Nothing is run or timed. The models are those of `bench.plan_quality`
-and `bench.branched`.
+busy machine may prove less. Python's hashes have a fixed seed: a model may go through a set of
+names when it is built, as ModernBERT in transformers does, and its graph then depends on the seed.
+Nothing is run or timed. The models are those of `bench.plan_quality` and `bench.branched`.
 
 Each model gives one line of kind `model`, with its baseline and smallest peak, and one line of kind
 `plan` for each budget. The line of an infeasible budget has the smallest feasible peak instead.
@@ -21,6 +22,8 @@ import hashlib
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -183,5 +186,13 @@ def _is_equal(own: object, other: object) -> bool:
     return own == other
 
 
+def _run_with_fixed_hashes() -> int:
+    """Runs `main` in a process whose hashes have a fixed seed."""
+    if "PYTHONHASHSEED" in os.environ:
+        return main()
+    command = [sys.executable, "-m", "bench.fingerprint", *sys.argv[1:]]
+    return subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}).returncode
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run_with_fixed_hashes())

@@ -34,8 +34,8 @@ def forward_points(
         above_bytes: bytes that points of the backward need anyway.
 
     Returns:
-        The points, those of most bytes first. Their `before` are forward ops, their `after` forward
-        and backward ops.
+        The points, those of most bytes first. Their `before` are forward ops, their `after`
+        backward ops.
     """
     if points.graph.num_in_flight > 1:
         return []
@@ -44,7 +44,7 @@ def forward_points(
         if sized[0] > above_bytes:
             found.append(sized)
             above_bytes = sized[0]
-    return [_point(points, backward, *sized) for sized in found[: -_MAX_POINTS - 1 : -1]]
+    return [_point(points, backward, *sized) for sized in reversed(found[-_MAX_POINTS:])]
 
 
 # Bytes that a forward op's first run needs, the op, the ops before it as bits of their indices, and

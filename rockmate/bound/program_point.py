@@ -29,11 +29,12 @@ _MAX_POINTS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPoint:
-    """The run of one backward op.
+    """The run of one backward op, or the first run of a forward op (`forward_point`).
 
     Attributes:
-        op: the backward op.
-        before: backward ops that it depends on, so that they run before it in every schedule.
+        op: the op.
+        before: ops of the same pass that it depends on, so that they run before it in every
+            schedule.
         after: backward ops that depend on it, so that they run after it in every schedule.
         live: storages that are live while it runs, in every schedule.
         min_bytes: their bytes and the op's workspace, less the result if it can be in place; with

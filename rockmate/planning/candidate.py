@@ -11,9 +11,6 @@ from rockmate.planning.mark_repair import with_marks_kept
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
-# Largest ratio of peak to budget of a schedule that repair starts from.
-MAX_EXCESS = 1.5
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -73,11 +70,8 @@ def feasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candida
 
 
 def repairable(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """The candidates above the budget by a factor up to `MAX_EXCESS`, the smallest peak first."""
-    return sorted(
-        (c for c in candidates if budget_bytes < c.peak_bytes <= MAX_EXCESS * budget_bytes),
-        key=by_peak,
-    )
+    """The candidates above the budget, the smallest peak first."""
+    return sorted((c for c in candidates if c.peak_bytes > budget_bytes), key=by_peak)
 
 
 def frontier_at(

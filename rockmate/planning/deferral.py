@@ -13,6 +13,7 @@ result.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,6 +71,7 @@ def insertion_points(
     costs: Costs,
     schedule: Schedule,
     simulation: Simulation,
+    readers: FirstReaders,
     position: int,
     budget_bytes: int,
 ) -> list[int]:
@@ -81,8 +83,7 @@ def insertion_points(
         first that reads the result.
     """
     live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
-    ends, all_waiting_bytes = first_readers(graph, schedule)
-    end, waiting_bytes = int(ends[position]), int(all_waiting_bytes[position])
+    end, waiting_bytes = int(readers.ends[position]), int(readers.waiting_bytes[position])
     changed = live_bytes + _extended_input_bytes(graph, schedule, position) - waiting_bytes
     in_use = changed[position + 1 : end]
     if not len(in_use):
@@ -109,11 +110,20 @@ def insertion_points(
     return [position + 2 + place for place in dict.fromkeys((roomiest, int(behind[-1])))]
 
 
-def first_readers(graph: Graph, schedule: Schedule) -> tuple[Ints, Ints]:
-    """For each run the position of the first later one that reads a result, and their bytes.
+class FirstReaders(NamedTuple):
+    """Where the results of each run are read first.
 
-    Results that no run reads are not counted; without a reader, the position is the schedule's end.
+    Attributes:
+        ends: position of the first later run that reads one; without a reader the schedule's end.
+        waiting_bytes: of the results that some run reads.
     """
+
+    ends: Ints
+    waiting_bytes: Ints
+
+
+def first_readers(graph: Graph, schedule: Schedule) -> FirstReaders:
+    """The first readers of the results of each run of a schedule."""
     def_use, ops = schedule.def_use, op_def_use(graph)
     assert def_use is not None
     ends = np.full(len(schedule.steps), len(schedule.steps), dtype=np.int64)
@@ -121,7 +131,7 @@ def first_readers(graph: Graph, schedule: Schedule) -> tuple[Ints, Ints]:
     made = np.flatnonzero(def_use.is_definition & ~def_use.is_last)
     np.minimum.at(ends, def_use.position[made], def_use.position[made + 1])
     np.add.at(waiting_bytes, def_use.position[made], ops.num_bytes[def_use.storage[made]])
-    return ends, waiting_bytes
+    return FirstReaders(ends, waiting_bytes)
 
 
 def _extended_input_bytes(graph: Graph, schedule: Schedule, position: int) -> Ints:

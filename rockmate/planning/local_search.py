@@ -93,6 +93,7 @@ class LocalSearch:
         self.traces: dict[int, SearchTrace] = {}
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, Candidate] = {}
+        self._relaxed: dict[int, Candidate | None] = {}
 
     @property
     def num_unproved(self) -> int:
@@ -123,6 +124,13 @@ class LocalSearch:
         if budget_bytes not in self._solved:
             self._solved[budget_bytes] = self._solve(budget_bytes)
         return self._solved[budget_bytes]
+
+    def relaxed(self, budget_bytes: int) -> Candidate | None:
+        """The relaxation's schedule, which may need more than the budget; None if there is none."""
+        if budget_bytes not in self._relaxed:
+            schedule = self.problem.starts.from_relaxation(budget_bytes)
+            self._relaxed[budget_bytes] = schedule and self.problem.refiner.evaluate(schedule)
+        return self._relaxed[budget_bytes]
 
     def initial_within(self, budget_bytes: int) -> Candidate | None:
         """The incumbent after the starts that take milliseconds; None as for `best_within`."""
@@ -239,10 +247,9 @@ class LocalSearch:
     def _quick_starts(self, budget_bytes: int) -> Iterator[tuple[str, list[Candidate]]]:
         """The relaxation's schedule, and the knapsack's for a limit corrected by its excess."""
         starts, refiner = self.problem.starts, self.problem.refiner
-        schedule = starts.from_relaxation(budget_bytes)
-        if schedule is None:
+        relaxed = self.relaxed(budget_bytes)
+        if relaxed is None:
             return
-        relaxed = refiner.evaluate(schedule)
         yield "relaxation", [relaxed]
         # As a rule, the peak falls by a byte with each byte that is not saved, for each forward in
         # flight.

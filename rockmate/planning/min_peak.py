@@ -20,7 +20,7 @@ _MAX_SHRUNK_RUNS = 10_000
 # Share of its peak by which a schedule is first shrunk in one step.
 _MAX_SHRINK_STEP = 0.06
 # Smallest such share: the step is halved after each failure, down to this.
-MIN_SHRINK_STEP = 0.01
+_MIN_SHRINK_STEP = 0.01
 
 
 class MinPeakPool:
@@ -66,7 +66,7 @@ class MinPeakPool:
         """The schedules of falling peaks that evictions make of a candidate."""
         found, share = list[Candidate](), _MAX_SHRINK_STEP
         costs = unit_times(self._problem.costs)
-        while share >= MIN_SHRINK_STEP:
+        while share >= _MIN_SHRINK_STEP:
             budget_bytes = int(candidate.peak_bytes * (1 - share))
             smaller = self._problem.refiner.repair(candidate, budget_bytes, costs)
             if smaller is None:

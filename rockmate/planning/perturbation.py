@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rockmate._arrays import Floats
-from rockmate.costs.cost import Costs, scaled_recompute_times
+from rockmate.costs.cost import scaled_recompute_times
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.search_problem import SearchProblem
@@ -88,7 +88,7 @@ class Perturbation:
             found = self._refiner.defer_weight_gradients(top, top_bytes)
         prices = scaled_recompute_times(self._costs, self._price_factors())
         for budget_bytes in self._falling_budgets(top_bytes):
-            found = found and self._tightened(found, budget_bytes, prices)
+            found = found and self._refiner.repair_and_refine(found, budget_bytes, prices)
         return found
 
     def _relaxed(self, incumbent: Candidate) -> tuple[Candidate, int]:
@@ -122,7 +122,7 @@ class Perturbation:
                 ranges.drop(position, ranges.extensions_for_drop(position))
         prices = scaled_recompute_times(self._costs, factors)
         swapped = self._refiner.evaluate(ranges.schedule())
-        return self._tightened(swapped, self._budget_bytes, prices)
+        return self._refiner.repair_and_refine(swapped, self._budget_bytes, prices)
 
     def _some_of(self, positions: Sequence[int]) -> list[int]:
         number = 1 + int(self._random.integers(_MAX_SWAPPED))
@@ -138,14 +138,3 @@ class Perturbation:
         normal = self._random.standard_normal(len(self._costs.recompute))
         # Mostly little noise: it is paid by every op, and helps at few.
         return np.exp(_PRICE_NOISE * self._random.random() ** 2 * normal)
-
-    def _tightened(
-        self, candidate: Candidate, budget_bytes: int, prices: Costs
-    ) -> Candidate | None:
-        """The candidate repaired at these prices and refined at the true ones; None if it fails."""
-        found = self._refiner.repair(candidate, budget_bytes, prices)
-        if found is None:
-            return None
-        refined = self._refiner.refine(found, budget_bytes)
-        is_better = refined.peak_bytes <= budget_bytes and refined.time_ms < found.time_ms
-        return refined if is_better else found

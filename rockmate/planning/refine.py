@@ -13,21 +13,15 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
 from rockmate.planning.candidate import Candidate, evaluate, fastest
 from rockmate.planning.deferral import (
+    FirstReaders,
     defer,
     deferrable_ops,
     first_readers,
     insertion_points,
-    result_and_workspace_bytes,
 )
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.schedule.schedule import Schedule
 
-# Number of repair attempts: the estimate of live bytes is approximate.
-_REPAIR_ATTEMPTS = 2
-# Defer a weight gradient only if its result and workspace exceed this share of the budget.
-_MIN_DEFERRED_SHARE = 0.03
-# Defer a weight gradient only if live bytes at its position exceed this share of the budget.
-_MIN_LIVE_SHARE = 0.8
 # Stop deferral after this many attempts in a row without gain. Each stands at fewer live bytes than
 # the one before.
 _MAX_FAILED_DEFERRALS = 4
@@ -49,38 +43,40 @@ class ScheduleRefiner:
         """Simulates a schedule."""
         return evaluate(self._graph, schedule, self._costs)
 
-    def repair_and_refine(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """Makes a schedule fit the budget and then use all of it; None if repair fails."""
-        repaired = self.repair(candidate, budget_bytes)
+    def repair_and_refine(
+        self, candidate: Candidate, budget_bytes: int, prices: Costs | None = None
+    ) -> Candidate | None:
+        """Makes a schedule fit the budget and then use all of it; None if repair fails.
+
+        Args:
+            candidate: the schedule.
+            budget_bytes: limit on the simulated peak.
+            prices: the costs that rank the evictions; None for the refiner's own.
+        """
+        repaired = self.repair(candidate, budget_bytes, prices)
         if repaired is None:
             return None
         refined = self.refine(repaired, budget_bytes)
         return fastest(repaired, refined if refined.peak_bytes <= budget_bytes else None)
 
     def repair(
-        self, candidate: Candidate, budget_bytes: int, costs: Costs | None = None
+        self, candidate: Candidate, budget_bytes: int, prices: Costs | None = None
     ) -> Candidate | None:
         """Evicts values until the schedule fits the budget; None if that fails.
 
         Args:
             candidate: the schedule to repair.
             budget_bytes: limit on the simulated peak.
-            costs: the costs that rank the evictions; None for the refiner's own.
+            prices: the costs that rank the evictions; None for the refiner's own.
         """
-        for _ in range(_REPAIR_ATTEMPTS):
-            if candidate.peak_bytes <= budget_bytes:
-                return candidate
-            schedule = spill_until_feasible(
-                self._graph,
-                costs or self._costs,
-                candidate.schedule,
-                candidate.simulation,
-                budget_bytes,
-            )
-            if schedule is None:
-                return None
-            candidate = self.evaluate(schedule)
-        return candidate if candidate.peak_bytes <= budget_bytes else None
+        if candidate.peak_bytes <= budget_bytes:
+            return candidate
+        costs = prices or self._costs
+        schedule = spill_until_feasible(
+            self._graph, costs, candidate.schedule, candidate.simulation, budget_bytes
+        )
+        repaired = None if schedule is None else self.evaluate(schedule)
+        return repaired if repaired is not None and repaired.peak_bytes <= budget_bytes else None
 
     def refine(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Removes recomputations where memory is free.
@@ -96,52 +92,49 @@ class ScheduleRefiner:
         """Defers weight gradients, one by one, where the freed memory makes the schedule faster."""
         tried: set[Op] = set()
         num_failed = 0
+        readers = first_readers(self._graph, candidate.schedule)
         while num_failed < _MAX_FAILED_DEFERRALS:
-            position = self._fullest_deferrable(candidate, budget_bytes, tried)
+            position = self._fullest_deferrable(candidate, readers, tried)
             if position is None:
                 break
             tried.add(self._graph.ops[candidate.schedule.steps[position]])
-            deferred = self._defer(candidate, position, budget_bytes)
+            deferred = self._defer(candidate, readers, position, budget_bytes)
             if deferred is None:
                 num_failed += 1
             else:
                 candidate, num_failed = deferred, 0
+                readers = first_readers(self._graph, candidate.schedule)
         return candidate
 
     @cached_property
     def _deferrable(self) -> frozenset[Op]:
         return deferrable_ops(self._graph)
 
-    @cached_property
-    def _own_bytes(self) -> list[int]:
-        return result_and_workspace_bytes(self._graph, self._costs).tolist()
-
     def _fullest_deferrable(
-        self, candidate: Candidate, budget_bytes: int, tried: set[Op]
+        self, candidate: Candidate, readers: FirstReaders, tried: set[Op]
     ) -> int | None:
-        """The position of an op worth deferring and not `tried`, while most bytes are live."""
+        """The position of a deferrable op not `tried`, while most bytes are live."""
         live_bytes = candidate.simulation.live_bytes
-        deferrable = {
-            op.index
-            for op in self._deferrable - tried
-            if self._own_bytes[op.index] >= _MIN_DEFERRED_SHARE * budget_bytes
-        }
-        steps = candidate.schedule.steps
-        fullest, most_bytes = None, _MIN_LIVE_SHARE * budget_bytes
-        ends, waiting_bytes = first_readers(self._graph, candidate.schedule)
-        for position in (place for place, index in enumerate(steps) if index in deferrable):
+        left = {op.index for op in self._deferrable - tried}
+        fullest, most_bytes = None, 0
+        for position, index in enumerate(candidate.schedule.steps):
+            if index not in left:
+                continue
             # A result that waits for a reader takes memory up to that one.
-            is_waiting = waiting_bytes[position] > 0
-            num_bytes = max(live_bytes[position : ends[position] if is_waiting else position + 1])
+            is_waiting = readers.waiting_bytes[position] > 0
+            end = readers.ends[position] if is_waiting else position + 1
+            num_bytes = max(live_bytes[position:end])
             if num_bytes > most_bytes:
                 fullest, most_bytes = position, num_bytes
         return fullest
 
-    def _defer(self, candidate: Candidate, position: int, budget_bytes: int) -> Candidate | None:
+    def _defer(
+        self, candidate: Candidate, readers: FirstReaders, position: int, budget_bytes: int
+    ) -> Candidate | None:
         """A faster schedule with the run at `position` deferred and the rest refined; or None."""
         schedule, simulation = candidate.schedule, candidate.simulation
         for place in insertion_points(
-            self._graph, self._costs, schedule, simulation, position, budget_bytes
+            self._graph, self._costs, schedule, simulation, readers, position, budget_bytes
         ):
             found = self.evaluate(defer(self._graph, schedule, position, place))
             if found.peak_bytes <= budget_bytes:

@@ -319,9 +319,17 @@ class PlanningSession:
         return self._plans[budget_bytes, strategy]
 
     def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
-        """Takes plans of a strategy; none of those that are kept is slower than a smaller one."""
+        """Takes plans of a strategy that are faster than the known ones for their budgets.
+
+        None of those that are kept is slower than one for a smaller budget.
+        """
         known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
-        found = never_slower(known | dict(plans))
+        news = {
+            budget: plan
+            for budget, plan in plans.items()
+            if budget not in known or plan.predicted_ms < known[budget].predicted_ms
+        }
+        found = never_slower(known | news)
         self._plans |= {(budget, strategy): plan for budget, plan in found.items()}
 
     def plans(self, budgets: Iterable[Budget] | str, *, progress: bool = False) -> dict[int, Plan]:
@@ -348,13 +356,8 @@ class PlanningSession:
                 for budget_bytes, best in found.items()
             }
         plans = never_slower(plans)
-        self._keep({each: plan for each, plan in plans.items() if self._is_news(plan)}, "rockmate")
+        self._keep(plans, "rockmate")
         return plans
-
-    def _is_news(self, plan: Plan) -> bool:
-        """Whether no plan as fast is known for its budget."""
-        known = self._plans.get((plan.budget_bytes, "rockmate"))
-        return known is None or plan.predicted_ms < known.predicted_ms
 
     def planned_call(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"

@@ -39,11 +39,6 @@ class StoppingRule:
         self._deadline = math.inf
 
     @property
-    def scale(self) -> float:
-        """The tolerance as a multiple of the default; gaps that steer the search grow with it."""
-        return self.gap_tolerance / DEFAULT_GAP_TOLERANCE
-
-    @property
     def is_late(self) -> bool:
         """Whether the time of the present plan is over."""
         return monotonic() >= self._deadline

@@ -114,11 +114,9 @@ class Variant:
         It takes milliseconds, where the search's own starts need the smallest peak first. Where
         repair fails, the budget is close to that peak, and plans take very long.
         """
-        problem = self.local_search.problem
-        schedule = problem.starts.from_relaxation(budget_bytes)
-        if schedule is None:
-            return None
-        return problem.refiner.repair_and_refine(problem.refiner.evaluate(schedule), budget_bytes)
+        relaxed = self.local_search.relaxed(budget_bytes)
+        refiner = self.local_search.problem.refiner
+        return relaxed and refiner.repair_and_refine(relaxed, budget_bytes)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy."""

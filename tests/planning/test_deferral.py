@@ -9,7 +9,6 @@ import copy
 import random
 from collections import Counter
 from dataclasses import replace
-from math import inf
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.planning.deferral import (
     defer,
     deferrable_ops,
+    first_readers,
     insertion_points,
     result_and_workspace_bytes,
 )
@@ -163,10 +163,11 @@ def test_where_there_is_room_a_run_fits(name: str) -> None:
     for _ in range(30):
         schedule = random_schedule(graph, rng, any_order=False)
         simulation = simulate(graph, schedule, costs)
+        readers = first_readers(graph, schedule)
         for op in deferrable_ops(graph):
             position = schedule.steps.index(op.index)
             for place in insertion_points(
-                graph, costs, schedule, simulation, position, simulation.peak_bytes
+                graph, costs, schedule, simulation, readers, position, simulation.peak_bytes
             ):
                 assert position + 1 < place <= len(schedule.steps)
                 moved = simulate(graph, defer(graph, schedule, position, place), costs)
@@ -196,7 +197,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
         with monkeypatch.context() as patch:
-            patch.setattr("rockmate.planning.refine._MIN_DEFERRED_SHARE", inf)
+            patch.setattr("rockmate.planning.refine._MAX_FAILED_DEFERRALS", 0)
             shares.append(plan.predicted_ms / without.plan(plan.budget_bytes).predicted_ms)
     assert max(shares) <= 1
     assert min(shares) < 0.99

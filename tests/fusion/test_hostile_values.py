@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from bench.measure import allocator_peak
 from rockmate import Planner
+from rockmate._torch.inductor import CompilationError, decomposed
+from rockmate.fusion.in_place_form import writing
 
 
 class Applied(nn.Module):
@@ -134,6 +136,21 @@ class Convolved(nn.Module):
         x = functional.hardswish(self.norm(self.first(x)))
         x = functional.elu(self.groups(self.last(x * 2))) * 3
         return (x.contiguous() * 2).square().mean()
+
+
+def test_a_result_that_has_no_view_like_the_operand_has_no_form_in_place() -> None:
+    graph = fx.Graph()
+    graph.placeholder("target")
+    values = graph.placeholder("values")
+    result = graph.call_function(torch.ops.aten.mul.Tensor, (values, 2.0))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (result, 1.0)),))
+    shape, steps = (4, 8, 6, 6), (288, 1, 48, 8)
+    cpu = torch.device("cpu")
+    layouts = [((1, 32, 6, 6), (1152, 36, 6, 1), torch.float32, cpu)]
+    layouts.append((shape, steps, torch.float32, cpu))
+    traced, _ = decomposed(fx.GraphModule(nn.Module(), graph), layouts)
+    with pytest.raises(CompilationError, match="strides"):
+        writing(traced, 0)
 
 
 def test_channels_last() -> None:

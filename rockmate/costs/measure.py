@@ -54,6 +54,13 @@ _MOST_HEAP_BYTES = 1 << 25
 # Errors that ATen raises for shapes and dtypes that an op does not take. Their subclasses have
 # other causes: no kernel (NotImplementedError), a failed device (AcceleratorError).
 _OP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+# Of integers, they raise where a divisor is zero.
+_DIVISIONS = {
+    torch.ops.aten.div,
+    torch.ops.aten.floor_divide,
+    torch.ops.aten.fmod,
+    torch.ops.aten.remainder,
+}
 # Texts of errors of these classes that a device's library or PyTorch itself is at fault for.
 _OTHER_CAUSES = ("CUDA error", "cuDNN error", "INTERNAL ASSERT FAILED")
 
@@ -382,12 +389,17 @@ class _Call:
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         made: dict[fx.Node, torch.Tensor] = {}
         taken: dict[Layout, int] = {}
-        pool = self.pool if _keeps_inputs(self.target) else None
+        divides = getattr(self.target, "overloadpacket", None) in _DIVISIONS
+        pool = self.pool if _keeps_inputs(self.target) and not divides else None
 
         def make(node: fx.Node) -> torch.Tensor:
             if node not in made:
                 made[node] = synthetic_value(
-                    node, runs_producer=self.has_produced_integers, pool=pool, taken=taken
+                    node,
+                    runs_producer=self.has_produced_integers,
+                    pool=pool,
+                    taken=taken,
+                    integer=int(divides),
                 )
             return made[node]
 

@@ -61,6 +61,7 @@ def synthetic_value(
     runs_producer: bool = False,
     pool: InputPool | None = None,
     taken: dict[Layout, int] | None = None,
+    integer: int = 0,
 ) -> torch.Tensor:
     """A synthetic input of an op.
 
@@ -73,34 +74,35 @@ def synthetic_value(
             several tensors.
         pool: where a large input comes from; None to make it.
         taken: as for `InputPool.memory`.
+        integer: what integers are; another one than 0 needs `pool` to be None.
     """
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
     if not is_item or fake.is_floating_point():
-        return _synthetic_tensor(fake, pool, taken)
+        return _synthetic_tensor(fake, pool, taken, integer)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
     is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
     if not (is_seed or runs_producer):
-        return _synthetic_tensor(fake, pool, taken)
+        return _synthetic_tensor(fake, pool, taken, integer)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
 def _synthetic_tensor(
-    fake: torch.Tensor, pool: InputPool | None, taken: dict[Layout, int] | None
+    fake: torch.Tensor, pool: InputPool | None, taken: dict[Layout, int] | None, integer: int
 ) -> torch.Tensor:
     """A constant tensor with the layout of a fake one."""
     if pool is None or taken is None or fake.device.type != "cpu":
-        memory = _constant(fake)
+        memory = _constant(fake, integer)
     else:
         memory = pool.memory(fake, taken)
     return memory.as_strided(fake.shape, fake.stride())
 
 
-def _constant(fake: torch.Tensor) -> torch.Tensor:
-    """A memory for a tensor like a fake one: 0.5 everywhere, or 0 in integers."""
-    value = 0.5 if fake.is_floating_point() or fake.is_complex() else 0
+def _constant(fake: torch.Tensor, integer: int = 0) -> torch.Tensor:
+    """A memory for a tensor like a fake one: 0.5 everywhere, or an integer."""
+    value = 0.5 if fake.is_floating_point() or fake.is_complex() else integer
     return torch.full((_num_elements(fake),), value, dtype=fake.dtype, device=fake.device)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from rockmate._torch.ops import is_op
 from rockmate.graph.ir import Op
+from rockmate.graph.rewrite import REDUCED_IN_PLACE
 from rockmate.ops.kernels import dropout_apply
 
 _aten = torch.ops.aten
@@ -38,6 +40,9 @@ _UNMARKED = {
     _aten.slice_backward.default,
     _aten.softplus_backward.default,
 }
+# Compiled, these are other functions: quotients jump where they are rounded otherwise, `acosh`
+# overflows, and an integer divided by zero ends the process instead of raising.
+_OTHERWISE = {_aten.acosh, _aten.div, _aten.floor_divide, _aten.fmod, _aten.remainder}
 _REDUCTIONS = {
     _aten._log_softmax.default,
     _aten._softmax.default,
@@ -62,6 +67,7 @@ def is_pointwise(op: Op) -> bool:
         and target.namespace in ("aten", "prims")
         and torch.Tag.pointwise in target.tags
         and torch.Tag.nondeterministic_seeded not in target.tags
+        and not (target.overloadpacket in _OTHERWISE and target is not _aten.div.Tensor)
         and isinstance(op.node.meta["val"], torch.Tensor)
     )
 
@@ -73,4 +79,12 @@ def is_reduction(op: Op) -> bool:
 
 def is_fusible(op: Op) -> bool:
     """Whether a group may hold the op."""
-    return is_pointwise(op) or is_reduction(op)
+    return (is_pointwise(op) or is_reduction(op)) and not _releases_memory(op)
+
+
+def _releases_memory(op: Op) -> bool:
+    """Whether it copies a loss out of memory as large as what the loss reduces."""
+    if op.node.target is not _aten.clone.default:
+        return False
+    copied = op.node.args[0]
+    return isinstance(copied, fx.Node) and copied.target in REDUCED_IN_PLACE

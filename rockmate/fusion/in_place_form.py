@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.fake import mode_of
+from rockmate._torch.inductor import CompilationError
 
 _aten = torch.ops.aten
 
@@ -22,6 +23,9 @@ def writing(traced: fx.GraphModule, position: int) -> fx.GraphModule:
     Args:
         traced: a group in Inductor's ops; it is not changed.
         position: of the input.
+
+    Raises:
+        CompilationError: there is no such view.
     """
     module = copy.deepcopy(traced)
     graph = module.graph
@@ -49,10 +53,16 @@ def writing(traced: fx.GraphModule, position: int) -> fx.GraphModule:
 
 
 def _shaped(graph: fx.Graph, node: fx.Node, *, like: fx.Node) -> fx.Node:
-    """A view of a node in the shape of another."""
+    """A view of a node in the shape of another.
+
+    Raises:
+        CompilationError: Inductor lays the node out otherwise than captured, where it has a view.
+    """
     value, shape = node.meta["val"], list(like.meta["val"].shape)
     if list(value.shape) == shape:
         return node
+    if not value.is_contiguous():
+        raise CompilationError(f"{node} has strides {value.stride()}")
     view = graph.call_function(_aten.view.default, (node, shape))
     with mode_of(value):
         view.meta["val"] = value.view(shape)

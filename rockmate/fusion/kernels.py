@@ -25,7 +25,7 @@ from rockmate._torch.inductor import (
     missing_compiler,
 )
 from rockmate.errors import MissingCompilerError
-from rockmate.fusion.checks import as_tuple, difference, is_in_place, sample_values, time_ms
+from rockmate.fusion.checks import RANGES, as_tuple, difference, is_in_place, sample_values, time_ms
 from rockmate.fusion.in_place_form import writing
 from rockmate.fusion.subgraph import Subgraph
 from rockmate.ops.fused import FusedOp, InPlaceKernel
@@ -199,14 +199,16 @@ class _Job:
 
 def _check(subgraph: Subgraph, group: CompiledGroup) -> None:
     """Runs a kernel and its ops on the same values; sets times, or why it is not taken."""
-    values = sample_values(subgraph)
-    device = values[0].device
     with torch.no_grad():
-        results, expected = as_tuple(group.op(*values)), tuple(subgraph.module(*values))
-        group.refusal = difference(subgraph, results, expected)
-        if group.refusal:
-            return
-        del results, expected
+        for bounds in RANGES:
+            values = sample_values(subgraph, bounds)
+            results, expected = as_tuple(group.op(*values)), tuple(subgraph.module(*values))
+            group.refusal = difference(subgraph, results, expected)
+            if group.refusal:
+                return
+            del results, expected
+        values = sample_values(subgraph)
+        device = values[0].device
         group.is_right = True
         group.fused_ms = time_ms(lambda: group.op(*values), device)
         group.separate_ms = time_ms(lambda: subgraph.module(*values), device)

@@ -221,7 +221,10 @@ class _Builder:
                 storage.is_kept_to_end = not storage.is_static
 
     def _set_phases(self) -> None:
-        """Sets phases: BACKWARD below tangents, FORWARD above ends of the forward, else LATE."""
+        """Sets phases: FORWARD above ends of the forward, LATE if only the backward reads it.
+
+        BACKWARD below tangents, and where gradients are made that depend on none, such as zeros.
+        """
         for op in self._ops:
             parents = [storage.producer for storage in op.reads if storage.producer]
             if any(storage.is_tangent for storage in op.reads) or any(
@@ -243,6 +246,17 @@ class _Builder:
             assert op.phase is Phase.LATE, f"the forward needs {op} of the backward"
             op.phase = Phase.FORWARD
             pending += [storage.producer for storage in op.reads if storage.producer]
+        gradients = {
+            self._storage_of[node].producer
+            for node, role in self._capture.outputs
+            if role.kind in (RoleKind.PARAMETER_GRADIENT, RoleKind.INPUT_GRADIENT)
+        }
+        for op in self._ops:
+            parents = (storage.producer for storage in op.reads)
+            if op.phase is Phase.LATE and (
+                op in gradients or any(each and each.phase is Phase.BACKWARD for each in parents)
+            ):
+                op.phase = Phase.BACKWARD
 
     def _set_recomputations(self) -> None:
         for op in self._ops:

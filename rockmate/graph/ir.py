@@ -49,7 +49,7 @@ class Phase(enum.Enum):
     """When an op must run.
 
     FORWARD: before the loss. LATE: in the backward, though it depends on no tangent. BACKWARD: in
-    the backward, since it depends on a tangent.
+    the backward and once, since it depends on a tangent or makes a gradient.
     """
 
     FORWARD = "forward"

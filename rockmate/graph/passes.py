@@ -26,7 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.fake_values import correct_statistics
+from rockmate.graph.fake_values import correct_results
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -148,7 +148,12 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
-    _rewrite("correct statistics", "every call; only fake results change", correct_statistics),
+    _rewrite("correct results", "every call; only fake results change", correct_results),
+    _rewrite(
+        "lay out group norm gradients",
+        "every returned value but those that kernels compute wrongly, which become eager's",
+        rewrite.lay_out_group_norm_gradients,
+    ),
     Pass(
         name="note marks",
         keeps="every call but those that mark values, which nothing reads",

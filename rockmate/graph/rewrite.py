@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rockmate.capture.nodes import storage_ids
-from rockmate.graph.fake_values import fake_result, refresh_views
+from rockmate.graph.fake_values import fake_result, memory_format, refresh_views
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
@@ -22,12 +22,13 @@ _aten = torch.ops.aten
 # the other slices.
 _MIN_LIVE_DISTANCE = 20
 
-# Losses whose scalar result lies in memory as large as what they reduce.
-_REDUCED_IN_PLACE = (
+REDUCED_IN_PLACE = (
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default,
 )
+"""Losses whose scalar result lies in memory as large as what they reduce."""
 
 # Checks that a model makes on values, such as `one_hot` on its classes. They compute nothing.
 _VALUE_CHECKS = (
@@ -42,6 +43,28 @@ def drop_value_checks(graph: fx.Graph) -> None:
     for target in _VALUE_CHECKS:
         for node in _calls(graph, target):
             graph.erase_node(node)
+
+
+def lay_out_group_norm_gradients(graph: fx.Graph) -> None:
+    """Copies a gradient into the memory format that a group normalization's backward reads.
+
+    Autograd does so, too, for kernels that compute nonsense otherwise. In a capture it goes by fake
+    results, whose layouts are corrected only afterwards.
+    """
+    for node in _calls(graph, _aten.native_group_norm_backward.default):
+        gradient, values, *rest = node.args
+        assert isinstance(gradient, fx.Node)
+        assert isinstance(values, fx.Node)
+        given, read = gradient.meta["val"], values.meta["val"]
+        own = memory_format(read) if read.device.type == "cpu" else None
+        own = own or torch.contiguous_format
+        if not given.is_contiguous(memory_format=own):
+            form: dict[str, Any] = {"memory_format": own}
+            with graph.inserting_before(node):
+                copied = graph.call_function(_aten.clone.default, (gradient,), form)
+            value = fake_result(_aten.clone.default, (gradient,), form, like=node)
+            copied.meta = {**node.meta, "val": value}
+            node.args = (copied, values, *rest)
 
 
 def split_dropouts(graph: fx.Graph) -> None:
@@ -161,7 +184,7 @@ def split_convolution_backwards(graph: fx.Graph) -> None:
 
 def copy_reduced_losses(graph: fx.Graph) -> None:
     """Copies each scalar loss out of memory as large as what it reduces."""
-    for target in _REDUCED_IN_PLACE:
+    for target in REDUCED_IN_PLACE:
         for node in _calls(graph, target):
             if node.meta["val"].ndim == 0:
                 copy_out(node, behind=node)

@@ -108,6 +108,25 @@ def test_pivots_are_measured_as_the_factorization_makes_them(function: Any) -> N
     assert not differing(gradients_of(model), gradients_of(eager))
 
 
+@pytest.mark.parametrize("divide", [torch.floor_divide, torch.remainder, torch.fmod])
+def test_divisions_of_integers_are_measured(divide: Any) -> None:
+    """A divisor of zero would raise, and integers are zeros otherwise."""
+
+    class Divides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * divide(i * 2, i)).sum()
+
+    model, sample = Divides(), (torch.randn(3, 4), torch.randint(1, 9, (3, 4)))
+    eager = copy.deepcopy(model)
+    RockmateModule(model, sample, 1.0)(*sample).backward()
+    eager(*sample).backward()
+    assert not differing(gradients_of(model), gradients_of(eager))
+
+
 # --- large inputs ---------------------------------------------------------------------------------
 
 

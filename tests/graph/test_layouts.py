@@ -90,6 +90,48 @@ def test_dropout_of_a_transposed_gradient(channels_last: bool) -> None:
     assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # pyright: ignore
 
 
+class Mixed(nn.Module):
+    """A function of values in channels-last, whose gradient is not."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.first, self.function = nn.Conv2d(3, 8, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.function(self.first(x).contiguous(memory_format=torch.channels_last))
+        return (y.contiguous() ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.ELU(),
+        nn.Hardsigmoid(),
+        nn.Hardswish(),
+        nn.Hardtanh(),
+        nn.Softplus(),
+        nn.BatchNorm2d(8),
+        nn.GroupNorm(2, 8),
+    ],
+    ids=lambda function: type(function).__name__,
+)
+def test_gradients_in_another_memory_format_than_the_values(function: nn.Module) -> None:
+    assert not other_layouts(Mixed(function).train(), torch.randn(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool) -> None:
+    """PyTorch's kernel computes nonsense for others; autograd copies, if it knows the layouts."""
+    torch.manual_seed(0)
+    layers = [nn.GroupNorm(2, 8), nn.ELU(), nn.Conv2d(8, 8, 3)][: 2 + is_last]
+    model, x = Mixed(nn.Sequential(*layers)).train(), torch.randn(2, 3, 8, 8)
+    plain = copy.deepcopy(model)
+    for run in (RockmateModule(model, x, budget=1.0), plain):
+        run(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+
+
 @pytest.mark.parametrize("name", ["convnext", "longformer", "resnet", "t5"])
 def test_models(name: str) -> None:
     assert not other_layouts(architectures.make(name), ARCHITECTURES[name].make_batch(0))

@@ -298,8 +298,10 @@ def test_each_pass_has_work_in_some_model() -> None:
         run_passes(GRAPH_PASSES, graph, options, after=note)
     # PyTorch 2.11 traces no check of the values of `one_hot`.
     absent = {"drop value checks"} if torch.__version__.startswith("2.11.") else set()
-    # Work for those that read marks is in tests/entry/test_marks.py: no model here has any.
-    assert idle <= absent | {"note marks", "apply marks"}
+    # Work for those that read marks is in tests/entry/test_marks.py: no model here has any. That
+    # for group norms is in test_layouts.py: there the graph as captured gives other numbers.
+    elsewhere = {"note marks", "apply marks", "lay out group norm gradients"}
+    assert idle <= absent | elsewhere
 
 
 def joint_text(capture: Capture) -> str:

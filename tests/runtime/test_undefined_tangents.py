@@ -86,6 +86,30 @@ def test_heads_trained_in_turn_stay_eagers() -> None:
         assert torch.equal(ours, theirs)
 
 
+class Signs(nn.Module):
+    """The sign of a value has a gradient of zeros, which autograd makes from no other gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        return self.last(torch.copysign(y, x * self.scale + self.last(y)).sin()).sum()
+
+
+@pytest.mark.parametrize("strategy", ["chen", "rotor", "checkmate", "rockmate"])
+def test_gradients_that_depend_on_no_tangent_are_delivered(strategy: str) -> None:
+    model, reference = seeded(Signs), seeded(Signs)
+    x = torch.randn(6, 8)
+    planner = Planner(model, x, machine="cpu-avx2")
+    planner.module(1.0, strategy=strategy)(x).backward()
+    reference(x).backward()
+    assert_equal_gradients(model, reference)
+    assert model.scale.grad is not None
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_fire_where_eagers_do(kind: str) -> None:
     models = [seeded(Heads), seeded(Heads)]

@@ -48,7 +48,8 @@ class StepSize(NamedTuple):
             if each.numel() >= _SMALL_SHARE * total and each.dim() <= _MOST_DIMENSIONS:
                 first = sum(range(each.dim()))
                 for position, size in enumerate(each.shape, first):
-                    sizes[position] = max(sizes[position], int(size))
+                    if isinstance(size, int):  # a ragged dimension has no size
+                        sizes[position] = max(sizes[position], size)
         # A recording that was left, another model's perhaps, gives way.
         is_profiled = is_profiling() and not Recording.is_under_way()
         own = total, held_bytes, int(is_profiled), *sizes

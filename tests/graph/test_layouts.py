@@ -132,6 +132,71 @@ def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool)
         assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
 
 
+class LaidOutLate(nn.Module):
+    """What a group norm returns is read in channels-last, so its gradient comes in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x))
+        return y.contiguous(memory_format=torch.channels_last).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_halves_lie_as_the_kernel_of_a_product_lays_them(dtype: torch.dtype) -> None:
+    """The product of an expanded gradient with values lies as the values do, also in halves."""
+    torch.manual_seed(0)
+    model, x = LaidOutLate().to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0), plain):
+        run(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+
+
+class Soft(nn.Module):
+    """A softmax of values in channels-last, whose gradient lies as they do."""
+
+    def __init__(self, softmax: Any) -> None:
+        super().__init__()
+        self.first, self.softmax = nn.Conv2d(3, 8, 3), softmax
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).contiguous(memory_format=torch.channels_last)
+        targets = targets.contiguous(memory_format=torch.channels_last)
+        return (self.softmax(y, 1) * targets).sum()
+
+
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
+def test_a_softmax_does_not_write_into_memory_of_another_layout(softmax: Any) -> None:
+    """Its kernel takes the memory that it is given for contiguous."""
+    torch.manual_seed(0)
+    model, x = Soft(softmax), (torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6))
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0), plain):
+        run(*x).backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # pyright: ignore
+
+
+class Signs(nn.Module):
+    """A sum of values with other signs, in the layout of the first operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+        return torch.copysign((x * self.scale).transpose(0, 2), signs.t()).sum()
+
+
+def test_a_kernel_that_fake_tensors_run_in_several_steps() -> None:
+    assert not other_layouts(Signs(), (torch.randn(5, 10, 5), torch.randn(5, 10)))
+
+
 @pytest.mark.parametrize("name", ["convnext", "longformer", "resnet", "t5"])
 def test_models(name: str) -> None:
     assert not other_layouts(architectures.make(name), ARCHITECTURES[name].make_batch(0))

@@ -12,32 +12,55 @@ from typing import Any
 import torch
 
 from rockmate._torch.ops import is_op, schema_of
+from rockmate.ops.kernels import dropout_apply
 
 _aten = torch.ops.aten
 
-# Calls whose result the kernel lays out like the argument at a position, and PyTorch's fake one
-# like another, where one of them is in a channels-last format and the other is not.
-_LIKE_ARGUMENT: dict[Any, int] = {
-    _aten.elu_backward.default: 0,
-    _aten.hardsigmoid_backward.default: 0,
-    _aten.hardswish_backward.default: 0,
-    _aten.hardtanh_backward.default: 0,
+# Calls whose first result the kernel lays out in the memory format of the argument at a position,
+# and contiguously where that is in none.
+_IN_FORMAT_OF: dict[Any, int] = {
+    _aten._native_batch_norm_legit.no_stats: 0,
+    _aten._native_batch_norm_legit_functional.default: 0,
+    _aten.native_batch_norm.default: 0,
     _aten.native_batch_norm_backward.default: 1,
     _aten.native_group_norm_backward.default: 1,
-    _aten.softplus_backward.default: 0,
+    _aten.roll.default: 0,
 }
 
-# Calls whose kernel makes a contiguous result, whatever it reads.
+# Calls whose kernel makes contiguous results, whatever it reads.
 _CONTIGUOUS = {
     _aten._log_softmax.default,
     _aten._log_softmax_backward_data.default,
     _aten._softmax.default,
     _aten._softmax_backward_data.default,
+    _aten.glu_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.log_sigmoid_forward.default,
+    _aten.mse_loss_backward.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.pow.Scalar,
+    _aten.smooth_l1_loss_backward.default,
 }
 
-# Calls that PyTorch computes in several steps on fake tensors, each with a call of one step on the
-# same tensors.
-_LIKE_CALL: dict[Any, Any] = {_aten.copysign.Tensor: _aten.mul.Tensor}
+# Elementwise calls of one kernel, which lays its result out as it would a product of the arguments
+# at these positions. On fake tensors PyTorch computes them in steps, or with other dtypes.
+_LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
+    _aten.copysign.Tensor: (0, 1),
+    _aten.div.Tensor_mode: (0, 1),
+    _aten.elu_backward.default: (0, 5),
+    _aten.hardsigmoid_backward.default: (0, 1),
+    _aten.hardswish_backward.default: (0, 1),
+    _aten.hardtanh_backward.default: (0, 1),
+    _aten.leaky_relu_backward.default: (1, 0),
+    _aten.log_sigmoid_backward.default: (0, 0),
+    _aten.mish_backward.default: (0, 1),
+    _aten.native_dropout_backward.default: (0, 1),
+    _aten.rrelu_with_noise_backward.default: (2, 0),
+    _aten.softplus_backward.default: (0, 1),
+    _aten.special_xlog1py.default: (0, 1),
+    _aten.xlogy.Tensor: (0, 1),
+    dropout_apply: (0, 1),
+}
 
 _PLAIN = torch.contiguous_format
 _HALVES = (torch.bfloat16, torch.float16)
@@ -48,8 +71,8 @@ def in_kernel_layout(
 ) -> Any:
     """The fake result of a call in the layout that the kernel gives it.
 
-    The layouts of norms are known for a CPU alone. Where the result is laid out otherwise, it is
-    made in the fake mode that is on.
+    Memory formats are known of kernels on a CPU alone. Another result is made in the fake mode that
+    is on.
 
     Args:
         target: the function that was called.
@@ -57,27 +80,52 @@ def in_kernel_layout(
         kwargs: its keywords.
         result: what it returned.
     """
-    position = _LIKE_ARGUMENT.get(target)
-    if position is not None:
-        return _like_argument(args[position], result, is_norm=position > 0)
+    position = _IN_FORMAT_OF.get(target)
+    if position is not None and args[position].device.type == "cpu":
+        return _first_in(_memory_format(args[position]) or _PLAIN, result)
     if target in _CONTIGUOUS:
-        # That tensors are contiguous is known of symbolic ones, too, without fixing them.
-        return result if result.is_contiguous() else torch.empty_like(result, memory_format=_PLAIN)
-    if not _has_one_layout(target, result):
+        return _all_in(_PLAIN, result)
+    if not isinstance(result, torch.Tensor):
         return result
-    operands = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
-    if len(operands) < 2 or not (target in _LIKE_CALL or _are_halves(operands)):
-        return result
-    if all(_steps(each) == _steps(result) for each in operands):
+    if target in _LIKE_PRODUCT:
+        if torch.memory_format in map(type, args):
+            return result
+        operands = [args[position] for position in _LIKE_PRODUCT[target]]
+    else:
+        operands = [each for each in args if isinstance(each, torch.Tensor)]
+        if not _makes_elements(target) or not _are_halves(operands):
+            return result
+    if all(_steps(each) == _steps(result) for each in operands if isinstance(each, torch.Tensor)):
         return result
     # A fake result of halves is computed on copies in 32 bits, which have layouts of their own.
-    precise = [_in_32_bits(each) for each in args]
-    again = _LIKE_CALL.get(target, target)(*precise, **kwargs)
-    if _steps(again) == _steps(result):
-        return result
+    if target in _LIKE_PRODUCT:
+        again = torch.mul(*map(_in_32_bits, operands))
+    else:
+        again = target(*map(_in_32_bits, args), **kwargs)
+    return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
+
+
+def _laid_out_like(other: Any, result: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(
-        result.shape, again.stride(), dtype=result.dtype, device=result.device
+        result.shape, other.stride(), dtype=result.dtype, device=result.device
     )
+
+
+def _all_in(own: torch.memory_format, result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return _first_in(own, result)
+    return tuple(each if each is None else _first_in(own, each) for each in result)
+
+
+def _first_in(own: torch.memory_format, result: Any) -> Any:
+    """A result whose first tensor, if there is one, is in a memory format.
+
+    Whether tensors are in a format is known of symbolic ones, too, without fixing their sizes.
+    """
+    first, *others = (result,) if isinstance(result, torch.Tensor) else result
+    if first is not None and not first.is_contiguous(memory_format=own):
+        first = torch.empty_like(first, memory_format=own)
+    return first if isinstance(result, torch.Tensor) else (first, *others)
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
@@ -87,33 +135,18 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
 
 
-def _like_argument(argument: torch.Tensor, result: Any, *, is_norm: bool) -> Any:
-    if is_norm and argument.device.type != "cpu":
-        return result
-    laid_out, *others = (result,) if isinstance(result, torch.Tensor) else result
-    if laid_out is not None and _steps(laid_out) != _steps(argument):
-        own = _memory_format(argument) or torch.preserve_format
-        laid_out = torch.empty_like(laid_out, memory_format=own)
-    return laid_out if isinstance(result, torch.Tensor) else (laid_out, *others)
-
-
-def _has_one_layout(target: Any, result: Any) -> bool:
-    """Whether a call makes one new tensor, element by element."""
-    return (
-        isinstance(result, torch.Tensor)
-        and is_op(target)
-        and torch.Tag.pointwise in target.tags
-        and not schema_of(target).is_mutable
-    )
+def _makes_elements(target: Any) -> bool:
+    """Whether a call makes a new tensor element by element."""
+    return is_op(target) and torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable
 
 
 def _are_halves(operands: list[torch.Tensor]) -> bool:
-    dtypes = {each.dtype for each in operands}
-    return len(dtypes) == 1 and dtypes <= {*_HALVES}
+    dtypes = {each.dtype for each in operands if each.ndim}
+    return len(operands) > 1 and len(dtypes) == 1 and dtypes <= {*_HALVES}
 
 
 def _in_32_bits(argument: Any) -> Any:
-    if not isinstance(argument, torch.Tensor) or argument.dtype not in _HALVES:
+    if not isinstance(argument, torch.Tensor) or argument.dtype == torch.float32:
         return argument
     return torch.empty_strided(
         argument.shape, argument.stride(), dtype=torch.float32, device=argument.device

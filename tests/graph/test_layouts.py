@@ -14,6 +14,7 @@ import torch
 from architectures import ARCHITECTURES
 from torch import fx, nn
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate.errors import UnsupportedModelError
@@ -117,6 +118,46 @@ class Mixed(nn.Module):
 )
 def test_gradients_in_another_memory_format_than_the_values(function: nn.Module) -> None:
     assert not other_layouts(Mixed(function).train(), torch.randn(2, 3, 6, 6))
+
+
+ELEMENTWISE = (
+    functional.elu,
+    functional.hardswish,
+    functional.hardtanh,
+    functional.leaky_relu,
+    functional.logsigmoid,
+    functional.mish,
+    functional.softplus,
+    functional.glu,
+    torch.exp2,
+)
+
+
+@pytest.mark.parametrize("function", ELEMENTWISE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reads", [(1, 0), (0, 1), ("sum", 1)], ids=str)
+def test_elementwise_functions_of_transposed_values(
+    function: Any, dtype: torch.dtype, reads: tuple[Any, int]
+) -> None:
+    class Transposing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            y = function(y.t().contiguous().t() if reads[1] else y)
+            if reads[0] == "sum":
+                return y.sum()
+            return (y.t() if reads[0] else y).contiguous().square().sum()
+
+    model, x = Transposing().to(dtype), torch.randn(4, 6, dtype=dtype)
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0, numerics="bitwise"), plain):
+        run(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
 
 
 @pytest.mark.parametrize("is_last", [False, True])

@@ -351,7 +351,7 @@ def _can_record(cls: type) -> bool:
     Numbers and strings are values, and nothing depends on a logger. The classes of C++ objects,
     such as the schema of an op, have a metaclass that sets their attributes in its own way.
     """
-    metaclasses = type(cls).__mro__[: type(cls).__mro__.index(type)]
+    metaclasses = [each for each in inspect.getmro(type(cls)) if each not in (type, object)]
     if any(isinstance(vars(each).get("__setattr__"), _C_METHOD) for each in metaclasses):
         return False
     if issubclass(cls, type | torch.Tensor | types.ModuleType | logging.Logger | int | float | str):

@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 _IN_FORMAT_OF: dict[Any, int] = {
     _aten._native_batch_norm_legit.no_stats: 0,
     _aten._native_batch_norm_legit_functional.default: 0,
+    _aten.max_unpool2d.default: 0,
     _aten.native_batch_norm.default: 0,
     _aten.native_batch_norm_backward.default: 1,
     _aten.native_group_norm_backward.default: 1,
@@ -35,7 +36,6 @@ _CONTIGUOUS = {
     _aten._softmax_backward_data.default,
     _aten.glu_backward.default,
     _aten.huber_loss_backward.default,
-    _aten.log_sigmoid_forward.default,
     _aten.mse_loss_backward.default,
     _aten.native_layer_norm_backward.default,
     _aten.pow.Scalar,
@@ -62,6 +62,7 @@ _LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
     dropout_apply: (0, 1),
 }
 
+_LOG_SIGMOID = _aten.log_sigmoid_forward.default  # contiguous on a CPU only
 _PLAIN = torch.contiguous_format
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -83,7 +84,7 @@ def in_kernel_layout(
     position = _IN_FORMAT_OF.get(target)
     if position is not None and args[position].device.type == "cpu":
         return _first_in(_memory_format(args[position]) or _PLAIN, result)
-    if target in _CONTIGUOUS:
+    if target in _CONTIGUOUS or (target is _LOG_SIGMOID and args[0].device.type == "cpu"):
         return _all_in(_PLAIN, result)
     if not isinstance(result, torch.Tensor):
         return result

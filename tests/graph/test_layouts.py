@@ -120,6 +120,18 @@ def test_gradients_in_another_memory_format_than_the_values(function: nn.Module)
     assert not other_layouts(Mixed(function).train(), torch.randn(2, 3, 6, 6))
 
 
+class Unpooling(nn.Module):
+    """Puts maxima back to where they were."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        maxima, places = functional.max_pool2d(y, 2, return_indices=True)
+        return functional.max_unpool2d(maxima, places, 2)
+
+
+def test_unpooled_values_are_in_the_format_of_the_pooled_ones() -> None:
+    assert not other_layouts(Mixed(Unpooling()), torch.randn(2, 3, 6, 6))
+
+
 ELEMENTWISE = (
     functional.elu,
     functional.hardswish,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "is_plain",
     "mode_of",
     "move_to",
+    "results_corrected",
 ]
 
 
@@ -42,3 +45,31 @@ def functional_part(traced: torch.Tensor) -> torch.Tensor | None:
 def move_to(fake: FakeTensor, device: torch.device) -> None:
     """Changes the device that a fake tensor reports, in place. `Tensor.to` would make another."""
     fake.fake_device = device
+
+
+@contextlib.contextmanager
+def results_corrected(
+    correct: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Any],
+) -> Iterator[None]:
+    """Replaces the result of each call on fake tensors.
+
+    A trace makes its fake mode itself, so a subclass cannot be given to it. Calls in other threads
+    are corrected, too.
+
+    Args:
+        correct: gets the op, its arguments, its keywords and its result, within the fake mode.
+    """
+    dispatch = FakeTensorMode.dispatch
+
+    def dispatch_corrected(
+        self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = dispatch(self, func, types, args, kwargs or {})
+        with self:
+            return correct(func, tuple(args), kwargs or {}, result)
+
+    FakeTensorMode.dispatch = dispatch_corrected
+    try:
+        yield
+    finally:
+        FakeTensorMode.dispatch = dispatch

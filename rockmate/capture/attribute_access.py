@@ -41,6 +41,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 _UNRECORDED = _OF_EVERY_MODULE | RECURRENT_WEIGHTS | {_HOOKS_INSTALLED}
 _HOOKS = ("__getattribute__", "__setattr__", "__delattr__")
+_C_METHOD = types.WrapperDescriptorType
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of `__flags__`; there are no public names for them
 
 
@@ -347,8 +348,12 @@ def _is_of_class(owner: Any, name: str) -> bool:
 def _can_record(cls: type) -> bool:
     """Whether the methods of a class can be replaced, and its instances have attributes.
 
-    Numbers and strings are values, and nothing depends on a logger.
+    Numbers and strings are values, and nothing depends on a logger. The classes of C++ objects,
+    such as the schema of an op, have a metaclass that sets their attributes in its own way.
     """
+    metaclasses = [each for each in inspect.getmro(type(cls)) if each not in (type, object)]
+    if any(isinstance(vars(each).get("__setattr__"), _C_METHOD) for each in metaclasses):
+        return False
     if issubclass(cls, type | torch.Tensor | types.ModuleType | logging.Logger | int | float | str):
         return False
     return bool(cls.__flags__ & _HEAP_TYPE) and not cls.__flags__ & _IMMUTABLE_TYPE

@@ -32,7 +32,7 @@ from rockmate._torch.aot import (
     linalg_checks_kept,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import is_fake
+from rockmate._torch.fake import is_fake, results_corrected
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
@@ -59,6 +59,7 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,7 @@ def _traced(
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
+        stack.enter_context(results_corrected(in_kernel_layout))
         stack.enter_context(training_only_features_off(model, keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))

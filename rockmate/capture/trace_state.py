@@ -11,6 +11,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ _KERNELS = (
     *(f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")),
     "softshrink", "hardshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
 )  # fmt: skip
+# Functions of `torch` and of `torch.random`.
+_SETS_RANDOM_STATE = ("manual_seed", "seed", "set_rng_state")
 CAPTURE_LOCK = threading.Lock()
 
 
@@ -68,6 +71,33 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
         raise UnsupportedModelError(msg) from failure
     if failure is not None:
         raise failure
+
+
+@contextlib.contextmanager
+def no_random_state_set() -> Iterator[None]:
+    """Refuses a forward that sets torch's random state: a planned step would not set it.
+
+    Raises:
+        UnsupportedModelError: within the context, a seed or a state is set.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        msg = (
+            "the model's forward sets torch's random state (manual_seed, set_rng_state or "
+            "fork_rng), which a plan does not repeat. Set it before the call, or keep that part "
+            "outside of the model."
+        )
+        raise UnsupportedModelError(msg)
+
+    places = [(owner, name) for owner in (torch, torch.random) for name in _SETS_RANDOM_STATE]
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+    try:
+        for owner, name in places:
+            setattr(owner, name, refuse)
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 @contextlib.contextmanager

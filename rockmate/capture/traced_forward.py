@@ -21,6 +21,7 @@ from rockmate.capture.read_values import NO_VALUES, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
+from rockmate.capture.trace_state import no_random_state_set
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 
@@ -170,7 +171,11 @@ class TracedForward(nn.Module):
         before = AttributeState(self.model)
         try:
             containers = before.record_containers()
-            with self._reads_answered(tensors), accesses_recorded(self.model, before) as accesses:
+            with (
+                self._reads_answered(tensors),
+                accesses_recorded(self.model, before) as accesses,
+                no_random_state_set(),
+            ):
                 output = unrecorded(self.model(*args, **kwargs))
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())

@@ -35,7 +35,7 @@ from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
-from rockmate.errors import InvalidSampleError, RockmateError
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
 from rockmate.ops.collectives import is_communication
 from rockmate.ops.kernels import cross_entropy_backward
@@ -347,6 +347,11 @@ class _Call:
                 f"{self.device} is out of memory while {place} is measured, which runs alone on "
                 f"inputs and results of {needed}: {cause}. Release memory on the device, make the "
                 "batch smaller, or plan with estimated costs (machine=...)."
+            )
+        if isinstance(error, torch.linalg.LinAlgError):
+            return UnsupportedModelError(
+                f"{place} raises for some values, such as those it is measured on: {cause}. Call "
+                "the function of torch.linalg that ends in _ex and raises for none."
             )
         # An opaque module runs the user's own code on the sample, which may raise anything.
         if not hasattr(self.target, "on_sample") and not _is_of_values(error):

@@ -16,6 +16,7 @@ from torch import fx
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids, tensors_of
+from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten
@@ -50,18 +51,6 @@ _STATISTICS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     _aten.native_group_norm.default: ((1, 2), ()),
 }
 
-# Calls whose result the kernel lays out like the argument at a position, and PyTorch's fake one
-# like another, where one of them is in a channels-last format and the other is not.
-_LAID_OUT_LIKE: dict[Any, int] = {
-    _aten.elu_backward.default: 0,
-    _aten.hardsigmoid_backward.default: 0,
-    _aten.hardswish_backward.default: 0,
-    _aten.hardtanh_backward.default: 0,
-    _aten.native_batch_norm_backward.default: 1,
-    _aten.native_group_norm_backward.default: 1,
-    _aten.softplus_backward.default: 0,
-}
-
 
 def fake_result(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, like: fx.Node
@@ -79,19 +68,8 @@ def fake_result(
     given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
     with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():
         result = STAND_INS.get(target, target)(*given[0], **given[1])
-        return _laid_out(target, given[0], _with_statistics(target, given[0], result))
-
-
-def _laid_out(target: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The result of a call in the layout that the kernel gives it; of norms on a CPU alone."""
-    position = _LAID_OUT_LIKE.get(target)
-    if position is None or (position and args[position].device.type != "cpu"):
-        return result
-    laid_out, *others = (result,) if isinstance(result, torch.Tensor) else result
-    if laid_out is not None and _steps(laid_out) != _steps(args[position]):
-        own = memory_format(args[position]) or torch.preserve_format
-        laid_out = torch.empty_like(laid_out, memory_format=own)
-    return laid_out if isinstance(result, torch.Tensor) else (laid_out, *others)
+        result = _with_statistics(target, given[0], result)
+        return in_kernel_layout(target, *given, result)
 
 
 def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -119,21 +97,14 @@ def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
     )
 
 
-def memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
-    """The format of a dense tensor; None if it is in none."""
-    formats = [torch.contiguous_format]
-    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.ndim, [])
-    return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
-
-
 def correct_results(graph: fx.Graph) -> None:
-    """Gives fake results the dtypes and layouts that kernels give; see `fake_result`."""
+    """Gives statistics of normalizations the dtypes that kernels give; see `fake_result`."""
     wrong = [
         node
         for node in graph.nodes
-        if node.target in _STATISTICS or node.target in _LAID_OUT_LIKE
-        if _forms(node.meta["val"])
-        != _forms(fake_result(node.target, node.args, node.kwargs, like=node))
+        if node.target in _STATISTICS or node.target is _aten.native_group_norm_backward.default
+        if _dtypes(node.meta["val"])
+        != _dtypes(fake_result(node.target, node.args, node.kwargs, like=node))
     ]
     # What stands in the memory of a result follows it, so all that reads one is made again.
     refreshed = set(wrong)
@@ -145,14 +116,9 @@ def correct_results(graph: fx.Graph) -> None:
             refreshed.add(node)
 
 
-def _forms(values: Any) -> list[Any]:
+def _dtypes(values: Any) -> list[Any]:
     tensors = (values,) if isinstance(values, torch.Tensor) else values
-    return [each if each is None else (each.dtype, _steps(each)) for each in tensors]
-
-
-def _steps(tensor: torch.Tensor) -> str:
-    """The strides as text, since to compare symbols would fix them."""
-    return str(tuple(tensor.stride()))
+    return [each if each is None else each.dtype for each in tensors]
 
 
 def refresh(node: fx.Node) -> None:

@@ -149,11 +149,6 @@ _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("correct results", "every call; only fake results change", correct_results),
-    _rewrite(
-        "lay out group norm gradients",
-        "every returned value but those that kernels compute wrongly, which become eager's",
-        rewrite.lay_out_group_norm_gradients,
-    ),
     Pass(
         name="note marks",
         keeps="every call but those that mark values, which nothing reads",

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rockmate.capture.nodes import storage_ids
-from rockmate.graph.fake_values import fake_result, memory_format, refresh_views
+from rockmate.graph.fake_values import fake_result, refresh_views
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
@@ -43,28 +43,6 @@ def drop_value_checks(graph: fx.Graph) -> None:
     for target in _VALUE_CHECKS:
         for node in _calls(graph, target):
             graph.erase_node(node)
-
-
-def lay_out_group_norm_gradients(graph: fx.Graph) -> None:
-    """Copies a gradient into the memory format that a group normalization's backward reads.
-
-    Autograd does so, too, for kernels that compute nonsense otherwise. In a capture it goes by fake
-    results, whose layouts are corrected only afterwards.
-    """
-    for node in _calls(graph, _aten.native_group_norm_backward.default):
-        gradient, values, *rest = node.args
-        assert isinstance(gradient, fx.Node)
-        assert isinstance(values, fx.Node)
-        given, read = gradient.meta["val"], values.meta["val"]
-        own = memory_format(read) if read.device.type == "cpu" else None
-        own = own or torch.contiguous_format
-        if not given.is_contiguous(memory_format=own):
-            form: dict[str, Any] = {"memory_format": own}
-            with graph.inserting_before(node):
-                copied = graph.call_function(_aten.clone.default, (gradient,), form)
-            value = fake_result(_aten.clone.default, (gradient,), form, like=node)
-            copied.meta = {**node.meta, "val": value}
-            node.args = (copied, values, *rest)
 
 
 def split_dropouts(graph: fx.Graph) -> None:

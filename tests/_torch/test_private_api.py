@@ -8,6 +8,7 @@ import functools
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,7 @@ from rockmate._torch.fake import (
     is_plain,
     mode_of,
     move_to,
+    results_corrected,
 )
 from rockmate._torch.functions import applications_replaced
 from rockmate._torch.graphs import boxed_module, module_without_code, on_node_created
@@ -786,6 +788,16 @@ class TestFake:
         assert mode_of(values) is mode
         move_to(values, torch.device("cuda:0"))
         assert values.device == torch.device("cuda:0")
+
+    def test_results_are_corrected_for_the_duration(self) -> None:
+        def halved(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+            assert kwargs is not None
+            return result[:2] if op is torch.ops.aten.ones.default and args == ([4],) else result
+
+        with FakeTensorMode():
+            with results_corrected(halved):
+                assert torch.ones(4).shape == (2,)
+            assert torch.ones(4).shape == (4,)
 
     def test_symbolic_sizes(self) -> None:
         environment = ShapeEnv()

@@ -13,7 +13,7 @@ from helpers import differing, gradients_of
 from torch import nn
 
 import rockmate.costs.synthetic_inputs as inputs
-from rockmate import InvalidSampleError, RockmateError, RockmateModule
+from rockmate import InvalidSampleError, RockmateError, RockmateModule, UnsupportedModelError
 from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
@@ -42,6 +42,20 @@ def graph_with(error: Exception, *, num_good: int = 0) -> Graph:
 def test_shapes_that_an_op_does_not_take_are_the_samples_fault() -> None:
     with pytest.raises(InvalidSampleError, match=r"in 0 fails .*size mismatch.* Check the sample"):
         measure_costs(graph_with(RuntimeError("size mismatch")))
+
+
+def test_an_op_that_raises_for_the_values_it_is_measured_on_is_refused() -> None:
+    class Factors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return torch.cholesky(y @ y.t() + torch.eye(5)).sum()
+
+    with pytest.raises(UnsupportedModelError, match=r"cholesky.* raises for some values.*_ex"):
+        RockmateModule(Factors(), torch.randn(5, 5), budget=1.0)
 
 
 @pytest.mark.parametrize(

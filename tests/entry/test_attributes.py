@@ -637,3 +637,21 @@ def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="another submodule at part in each call"):
         RockmateModule(model, torch.randn(6, 8), budget=1.0)
     assert model.part is part
+
+
+def test_an_attribute_that_is_an_op() -> None:
+    """The schema of an op is an object of C++, whose class cannot be made to record."""
+
+    class WithOp(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op = torch.ops.aten.gelu.default
+
+        def between(self, h: Tensor) -> Tensor:
+            return self.op(h)
+
+    torch.manual_seed(0)
+    model, x = WithOp(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, x, budget=1.0)
+    assert torch.equal(module(x), plain(x))

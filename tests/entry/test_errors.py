@@ -595,6 +595,26 @@ def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> No
     assert model.calls == 0
 
 
+@pytest.mark.parametrize("way", ["seed", "fork"])
+def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "seed":
+                torch.manual_seed(3)
+                return nn.functional.dropout(self.layer(x))
+            with torch.random.fork_rng(devices=[]):
+                return nn.functional.dropout(self.layer(x))
+
+    model, seed = Seeded(), torch.manual_seed
+    with pytest.raises(UnsupportedModelError, match="sets torch's random state"):
+        Planner(model, torch.randn(2, 4))
+    assert torch.manual_seed is seed
+
+
 def test_a_generator_in_the_forward_is_refused() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:

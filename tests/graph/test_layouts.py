@@ -14,6 +14,7 @@ import torch
 from architectures import ARCHITECTURES
 from torch import fx, nn
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate.errors import UnsupportedModelError
@@ -119,6 +120,58 @@ def test_gradients_in_another_memory_format_than_the_values(function: nn.Module)
     assert not other_layouts(Mixed(function).train(), torch.randn(2, 3, 6, 6))
 
 
+class Unpooling(nn.Module):
+    """Puts maxima back to where they were."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        maxima, places = functional.max_pool2d(y, 2, return_indices=True)
+        return functional.max_unpool2d(maxima, places, 2)
+
+
+def test_unpooled_values_are_in_the_format_of_the_pooled_ones() -> None:
+    assert not other_layouts(Mixed(Unpooling()), torch.randn(2, 3, 6, 6))
+
+
+ELEMENTWISE = (
+    functional.elu,
+    functional.hardswish,
+    functional.hardtanh,
+    functional.leaky_relu,
+    functional.logsigmoid,
+    functional.mish,
+    functional.softplus,
+    functional.glu,
+    torch.exp2,
+)
+
+
+@pytest.mark.parametrize("function", ELEMENTWISE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reads", [(1, 0), (0, 1), ("sum", 1)], ids=str)
+def test_elementwise_functions_of_transposed_values(
+    function: Any, dtype: torch.dtype, reads: tuple[Any, int]
+) -> None:
+    class Transposing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            y = function(y.t().contiguous().t() if reads[1] else y)
+            if reads[0] == "sum":
+                return y.sum()
+            return (y.t() if reads[0] else y).contiguous().square().sum()
+
+    model, x = Transposing().to(dtype), torch.randn(4, 6, dtype=dtype)
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0, numerics="bitwise"), plain):
+        run(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool) -> None:
     """PyTorch's kernel computes nonsense for others; autograd copies, if it knows the layouts."""
@@ -130,6 +183,71 @@ def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool)
         run(x).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+
+
+class LaidOutLate(nn.Module):
+    """What a group norm returns is read in channels-last, so its gradient comes in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x))
+        return y.contiguous(memory_format=torch.channels_last).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_halves_lie_as_the_kernel_of_a_product_lays_them(dtype: torch.dtype) -> None:
+    """The product of an expanded gradient with values lies as the values do, also in halves."""
+    torch.manual_seed(0)
+    model, x = LaidOutLate().to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0), plain):
+        run(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+
+
+class Soft(nn.Module):
+    """A softmax of values in channels-last, whose gradient lies as they do."""
+
+    def __init__(self, softmax: Any) -> None:
+        super().__init__()
+        self.first, self.softmax = nn.Conv2d(3, 8, 3), softmax
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).contiguous(memory_format=torch.channels_last)
+        targets = targets.contiguous(memory_format=torch.channels_last)
+        return (self.softmax(y, 1) * targets).sum()
+
+
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
+def test_a_softmax_does_not_write_into_memory_of_another_layout(softmax: Any) -> None:
+    """Its kernel takes the memory that it is given for contiguous."""
+    torch.manual_seed(0)
+    model, x = Soft(softmax), (torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6))
+    plain = copy.deepcopy(model)
+    assert not other_layouts(model, x)
+    for run in (RockmateModule(model, x, budget=1.0), plain):
+        run(*x).backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # pyright: ignore
+
+
+class Signs(nn.Module):
+    """A sum of values with other signs, in the layout of the first operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+        return torch.copysign((x * self.scale).transpose(0, 2), signs.t()).sum()
+
+
+def test_a_kernel_that_fake_tensors_run_in_several_steps() -> None:
+    assert not other_layouts(Signs(), (torch.randn(5, 10, 5), torch.randn(5, 10)))
 
 
 @pytest.mark.parametrize("name", ["convnext", "longformer", "resnet", "t5"])

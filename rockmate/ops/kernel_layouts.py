@@ -1,0 +1,159 @@
+"""Layouts that kernels give results, where PyTorch's fake tensors are laid out otherwise.
+
+Autograd goes by layouts: it copies a gradient only if a kernel cannot read it as it lies. A trace
+on wrong fake layouts lacks such a copy, and the kernel then reads other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rockmate._torch.ops import is_op, schema_of
+from rockmate.ops.kernels import dropout_apply
+
+_aten = torch.ops.aten
+
+# Calls whose first result the kernel lays out in the memory format of the argument at a position,
+# and contiguously where that is in none.
+_IN_FORMAT_OF: dict[Any, int] = {
+    _aten._native_batch_norm_legit.no_stats: 0,
+    _aten._native_batch_norm_legit_functional.default: 0,
+    _aten.max_unpool2d.default: 0,
+    _aten.native_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+    _aten.native_group_norm_backward.default: 1,
+    _aten.roll.default: 0,
+}
+
+# Calls whose kernel makes contiguous results, whatever it reads.
+_CONTIGUOUS = {
+    _aten._log_softmax.default,
+    _aten._log_softmax_backward_data.default,
+    _aten._softmax.default,
+    _aten._softmax_backward_data.default,
+    _aten.glu_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.mse_loss_backward.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.pow.Scalar,
+    _aten.smooth_l1_loss_backward.default,
+}
+
+# Elementwise calls of one kernel, which lays its result out as it would a product of the arguments
+# at these positions. On fake tensors PyTorch computes them in steps, or with other dtypes.
+_LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
+    _aten.copysign.Tensor: (0, 1),
+    _aten.div.Tensor_mode: (0, 1),
+    _aten.elu_backward.default: (0, 5),
+    _aten.hardsigmoid_backward.default: (0, 1),
+    _aten.hardswish_backward.default: (0, 1),
+    _aten.hardtanh_backward.default: (0, 1),
+    _aten.leaky_relu_backward.default: (1, 0),
+    _aten.log_sigmoid_backward.default: (0, 0),
+    _aten.mish_backward.default: (0, 1),
+    _aten.native_dropout_backward.default: (0, 1),
+    _aten.rrelu_with_noise_backward.default: (2, 0),
+    _aten.softplus_backward.default: (0, 1),
+    _aten.special_xlog1py.default: (0, 1),
+    _aten.xlogy.Tensor: (0, 1),
+    dropout_apply: (0, 1),
+}
+
+_LOG_SIGMOID = _aten.log_sigmoid_forward.default  # contiguous on a CPU only
+_PLAIN = torch.contiguous_format
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def in_kernel_layout(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> Any:
+    """The fake result of a call in the layout that the kernel gives it.
+
+    Memory formats are known of kernels on a CPU alone. Another result is made in the fake mode that
+    is on.
+
+    Args:
+        target: the function that was called.
+        args: its arguments, fake tensors among them.
+        kwargs: its keywords.
+        result: what it returned.
+    """
+    position = _IN_FORMAT_OF.get(target)
+    if position is not None and args[position].device.type == "cpu":
+        return _first_in(_memory_format(args[position]) or _PLAIN, result)
+    if target in _CONTIGUOUS or (target is _LOG_SIGMOID and args[0].device.type == "cpu"):
+        return _all_in(_PLAIN, result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    if target in _LIKE_PRODUCT:
+        if torch.memory_format in map(type, args):
+            return result
+        operands = [args[position] for position in _LIKE_PRODUCT[target]]
+    else:
+        operands = [each for each in args if isinstance(each, torch.Tensor)]
+        if not _makes_elements(target) or not _are_halves(operands):
+            return result
+    if all(_steps(each) == _steps(result) for each in operands if isinstance(each, torch.Tensor)):
+        return result
+    # A fake result of halves is computed on copies in 32 bits, which have layouts of their own.
+    if target in _LIKE_PRODUCT:
+        again = torch.mul(*map(_in_32_bits, operands))
+    else:
+        again = target(*map(_in_32_bits, args), **kwargs)
+    return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
+
+
+def _laid_out_like(other: Any, result: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        result.shape, other.stride(), dtype=result.dtype, device=result.device
+    )
+
+
+def _all_in(own: torch.memory_format, result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return _first_in(own, result)
+    return tuple(each if each is None else _first_in(own, each) for each in result)
+
+
+def _first_in(own: torch.memory_format, result: Any) -> Any:
+    """A result whose first tensor, if there is one, is in a memory format.
+
+    Whether tensors are in a format is known of symbolic ones, too, without fixing their sizes.
+    """
+    first, *others = (result,) if isinstance(result, torch.Tensor) else result
+    if first is not None and not first.is_contiguous(memory_format=own):
+        first = torch.empty_like(first, memory_format=own)
+    return first if isinstance(result, torch.Tensor) else (first, *others)
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
+    """The format of a dense tensor; None if it is in none."""
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.ndim, [])
+    return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
+
+
+def _makes_elements(target: Any) -> bool:
+    """Whether a call makes a new tensor element by element."""
+    return is_op(target) and torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable
+
+
+def _are_halves(operands: list[torch.Tensor]) -> bool:
+    dtypes = {each.dtype for each in operands if each.ndim}
+    return len(operands) > 1 and len(dtypes) == 1 and dtypes <= {*_HALVES}
+
+
+def _in_32_bits(argument: Any) -> Any:
+    if not isinstance(argument, torch.Tensor) or argument.dtype == torch.float32:
+        return argument
+    return torch.empty_strided(
+        argument.shape, argument.stride(), dtype=torch.float32, device=argument.device
+    )
+
+
+def _steps(tensor: torch.Tensor) -> str:
+    """The strides as text, since to compare symbols would fix them."""
+    return str(tuple(tensor.stride()))

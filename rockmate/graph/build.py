@@ -36,6 +36,8 @@ _aten = torch.ops.aten
 # The CUDA caching allocator gives memory in blocks of so many bytes.
 _CUDA_BLOCK_BYTES = 512
 
+_AS_STRIDED = _aten.as_strided.default
+_BY_POSITION = (_AS_STRIDED, _aten.as_strided_scatter.default)
 _MAX_POOL = _aten.max_pool2d_with_indices.default
 _FUNCTIONAL_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
 _BATCH_NORMS = {_FUNCTIONAL_BATCH_NORM, _aten._native_batch_norm_legit.no_stats}
@@ -127,6 +129,8 @@ class _Builder:
                 "cannot be planned. Use dense tensors, such as an embedding with sparse=False."
             )
             raise UnsupportedModelError(msg)
+        if target in _BY_POSITION:
+            _check_storage_is_own(node)
         if _is_getitem(node):
             self._add_getitem(node)
         elif isinstance(value, torch.Tensor):
@@ -291,6 +295,24 @@ class _Builder:
 def _runs_once_in_forward(op: Op) -> bool:
     """Whether a pass or a user's mark keeps what the op makes in the forward."""
     return bool(op.node.meta.get(IN_FORWARD)) or is_saved(op.node)
+
+
+def _check_storage_is_own(node: fx.Node) -> None:
+    """Refuses positions in a storage that a plan need not have as eager has it.
+
+    An input may be a view of a larger tensor, which the trace does not see.
+    """
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    value = given.meta["val"]
+    is_whole = value.storage_offset() == 0 and value.is_contiguous()
+    if given.op == "placeholder" or (node.target is not _AS_STRIDED and not is_whole):
+        msg = (
+            f"{call_name(node)} ({node.name}) goes by positions in the storage of an input or of a "
+            "view, which a plan may hold otherwise. Clone the tensor first, in the model, or train "
+            'with mode="frames".'
+        )
+        raise UnsupportedModelError(msg)
 
 
 def _unsupported(what: str) -> UnsupportedModelError:

@@ -647,3 +647,27 @@ def test_parameters_that_are_computed_are_refused() -> None:
     doubled = {name: value * 2 for name, value in model.named_parameters()}
     with pytest.raises(SignatureMismatchError, match="computed from other tensors"):
         torch.func.functional_call(module, doubled, (x,))
+
+
+class _ByPosition(nn.Module):
+    """Reads or writes by positions in the storage of what it is given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "read":
+            return torch.as_strided(x, (2, 2), (3, 1), 0) * self.layer.weight[:2, :2]
+        given = x if self.kind == "written input" else self.layer(x)[1:].detach()
+        return torch.as_strided_scatter(given, self.layer.weight[:2, :2], (2, 2), (3, 1), 7)
+
+
+@pytest.mark.parametrize("kind", ["read", "written input", "written view"])
+def test_positions_in_the_storage_of_a_view_are_refused(kind: str) -> None:
+    """A plan's input need not lie within a larger tensor, as eager's does."""
+    model, x = _ByPosition(kind), torch.randn(7, 7)[1:, 1:]
+    with pytest.raises(UnsupportedModelError, match=r"as_strided.*positions.*Clone.*frames"):
+        RockmateModule(model, x, 1.0)
+    framed = RockmateModule(model, None, 1.0, mode="frames")
+    assert torch.equal(framed(x), model(x))

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from bench import measure, models
-from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.machine import machine_record
+from bench.pages import machine_section, table
 from rockmate import InfeasibleBudgetError, Planner
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
@@ -177,9 +177,7 @@ def _page(record: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
         "",
         *table(columns, rows),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
         "",
         "## How it was measured",
         "",

@@ -21,8 +21,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.machine import machine_record
+from bench.pages import machine_section, table
 from bench.panels import figure_of
 from rockmate import InfeasibleBudgetError, Planner
 
@@ -197,9 +197,7 @@ def _page(curves: Sequence[Curve]) -> str:
         "",
         *table(columns, rows),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(machine_record("bench.chunk_curves")),
+        *machine_section(machine_record("bench.chunk_curves")),
         "",
         "## How it was planned",
         "",

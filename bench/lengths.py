@@ -29,8 +29,8 @@ import transformers
 from torch import Tensor, nn
 
 from bench import measure
-from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.machine import machine_record
+from bench.pages import machine_section, table
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
@@ -261,9 +261,7 @@ def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
         "",
         *table(COLUMNS, rows),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
         "",
         "## How it was measured",
         "",

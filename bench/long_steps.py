@@ -25,9 +25,9 @@ from torch import nn
 from tqdm import tqdm
 
 from bench import cluster, models
-from bench.machine import machine_record, machine_text
+from bench.machine import machine_record
 from bench.models.gpu import gpu_models
-from bench.pages import table
+from bench.pages import machine_section, table
 from rockmate import Planner
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -152,9 +152,7 @@ def page(found: Sequence[Long], record: Mapping[str, Any]) -> str:
         "",
         *table(COLUMNS, rows(found)),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
     ]
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.machine import hardware_text, versions_text
+from bench.machine import hardware_text, machine_text, versions_text
+
+_PROVENANCE = ("## Command, commit, machine", "")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -68,6 +70,11 @@ class Start:
     device: str = "cpu"
 
 
+def machine_section(record: Mapping[str, Any]) -> list[str]:
+    """The section that names command, commit and machine of a page that one command has made."""
+    return [*_PROVENANCE, machine_text(record)]
+
+
 def provenance(starts: Sequence[Start]) -> list[str]:
     """The section that names command, commit and machine of all lines.
 
@@ -79,7 +86,7 @@ def provenance(starts: Sequence[Start]) -> list[str]:
         versions = versions_text(start.machine)
         key = (f"`{start.command}`", start.machine["commit"], hardware, versions)
         groups.setdefault(key, []).append(start)
-    title = ["## Command, commit, machine", ""]
+    title = list(_PROVENANCE)
     if len(groups) == 1:
         ((command, commit, hardware, versions), own) = next(iter(groups.items()))
         return [

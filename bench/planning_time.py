@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from bench import cluster, models
-from bench.machine import machine_record, machine_text
+from bench.machine import machine_record
 from bench.models import recurrent
 from bench.models.recurrent import NAMES
-from bench.pages import table, table_row
+from bench.pages import machine_section, table, table_row
 from rockmate import Planner
 from rockmate.costs.machine import load_machine
 from rockmate.step import capture_step
@@ -164,9 +164,7 @@ def page(found: Sequence[tuple[str, ...]], record: Mapping[str, Any]) -> str:
         "",
         *table(COLUMNS, found),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
     ]
     return "\n".join(lines) + "\n"
 

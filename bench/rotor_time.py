@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.machine import machine_record
+from bench.pages import machine_section, table
 from rotor import Chain, Option, Stage, solve_table
 
 MIB = 2**20
@@ -147,9 +147,7 @@ def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
         "",
         *table(COLUMNS, rows),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
         "",
         "## How it was measured",
         "",

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from bench import models
-from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.machine import machine_record
+from bench.pages import machine_section, table
 from rockmate import Plan, Planner
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
@@ -117,9 +117,7 @@ def page(rows: Sequence[Sequence[str]], record: Mapping[str, Any]) -> str:
         "",
         *table(COLUMNS, rows),
         "",
-        "## Command, commit, machine",
-        "",
-        machine_text(record),
+        *machine_section(record),
         "",
         "## How it was measured",
         "",

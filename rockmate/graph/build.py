@@ -56,9 +56,9 @@ def build_graph(
             allocator of their device does.
 
     Raises:
-        UnsupportedModelError: a call mutates its arguments, makes no tensor or a sparse one, or
-            makes new memory and views at once; or the backward reads a value that the forward has
-            overwritten.
+        UnsupportedModelError: a call mutates its arguments, makes no tensor or a sparse one, makes
+            new memory and views at once, or goes by positions in the storage of an input; or the
+            backward reads a value that the forward has overwritten.
     """
     builder = _Builder(capture, allocation_bytes)
     for node in capture.joint.graph.nodes:

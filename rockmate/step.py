@@ -11,12 +11,14 @@ from torch import nn
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
+from rockmate.capture.memory_format import MemoryFormat
 from rockmate.capture.model_signature import ModelSignature, acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
-from rockmate.capture.sample import Sample, read_sample, trace_sample
+from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
+from rockmate.costs.convolution_formats import in_fastest_formats
 from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
@@ -273,6 +275,8 @@ def capture_step(
     hooked: str | None = None,
     whole_shared: bool = False,
     kernels: Literal["eager", "fused"] = "eager",
+    memory_format: MemoryFormat = "as_given",
+    contiguous_convolutions: str | None = None,
     unfused: str | None = None,
     progress: bool = False,
     compile_limit_s: float = COMPILE_LIMIT_S,
@@ -286,13 +290,15 @@ def capture_step(
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
     with a tensor hook, and with `whole_shared` those to which several gradients flow.
+    `memory_format`: "channels_last" gives convolutions their inputs so. `contiguous_convolutions`:
+    kinds of those that nevertheless compute on contiguous values; None measures.
     `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
-    check_choices(**options, kernels=kernels)
+    check_choices(**options, kernels=kernels, memory_format=memory_format)
     model = innermost(model)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     options |= {"untraced": ",".join(names)} if names else {}
@@ -308,34 +314,30 @@ def capture_step(
         outputs=outputs,
         untraced=names,
         keeps_checkpoints=request.honours_checkpoints,
+        memory_format=memory_format,
     )
     state = _state_of(model, hooked, capture if whole_shared else None, options)
     request = decided_request(capture, request)
     options |= request.options
     capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    options |= {"kernels": kernels} if kernels == "fused" else {}
-    fusion = _fusion_of(options, unfused, sample, machine, progress, compile_limit_s)
+    if memory_format != "as_given":
+        kinds = in_fastest_formats(capture, contiguous_convolutions, progress=progress)
+        options |= {"memory_format": memory_format, "contiguous_convolutions": kinds}
+    fusion = None
+    if kernels == "fused":
+        options["kernels"] = kernels
+        fusion = Fusion.of(
+            unfused,
+            progress=progress,
+            is_run=sample.device is None,
+            is_timed=machine is None,
+            compile_limit_s=compile_limit_s,
+        )
     allocated = machine.allocation_bytes if machine else None
     call = sample.call
     step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
     step = _chunked(step, loss_chunks) if loss_chunks else step
     return replace(step, absence=sample.absence)
-
-
-def _fusion_of(
-    options: Mapping[str, str],
-    unfused: str | None,
-    sample: Sample,
-    machine: Machine | None,
-    progress: bool,
-    compile_limit_s: float,
-) -> Fusion | None:
-    """How groups will be fused; None if every op runs by itself."""
-    if "kernels" not in options:
-        return None
-    is_run, is_timed = sample.device is None, machine is None
-    limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
-    return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
 
 
 def _state_of(

@@ -24,6 +24,7 @@ from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
+from rockmate.graph.convolution_formats import kinds_in
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest
@@ -228,6 +229,7 @@ class StepFamily:
             hooked=hooked_names(options),
             owner_of=owner_names(self._model),
             marks=MarkRequest.of_options(options),
+            contiguous=kinds_in(options.get("contiguous_convolutions", "")),
         )
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
@@ -260,6 +262,7 @@ class StepFamily:
                 differentiable=options["differentiable"],
                 outputs=options["outputs"],
                 keeps_checkpoints=MarkRequest.of_options(options).honours_checkpoints,
+                memory_format=options.get("memory_format", "as_given"),
             )
         capture = symbolic.instance(planned.call)
         capture = run_passes(REWRITES, capture, self._pass_options)

@@ -40,6 +40,7 @@ from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
+from rockmate.capture.memory_format import MemoryFormat
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_functions import ForeignFunctions
@@ -74,6 +75,7 @@ def capture_joint(
     outputs: Literal["all", "loss"] = "all",
     untraced: Sequence[str] = (),
     keeps_checkpoints: bool = False,
+    memory_format: MemoryFormat = "as_given",
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -88,6 +90,7 @@ def capture_joint(
             `rockmate.capture.opaque_module`.
         keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
             so that its calls are recorded.
+        memory_format: "channels_last" gives convolutions their inputs so.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -97,7 +100,14 @@ def capture_joint(
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    make = partial(TracedForward, model, structure, differentiable=differentiable, outputs=outputs)
+    make = partial(
+        TracedForward,
+        model,
+        structure,
+        differentiable=differentiable,
+        outputs=outputs,
+        memory_format=memory_format,
+    )
     try:
         return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
     except ModuleReplacedError:

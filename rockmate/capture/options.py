@@ -22,6 +22,7 @@ _CHOICES = {
     "outputs": ("all", "loss"),
     "gradients": ("accumulated", "returned"),
     "kernels": ("eager", "fused"),
+    "memory_format": ("as_given", "channels_last"),
 }
 
 

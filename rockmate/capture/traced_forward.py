@@ -17,6 +17,7 @@ from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
+from rockmate.capture.memory_format import MemoryFormat, convolutions_in
 from rockmate.capture.read_values import NO_VALUES, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
@@ -135,6 +136,7 @@ class TracedForward(nn.Module):
         *,
         differentiable: str,
         outputs: str,
+        memory_format: MemoryFormat = "as_given",
         sample: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Takes the model and how it is called.
@@ -146,6 +148,7 @@ class TracedForward(nn.Module):
         self.structure = structure
         self._differentiable = differentiable
         self._outputs = outputs
+        self._memory_format: MemoryFormat = memory_format
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
@@ -175,6 +178,7 @@ class TracedForward(nn.Module):
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
+                convolutions_in(self._memory_format),
             ):
                 output = unrecorded(self.model(*args, **kwargs))
             if before.replaced_module():

@@ -106,9 +106,16 @@ def correct_results(graph: fx.Graph) -> None:
         if _dtypes(node.meta["val"])
         != _dtypes(fake_result(node.target, node.args, node.kwargs, like=node))
     ]
-    # What stands in the memory of a result follows it, so all that reads one is made again.
-    refreshed = set(wrong)
-    for node in graph.nodes if wrong else ():
+    refresh_readers(graph, wrong)
+
+
+def refresh_readers(graph: fx.Graph, changed: Collection[fx.Node]) -> None:
+    """Refreshes nodes and all that follow from them.
+
+    What stands in the memory of a result follows it, so all that reads one is made again.
+    """
+    refreshed = set(changed)
+    for node in graph.nodes if changed else ():
         if node.op == "call_function" and (
             node in refreshed or not refreshed.isdisjoint(node.all_input_nodes)
         ):

@@ -26,6 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
+from rockmate.graph.convolution_formats import run_contiguous
 from rockmate.graph.fake_values import correct_results
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
@@ -53,12 +54,15 @@ class PassOptions:
         owner_of: for each parameter's name, the first name of the same tensor.
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
         marks: what the user marks.
+        contiguous: kinds of convolutions that compute on contiguous values; see
+            `convolution_formats`.
     """
 
     hooked: tuple[str, ...] = ()
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
+    contiguous: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,11 @@ def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pas
     return Pass(name=name, keeps=keeps, run=run)
 
 
+def _run_contiguous(capture: Capture, options: PassOptions) -> Capture:
+    run_contiguous(capture.joint.graph, options.contiguous)
+    return capture
+
+
 def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
     return sum_hooked_gradients(capture, options.hooked, options.owner_of)
 
@@ -176,6 +185,11 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("remove dead calls", "every returned value and every draw", remove_dead_calls),
     _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
+    Pass(
+        name="choose formats of convolutions",
+        keeps="every value up to rounding; every bit where no kind is named",
+        run=_run_contiguous,
+    ),
     Pass(
         name="copy inputs of the forward",
         keeps=_SAME_BITS,

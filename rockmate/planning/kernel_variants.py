@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+from rockmate._torch.distributed import first_offer
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.errors import MissingCompilerError
+from rockmate.graph.convolution_formats import reads_contiguous
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variants
@@ -46,13 +47,56 @@ def fused_forms(
     return [fused] if whole.options["unfused"] == left else [fused, whole]
 
 
-def fused_later(
-    kernels: Kernels, step: CapturedStep, *, progress: bool, compile_limit_s: float
+def other_forms(
+    kernels: Kernels,
+    step: CapturedStep,
+    channels_last: Callable[[], CapturedStep] | None,
+    *,
+    progress: bool,
+    compile_limit_s: float,
 ) -> Callable[[], list[CapturedStep]] | None:
-    """What makes `fused_forms` of a step; None unless plans choose between kernels."""
-    if kernels != "auto":
+    """What makes further forms of a step with fused kernels; None if there are none.
+
+    Args:
+        kernels: what was asked for.
+        step: as captured.
+        channels_last: captures it once more, with convolutions that read channels last; None where
+            times are not measured.
+        progress: as for `Planner`.
+        compile_limit_s: as for `Planner`.
+    """
+    is_reordered = channels_last is not None and reads_contiguous(step.capture.joint.graph)
+    if kernels == "eager" or (kernels == "fused" and not is_reordered):
         return None
-    return partial(fused_forms, step, progress=progress, compile_limit_s=compile_limit_s)
+
+    def forms() -> list[CapturedStep]:
+        limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
+        found = fused_forms(step, **limits) if kernels == "auto" else []
+        if is_reordered and (found or kernels == "fused"):
+            assert channels_last is not None
+            other = channels_last()
+            found += fused_forms(other, **limits) if kernels == "auto" else [other]
+        return found
+
+    return forms
+
+
+def in_one_format(forms: Sequence[Variants]) -> list[Variants]:
+    """Of the forms with fused kernels, those in the memory format that is faster unplanned.
+
+    So the same kernels run at every budget. Ranks of a process group take the format of the first.
+    """
+    fused = [form for form in forms if "kernels" in form.unchunked.step.options]
+    formats = {_format_of(form): form for form in reversed(fused)}
+    if len(formats) < 2:
+        return [*forms]
+    fastest = min(formats, key=lambda each: formats[each].unchunked.baseline.time_ms)
+    agreed = first_offer(f"memory format of {formats[''].unchunked.text}", fastest)
+    return [form for form in forms if form not in fused or _format_of(form) == agreed]
+
+
+def _format_of(form: Variants) -> str:
+    return form.unchunked.step.options.get("memory_format", "")
 
 
 def check_kernels(kernels: str, numerics: str) -> None:

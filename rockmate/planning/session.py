@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -41,7 +41,13 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import Kernels, KernelVariants, check_kernels, fused_later
+from rockmate.planning.kernel_variants import (
+    Kernels,
+    KernelVariants,
+    check_kernels,
+    in_one_format,
+    other_forms,
+)
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
@@ -60,7 +66,7 @@ from rockmate.planning.strategies import UNMOVED
 from rockmate.planning.variant import Variant
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.sharding.simulated import MeshSizes, Shard
-from rockmate.step import CapturedStep
+from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
 
@@ -108,26 +114,26 @@ class PlanningSession:
         request = OffloadRequest.parse(offload, host_budget)
         target = machine_of(machine, mesh, shard)
         self.model, timings = model, dict[str, float]()
+        options: dict[str, Any] = {
+            "differentiable": differentiable,
+            "outputs": outputs,
+            "gradients": gradients,
+            "machine": target,
+            "untraced": untraced,
+            "whole_shared": numerics == "bitwise",
+            "kernels": "eager" if kernels == "auto" else kernels,
+            "marks": marks,
+            "policy": policy,
+            "existing_checkpoints": existing_checkpoints,
+            "in_flight": in_flight,
+        }
+        limits: dict[str, Any] = {"progress": progress, "compile_limit_s": compile_limit_s}
+        options |= limits
+        plain = plain_model(model)
         with timed(timings, "capture"):
-            step = captured_step(
-                plain_model(model),
-                sample_input,
-                mesh=mesh,
-                shard=shard,
-                differentiable=differentiable,
-                outputs=outputs,
-                gradients=gradients,
-                machine=target,
-                untraced=untraced,
-                whole_shared=numerics == "bitwise",
-                kernels="eager" if kernels == "auto" else kernels,
-                progress=progress,
-                compile_limit_s=compile_limit_s,
-                marks=marks,
-                policy=policy,
-                existing_checkpoints=existing_checkpoints,
-                in_flight=in_flight,
-            )
+            step = captured_step(plain, sample_input, mesh=mesh, shard=shard, **options)
+        again = partial(capture_step, plain, sample_input, memory_format="channels_last", **options)
+        others = other_forms(kernels, step, again if target is None else None, **limits)
         self._begin(
             step,
             timings,
@@ -136,7 +142,7 @@ class PlanningSession:
             rule=rule,
             progress=progress,
             offload=request,
-            fuses=fused_later(kernels, step, progress=progress, compile_limit_s=compile_limit_s),
+            others=others,
         )
 
     @classmethod
@@ -177,15 +183,12 @@ class PlanningSession:
         rule: StoppingRule,
         progress: bool,
         offload: OffloadRequest | None,
-        fuses: Callable[[], list[CapturedStep]] | None = None,
+        others: Callable[[], list[CapturedStep]] | None = None,
     ) -> None:
-        """Finds the costs and the smallest peak of a step; `fuses` makes further forms of it."""
+        """Finds the costs and the smallest peak of a step; `others` makes further forms of it."""
         self.timings = timings
         self.numerics: Numerics = numerics
-        self._step = step
-        self._rule = rule
-        self._progress = progress
-        self._machine = machine
+        self._rule, self._progress, self._machine = rule, progress, machine
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
         self._offload = offload
@@ -198,11 +201,14 @@ class PlanningSession:
             return replace(measure_costs(graph, progress=progress, known=measured), link=link)
 
         steps = [step]
-        if fuses is not None:
+        if others is not None:
             with timed(timings, "compile"):
-                steps += fuses()
+                steps += others()
         with timed(timings, "costs"):
             forms = [Variants(each, costs_of, numerics=numerics, rule=rule) for each in steps]
+            forms = in_one_format(forms)
+        steps = [each.unchunked.step for each in forms]
+        self._step = steps[0]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)

@@ -1,0 +1,44 @@
+"""Convolutions that compute on contiguous values where a step has values with channels last.
+
+A library has a kernel for each format, and which is faster depends on the sizes: with many channels
+and few pixels the copies of the values are small beside what the other kernel reorders of the
+weight. Results are laid out as without the copies, but for gradients of weights: these are
+contiguous, as the weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def contiguous_convolution(
+    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
+) -> torch.Tensor:
+    """`aten.convolution` on a copy of the values; the result has channels last."""
+    made = _aten.convolution(values.contiguous(), weight, bias, *settings)
+    return made.contiguous(memory_format=_FORMATS[made.ndim])
+
+
+def contiguous_convolution_backward(
+    gradient: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """`aten.convolution_backward` on copies; a gradient of the values has channels last."""
+    *_, mask = settings
+    if mask[1] or not values.is_contiguous(memory_format=_FORMATS[values.ndim]):
+        values = values.contiguous()
+    else:  # only the sizes and the format count
+        values = values.as_strided(values.shape, _contiguous_strides(values.shape))
+    made, *others = _aten.convolution_backward(gradient.contiguous(), values, weight, *settings)
+    if made is not None:
+        made = made.contiguous(memory_format=_FORMATS[made.ndim])
+    return made, *others
+
+
+def _contiguous_strides(shape: torch.Size) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -7,14 +7,16 @@ that of its weight) and the sizes of its weight, so it holds for batches of any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Hashable, Iterable, Set
 from typing import Any
 
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import layout_of, tensors_of
 from rockmate.graph.fake_values import fake_result, refresh_readers
 from rockmate.ops.convolutions import contiguous_convolution, contiguous_convolution_backward
+from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
 _CONTIGUOUS = {
@@ -57,6 +59,12 @@ def reads_contiguous(graph: fx.Graph) -> bool:
     return any(not _has_channels_last(_fake(node.args[0])) for node in calls)
 
 
+def draws_of(graph: fx.Graph) -> list[Hashable]:
+    """What is drawn at random, in order: an element's number depends on the layout."""
+    draws = (node for node in graph.nodes if node.op == "call_function" and is_random(node.target))
+    return [(node.target, *map(layout_of, tensors_of(node))) for node in draws]
+
+
 def run_contiguous(graph: fx.Graph, kinds: Set[str] | None) -> None:
     """Has convolutions that read values with channels last compute on contiguous ones, in place.
 
@@ -69,8 +77,8 @@ def run_contiguous(graph: fx.Graph, kinds: Set[str] | None) -> None:
         kind = kind_of(node)
         if not kind or not (kinds is None or kind in kinds):
             continue
-        values = node.args[:1] if node.target is _FORWARD else node.args[:2]
-        if not all(_has_channels_last(_fake(each)) for each in values):
+        values = node.args[0 if node.target is _FORWARD else 1]
+        if not _has_channels_last(_fake(values)):
             continue
         target = _CONTIGUOUS[node.target]
         made = fake_result(target, node.args, node.kwargs, like=node)

@@ -25,6 +25,14 @@ _IN_FORMAT_OF: dict[Any, int] = {
     _aten.native_batch_norm.default: 0,
     _aten.native_batch_norm_backward.default: 1,
     _aten.native_group_norm_backward.default: 1,
+    _aten.channel_shuffle.default: 0,
+    _aten.native_channel_shuffle.default: 0,
+    _aten.reflection_pad2d_backward.default: 1,
+    _aten.reflection_pad3d.default: 0,
+    _aten.reflection_pad3d_backward.default: 1,
+    _aten.replication_pad2d_backward.default: 1,
+    _aten.replication_pad3d.default: 0,
+    _aten.replication_pad3d_backward.default: 1,
     _aten.roll.default: 0,
 }
 
@@ -62,6 +70,15 @@ _LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
     dropout_apply: (0, 1),
 }
 
+# Calls that clone the whole memory behind their first argument. PyTorch caches the fake results of
+# such calls, and what it takes from the cache lies elsewhere.
+_CLONES = {
+    _aten.copy.default,
+    _aten.diagonal_scatter.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
+}
+
 _LOG_SIGMOID = _aten.log_sigmoid_forward.default  # contiguous on a CPU only
 _PLAIN = torch.contiguous_format
 _HALVES = (torch.bfloat16, torch.float16)
@@ -88,6 +105,8 @@ def in_kernel_layout(
         return _all_in(_PLAIN, result)
     if not isinstance(result, torch.Tensor):
         return result
+    if target in _CLONES:
+        return _cloned(args[0], result)
     if target in _LIKE_PRODUCT:
         if torch.memory_format in map(type, args):
             return result
@@ -104,6 +123,17 @@ def in_kernel_layout(
     else:
         again = target(*map(_in_32_bits, args), **kwargs)
     return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
+
+
+def _cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result that lies in a copy of the whole memory of an argument, as the argument does."""
+    nbytes, offset = given.untyped_storage().nbytes(), given.storage_offset()
+    is_alike = result.untyped_storage().nbytes() == nbytes and result.storage_offset() == offset
+    if is_alike or result.stride() != given.stride():  # one that overlaps itself is made dense
+        return result
+    numel = nbytes // given.element_size()
+    memory = torch.empty(numel, dtype=result.dtype, device=result.device)
+    return memory.as_strided(result.shape, result.stride(), offset)
 
 
 def _laid_out_like(other: Any, result: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,12 @@ def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.options.get("kernels") == "fused":
         yield "fused kernels", _fusion_text(plan)
+    if "memory_format" in plan.options:
+        num_contiguous = len(list(filter(None, plan.options["contiguous_convolutions"].split(","))))
+        yield (
+            "convolutions",
+            f"channels last; {num_contiguous} kinds of calls compute on contiguous copies",
+        )
     if plan.snapshot.num_in_flight > 1:
         number, saved_bytes = plan.snapshot.num_in_flight, plan.simulation.saved_bytes
         yield (

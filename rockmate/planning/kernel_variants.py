@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rockmate._torch.distributed import first_offer
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.errors import MissingCompilerError
-from rockmate.graph.convolution_formats import reads_contiguous
+from rockmate.graph.convolution_formats import draws_of, reads_contiguous
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variants
@@ -75,7 +75,8 @@ def other_forms(
         if is_reordered and (found or kernels == "fused"):
             assert channels_last is not None
             other = channels_last()
-            found += fused_forms(other, **limits) if kernels == "auto" else [other]
+            if draws_of(other.capture.joint.graph) == draws_of(step.capture.joint.graph):
+                found += fused_forms(other, **limits) if kernels == "auto" else [other]
         return found
 
     return forms

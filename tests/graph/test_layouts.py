@@ -9,17 +9,16 @@ import copy
 from typing import Any
 
 import architectures
+import layouts
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from torch import fx, nn
-from torch.fx.node import map_aggregate
+from torch import nn
 from torch.nn import functional
 
-from rockmate import RockmateModule
+from rockmate import Planner, RockmateModule
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernels import as_strided
-from rockmate.ops.rng import is_random
 from rockmate.step import capture_step
 
 pytestmark = pytest.mark.model
@@ -40,42 +39,9 @@ class Transposed(nn.Module):
         return y.transpose(0, 1).reshape(6, 4, 16).square().sum()
 
 
-def as_captured(node: fx.Node) -> Any:
-    return map_aggregate(node.meta["val"], of_layout)
-
-
-def of_layout(fake: Any) -> Any:
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    extent = sum((size - 1) * step for size, step in zip(fake.shape, fake.stride(), strict=True))
-    memory = torch.zeros(1 + max(extent, 0), dtype=fake.dtype)
-    return memory.as_strided(fake.shape, fake.stride())
-
-
-def steps_that_matter(tensor: torch.Tensor) -> list[int]:
-    return [
-        step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ] * bool(tensor.numel())
-
-
 def other_layouts(model: nn.Module, sample: Any) -> list[str]:
     """Ops whose results have another layout than the capture says."""
-    found = []
-    for node in capture_step(model, sample).capture.joint.graph.nodes:
-        if node.op != "call_function" or is_random(node.target) or "val" not in node.meta:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), as_captured)
-        fake, result = node.meta["val"], node.target(*args, **kwargs)
-        pairs = (
-            zip(result, fake, strict=True) if isinstance(fake, tuple | list) else [(result, fake)]
-        )
-        found += [
-            f"{node.name}: {mine.stride()}, captured {theirs.stride()}"
-            for mine, theirs in pairs
-            if isinstance(theirs, torch.Tensor)
-            and steps_that_matter(mine) != steps_that_matter(theirs)
-        ]
-    return found
+    return layouts.other_layouts(capture_step(model, sample))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -118,6 +84,40 @@ class Mixed(nn.Module):
 )
 def test_gradients_in_another_memory_format_than_the_values(function: nn.Module) -> None:
     assert not other_layouts(Mixed(function).train(), torch.randn(2, 3, 6, 6))
+
+
+PADS = [
+    nn.ReflectionPad2d(1),
+    nn.ReplicationPad2d(1),
+    nn.ReflectionPad3d(1),
+    nn.ReplicationPad3d(1),
+]
+
+
+@pytest.mark.parametrize("pad", PADS, ids=lambda pad: type(pad).__name__)
+def test_padded_values_and_their_gradients_are_in_the_format_of_the_values(pad: nn.Module) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.pad = nn.Parameter(torch.ones(())), pad
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+            y = self.pad((x * self.scale).contiguous(memory_format=last))
+            return (y.contiguous() ** 2).sum()
+
+    is_flat = type(pad).__name__.endswith("2d")
+    assert not other_layouts(Padded(), torch.randn(2, 3, *(6,) * (2 if is_flat else 3)))
+
+
+@pytest.mark.parametrize("_run", range(2))
+def test_a_capture_is_the_same_whatever_was_captured_before(_run: int) -> None:
+    """PyTorch caches fake results, and of what clones a memory it loses where it lies."""
+    model, x = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), torch.randn(2, 4, 8, 8)
+    plan = Planner(model, x, differentiable="all").plan(1.0)
+    module = RockmateModule(model, x, plan=plan)
+    eager = copy.deepcopy(model)
+    assert torch.equal(module(x), eager(x))
 
 
 class Unpooling(nn.Module):

@@ -30,6 +30,7 @@ from rockmate.graph.chunking.chunks import (
     separable_blocks,
 )
 from rockmate.graph.chunking.region import Refusal
+from rockmate.graph.convolution_formats import format_options, kinds_of_options
 from rockmate.graph.hooked_gradients import hooked_names, shared_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest, Policy
@@ -319,10 +320,11 @@ def capture_step(
     state = _state_of(model, hooked, capture if whole_shared else None, options)
     request = decided_request(capture, request)
     options |= request.options
-    capture = run_passes(REWRITES, capture, PassOptions(marks=request))
-    if memory_format != "as_given":
-        kinds = in_fastest_formats(capture, contiguous_convolutions, progress=progress)
-        options |= {"memory_format": memory_format, "contiguous_convolutions": kinds}
+    options |= format_options(memory_format, contiguous_convolutions)
+    passes = PassOptions(marks=request, contiguous=kinds_of_options(options))
+    capture = run_passes(REWRITES, capture, passes)
+    if "memory_format" in options and contiguous_convolutions is None:
+        options["contiguous_convolutions"] = in_fastest_formats(capture, progress=progress)
     fusion = None
     if kernels == "fused":
         options["kernels"] = kernels

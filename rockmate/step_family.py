@@ -24,7 +24,7 @@ from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
-from rockmate.graph.convolution_formats import kinds_in
+from rockmate.graph.convolution_formats import kinds_of_options
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest
@@ -229,7 +229,7 @@ class StepFamily:
             hooked=hooked_names(options),
             owner_of=owner_names(self._model),
             marks=MarkRequest.of_options(options),
-            contiguous=kinds_in(options.get("contiguous_convolutions", "")),
+            contiguous=kinds_of_options(options),
         )
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:

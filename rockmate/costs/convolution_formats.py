@@ -12,21 +12,20 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.convolution_formats import kind_of, kinds_in, run_contiguous
 
 
-def in_fastest_formats(capture: Capture, kinds: str | None, *, progress: bool = False) -> str:
+def in_fastest_formats(capture: Capture, *, progress: bool = False) -> str:
     """Has convolutions compute on contiguous values, in place, where that is faster.
 
     Args:
         capture: a step that has values with channels last.
-        kinds: of these convolutions, as text, if they are known; None measures.
         progress: as for `measure_costs`.
 
     Returns:
-        The kinds, with commas between them. Ranks of a process group take those of the first.
+        The kinds of these convolutions, with commas between them. Ranks of a process group take
+        those of the first.
     """
-    if kinds is None:
-        names = sorted(map(kind_of, capture.joint.graph.nodes))
-        faster = sorted(_faster_contiguous(capture, progress=progress))
-        kinds = first_offer(f"formats of {names}", ",".join(faster))
+    names = sorted(map(kind_of, capture.joint.graph.nodes))
+    faster = sorted(_faster_contiguous(capture, progress=progress))
+    kinds = first_offer(f"formats of {names}", ",".join(faster))
     run_contiguous(capture.joint.graph, kinds_in(kinds))
     return kinds
 

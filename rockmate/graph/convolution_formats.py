@@ -7,14 +7,15 @@ that of its weight) and the sizes of its weight, so it holds for batches of any 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import fx
 
+from rockmate.capture.memory_format import MemoryFormat
 from rockmate.capture.nodes import layout_of, tensors_of
-from rockmate.graph.fake_values import fake_result, refresh_readers
+from rockmate.graph.fake_values import fake_result, refresh, refresh_readers
 from rockmate.ops.convolutions import contiguous_convolution, contiguous_convolution_backward
 from rockmate.ops.rng import is_random
 
@@ -53,6 +54,18 @@ def kinds_in(text: str) -> frozenset[str]:
     return frozenset(filter(None, text.split(",")))
 
 
+def format_options(memory_format: MemoryFormat, kinds: str | None) -> dict[str, str]:
+    """What the options of a captured step say of formats; nothing for "as_given"."""
+    if memory_format == "as_given":
+        return {}
+    return {"memory_format": memory_format, "contiguous_convolutions": kinds or ""}
+
+
+def kinds_of_options(options: Mapping[str, str]) -> frozenset[str] | None:
+    """The kinds that the options of a captured step name; None without channels last."""
+    return kinds_in(options["contiguous_convolutions"]) if "memory_format" in options else None
+
+
 def reads_contiguous(graph: fx.Graph) -> bool:
     """Whether some convolution reads values whose channels are not last."""
     calls = graph.find_nodes(op="call_function", target=_FORWARD)
@@ -86,6 +99,17 @@ def run_contiguous(graph: fx.Graph, kinds: Set[str] | None) -> None:
             node.target = target
             changed.append(node)
     refresh_readers(graph, changed)
+
+
+def copy_inputs_again(graph: fx.Graph) -> None:
+    """Has the backward copy inputs of the step that convolutions read, so that no copy is held."""
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        copied: Any = node.args[1]
+        if copied.target is _aten.clone.default and copied.args[0].op == "placeholder":
+            with graph.inserting_before(node):
+                again = graph.node_copy(copied)
+            refresh(again)
+            node.replace_input_with(copied, again)
 
 
 def _fake(value: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.convolution_formats import run_contiguous
+from rockmate.graph.convolution_formats import copy_inputs_again, run_contiguous
 from rockmate.graph.fake_values import correct_results
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
@@ -54,15 +54,15 @@ class PassOptions:
         owner_of: for each parameter's name, the first name of the same tensor.
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
         marks: what the user marks.
-        contiguous: kinds of convolutions that compute on contiguous values; see
-            `convolution_formats`.
+        contiguous: in a step with channels last, kinds of convolutions that compute on contiguous
+            values; see `convolution_formats`. None in other steps.
     """
 
     hooked: tuple[str, ...] = ()
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
-    contiguous: frozenset[str] = frozenset()
+    contiguous: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,9 @@ def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pas
 
 
 def _run_contiguous(capture: Capture, options: PassOptions) -> Capture:
-    run_contiguous(capture.joint.graph, options.contiguous)
+    if options.contiguous is not None:
+        copy_inputs_again(capture.joint.graph)
+        run_contiguous(capture.joint.graph, options.contiguous)
     return capture
 
 
@@ -187,7 +189,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
     Pass(
         name="choose formats of convolutions",
-        keeps="every value up to rounding; every bit where no kind is named",
+        keeps="every value up to rounding; every bit in a step without channels last",
         run=_run_contiguous,
     ),
     Pass(

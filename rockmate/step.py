@@ -12,15 +12,14 @@ from torch import nn
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
 from rockmate.capture.memory_format import MemoryFormat
-from rockmate.capture.model_signature import ModelSignature, acting_hooks
-from rockmate.capture.opaque_module import opaque_modules
+from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
-from rockmate.capture.sample import read_sample, trace_sample
+from rockmate.capture.sample import Sample, read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.convolution_formats import in_fastest_formats
 from rockmate.costs.machine import Machine
-from rockmate.errors import InvalidSampleError, PlanMismatchError, UnsupportedModelError
+from rockmate.errors import PlanMismatchError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import (
@@ -45,8 +44,8 @@ from rockmate.graph.passes import (
 )
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.plan.plan import Plan
-from rockmate.runtime.ddp import refuse_sharded
 from rockmate.runtime.emit import emit
+from rockmate.runtime.model_checks import check_model
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
@@ -291,9 +290,9 @@ def capture_step(
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
     with a tensor hook, and with `whole_shared` those to which several gradients flow.
-    `memory_format`: "channels_last" gives convolutions their inputs so. `contiguous_convolutions`:
-    kinds of those that nevertheless compute on contiguous values; None measures.
-    `loss_chunks`: see `Chunks`. `unfused`: groups that stay; None measures.
+    `memory_format`: "channels_last" gives convolutions their inputs so, `contiguous_convolutions`
+    are kinds of those that compute on contiguous values, `unfused` groups that stay; None measures.
+    `loss_chunks`: see `Chunks`.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -306,40 +305,39 @@ def capture_step(
     request = MarkRequest.of(marks, policy, existing_checkpoints)
     if num_in_flight_of(in_flight) > 1:
         options["in_flight"] = str(in_flight)
-    _check_model(model, names, machine)
+    check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
-    capture = trace_sample(
-        model,
-        sample,
-        differentiable=differentiable,
-        outputs=outputs,
-        untraced=names,
-        keeps_checkpoints=request.honours_checkpoints,
-        memory_format=memory_format,
-    )
+    traced: Any = {"differentiable": differentiable, "outputs": outputs, "untraced": names}
+    traced |= {"memory_format": memory_format, "keeps_checkpoints": request.honours_checkpoints}
+    capture = trace_sample(model, sample, **traced)
     state = _state_of(model, hooked, capture if whole_shared else None, options)
-    request = decided_request(capture, request)
-    options |= request.options
     options |= format_options(memory_format, contiguous_convolutions)
-    passes = PassOptions(marks=request, contiguous=kinds_of_options(options))
-    capture = run_passes(REWRITES, capture, passes)
+    capture = _rewritten(capture, request, options)
     if "memory_format" in options and contiguous_convolutions is None:
         options["contiguous_convolutions"] = in_fastest_formats(capture, progress=progress)
-    fusion = None
-    if kernels == "fused":
-        options["kernels"] = kernels
-        fusion = Fusion.of(
-            unfused,
-            progress=progress,
-            is_run=sample.device is None,
-            is_timed=machine is None,
-            compile_limit_s=compile_limit_s,
-        )
-    allocated = machine.allocation_bytes if machine else None
-    call = sample.call
-    step = step_of(capture, model, call, state, options, allocation_bytes=allocated, fusion=fusion)
+    limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
+    fusion = _fusion_of(unfused, sample, machine, limits) if kernels == "fused" else None
+    options |= {"kernels": kernels} if fusion else {}
+    allocated: Any = {"allocation_bytes": machine.allocation_bytes if machine else None}
+    step = step_of(capture, model, sample.call, state, options, **allocated, fusion=fusion)
     step = _chunked(step, loss_chunks) if loss_chunks else step
     return replace(step, absence=sample.absence)
+
+
+def _rewritten(capture: Capture, request: MarkRequest, options: dict[str, str]) -> Capture:
+    """The capture after `REWRITES`, and in `options` what the marks have decided."""
+    request = decided_request(capture, request)
+    options |= request.options
+    passes = PassOptions(marks=request, contiguous=kinds_of_options(options))
+    return run_passes(REWRITES, capture, passes)
+
+
+def _fusion_of(
+    unfused: str | None, sample: Sample, machine: Machine | None, limits: Mapping[str, Any]
+) -> Fusion:
+    """How groups will be fused."""
+    is_run, is_timed = sample.device is None, machine is None
+    return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
 
 
 def _state_of(
@@ -359,29 +357,6 @@ def _state_of(
     if state.hooked and options["gradients"] == "accumulated":
         options["hooked"] = ",".join(sorted(state.hooked))
     return state
-
-
-def _check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
-    """Raises for a model that cannot be captured. Warns of hooks that will not run."""
-    if not model.training:
-        msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
-        raise InvalidSampleError(msg)
-    refuse_sharded(model)
-    opaque = list(opaque_modules(model, untraced))
-    if machine is not None and opaque:
-        msg = (
-            f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and "
-            "nothing runs when planning for a machine by its description. Plan on the machine "
-            "itself."
-        )
-        raise UnsupportedModelError(msg)
-    with_hooks = [path for path, module in model.named_modules() if path and acting_hooks(module)]
-    if with_hooks:
-        logger.warning(
-            "hooks of submodules run when the model is captured and not in planned training steps: "
-            "%s",
-            ", ".join(with_hooks),
-        )
 
 
 def _chunked(step: CapturedStep, loss_chunks: str) -> CapturedStep:

@@ -10,9 +10,9 @@ recomputation, and within shares of eager's peak; with `--chunks`, in chunks whe
 Both kinds of plans are made from one measurement of each op. One thread; a round is one step of
 each; ratios are medians over rounds of a step's time over eager's in the same round. Peaks are of
 one step by the allocator's events, with `.grad` in place. Gradients are compared with eager's, and
-these with gradients in float64; gradients of the fused plans without chunks with each other, bit by
-bit. Writes STEM.jsonl, a line for each method, and STEM.md. `python -m bench.fused_peers` adds
-Inductor's points to the same files.
+these with gradients in float64, in the worse of PyTorch's memory formats; gradients of the fused
+plans without chunks with each other, bit by bit. Writes STEM.jsonl, a line for each method, and
+STEM.md. `python -m bench.fused_peers` adds Inductor's points to the same files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.comparison.lines import read
 from bench.fused_page import IN_CHUNKS, SHARES, page
@@ -115,12 +115,24 @@ class Case:
         self.step_of(callee)()
         return gradients_of(self.workload.model)
 
-    def double_gradients(self) -> dict[str, Tensor]:
-        """Eager's gradients of one step in float64."""
-        model = copy.deepcopy(self.workload.model).double()
+    def own_error(self) -> float:
+        """Eager's error against float64, in the worse of the two memory formats."""
+        as_given = self._eager_gradients(nn.Module.float, Tensor.float)
+        channels_last = self._eager_gradients(
+            lambda model: model.to(memory_format=torch.channels_last),
+            lambda value: value.to(memory_format=torch.channels_last) if value.ndim == 4 else value,
+        )
+        exact = self._eager_gradients(nn.Module.double, Tensor.double)
+        return max(error_of(each, exact) for each in (as_given, channels_last))
+
+    def _eager_gradients(
+        self, convert: Callable[[nn.Module], nn.Module], convert_value: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Eager's gradients of one step of a converted copy."""
+        model = convert(copy.deepcopy(self.workload.model))
         model.zero_grad(set_to_none=False)
         batch = {
-            name: value.double() if value.is_floating_point() else value
+            name: convert_value(value) if value.is_floating_point() else value
             for name, value in self.batch.items()
         }
         training_step(self.workload, model, batch, seed=1)
@@ -152,7 +164,7 @@ def measured(
         "compile_s": case.fusion.compile_s,
         "planner_s": case.planner_s,
         "products_share": case.products_share(),
-        "own_error": error_of(expected, case.double_gradients()),
+        "own_error": case.own_error(),
         **machine_record("bench.fused"),
     }
     for method, module in modules.items():

@@ -167,7 +167,8 @@ def _table(lines: Sequence[Record]) -> list[str]:
         summary += (
             f" Products, convolutions and attention, which no fusion spares, take "
             f"{first['products_share']:.1%} of the step with eager's kernels. Eager's gradients "
-            f"are {first['own_error']:.0e} from those in float64."
+            f"are {first['own_error']:.0e} from those in float64, in the worse of both memory "
+            "formats."
         )
     return [summary, "", *table(columns, rows)]
 

@@ -119,7 +119,7 @@ class Case:
         """Eager's error against float64, in the worse of the two memory formats."""
         as_given = self._eager_gradients(nn.Module.float, Tensor.float)
         channels_last = self._eager_gradients(
-            lambda model: model.to(memory_format=torch.channels_last),
+            lambda model: model.to(memory_format=torch.channels_last),  # pyright: ignore
             lambda value: value.to(memory_format=torch.channels_last) if value.ndim == 4 else value,
         )
         exact = self._eager_gradients(nn.Module.double, Tensor.double)

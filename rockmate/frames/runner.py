@@ -18,8 +18,10 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.members import module_at, modules_within, tensor_tables
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
+from rockmate.collector import gc_paused
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
@@ -186,6 +188,7 @@ class FrameRunner:
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
+        memory.let_go_begun()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         is_known = self._take_needs(size)
         if not is_known and not size.is_profiled:
@@ -201,7 +204,8 @@ class FrameRunner:
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
         watching = memory.foreign_random.watching()
-        with watching, self._frames_installed(), uncompiled(self._model):
+        # What frames note would set off collections that eager's forward does not have.
+        with gc_paused(), watching, self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 
     # --- measuring --------------------------------------------------------------------------------
@@ -334,10 +338,10 @@ class FrameRunner:
         replaced = ReplacedForwards()
         try:
             for path in self._paths:
-                module = self._model.get_submodule(path)
+                module = module_at(self._model, path)
                 replaced.replace(module, self._framed(path, module, module.forward))
                 for inner in self._part_paths(path, module):
-                    part = module.get_submodule(inner)
+                    part = module_at(module, inner)
                     replaced.replace(part, self._parted((path, inner), part, part.forward))
             yield
         finally:
@@ -433,8 +437,10 @@ class FrameRunner:
 
     def _state(self) -> Hashable:
         """What decides, beside inputs, which tensors a frame saves."""
-        modes = tuple(each.training for each in self._model.modules())
-        trained = tuple(each.requires_grad for each in self._model.parameters())
+        modules = modules_within(self._model)
+        modes = tuple([each.training for each in modules])
+        parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
+        trained = tuple([each.requires_grad for each in parameters if each is not None])
         return modes, trained, tuple(autocast_dtypes().items())
 
     def _note_out_of_memory(self, key: FrameKey) -> None:

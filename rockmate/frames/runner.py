@@ -21,7 +21,6 @@ from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import module_at, modules_within, tensor_tables
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
-from rockmate.collector import gc_paused
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
@@ -204,8 +203,7 @@ class FrameRunner:
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
         watching = memory.foreign_random.watching()
-        # What frames note would set off collections that eager's forward does not have.
-        with gc_paused(), watching, self._frames_installed(), uncompiled(self._model):
+        with watching, self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 
     # --- measuring --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -248,27 +247,3 @@ def test_a_loss_that_the_script_holds_keeps_no_bytes_of_its_step() -> None:
         losses[-1].backward()
     assert not memory_of(module).decision.offers
     assert memory_of(module).counts.num_dropped == 0
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_forward_collects_no_garbage(is_enabled: bool) -> None:
-    model, num_before = Chain(), list[int]()
-
-    def note(*_: Any) -> None:
-        num_before.append(sum(each["collections"] for each in gc.get_stats()))
-
-    model.blocks[0].register_forward_pre_hook(note)
-    model.head.register_forward_hook(note)
-    module, was_enabled, thresholds = framed(model, 0.4), gc.isenabled(), gc.get_threshold()
-    try:
-        (gc.enable if is_enabled else gc.disable)()
-        gc.set_threshold(5)
-        steps(module, 4)
-        assert gc.isenabled() == is_enabled
-        assert num_before[::2] == num_before[1::2]
-        with pytest.raises(RuntimeError, match="running_mean"):
-            module(batch(3, ROWS)[:, 1:])
-        assert gc.isenabled() == is_enabled
-    finally:
-        gc.set_threshold(*thresholds)
-        (gc.enable if was_enabled else gc.disable)()

@@ -18,7 +18,7 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
-from rockmate._torch.members import module_at, modules_within, tensor_tables
+from rockmate._torch.members import module_at
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
@@ -27,6 +27,7 @@ from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.module_state import modes_of
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
@@ -435,11 +436,7 @@ class FrameRunner:
 
     def _state(self) -> Hashable:
         """What decides, beside inputs, which tensors a frame saves."""
-        modules = modules_within(self._model)
-        modes = tuple([each.training for each in modules])
-        parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
-        trained = tuple([each.requires_grad for each in parameters if each is not None])
-        return modes, trained, tuple(autocast_dtypes().items())
+        return *modes_of(self._model), tuple(autocast_dtypes().items())
 
     def _note_out_of_memory(self, key: FrameKey) -> None:
         """Lowers the budget to what is there, since a backward cannot be rolled back."""

@@ -39,6 +39,26 @@ def submodule_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def modules_within(module: nn.Module) -> list[nn.Module]:
+    """The module and all below it, each once: `modules()` in a fraction of the time."""
+    found, known = [module], {module}
+    for each in found:
+        for child in each._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                found.append(child)
+    return found
+
+
+def module_at(module: nn.Module, path: str) -> nn.Module:
+    """The one at a path below: `get_submodule` in a fraction of the time."""
+    for name in path.split("."):
+        child = module._modules[name]
+        assert child is not None
+        module = child
+    return module
+
+
 def share_members(wrapper: nn.Module, module: nn.Module) -> None:
     """Gives `wrapper` the dictionaries of `module`: a registration in one appears in the other."""
     for name in MEMBER_TABLES:
@@ -72,7 +92,7 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has wrapped the model. `OptimizedModule` is private, too."""
-    return hasattr(model, "_orig_mod")
+    return "_orig_mod" in model._modules
 
 
 def compiled_from(model: nn.Module) -> nn.Module:

@@ -16,7 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from rockmate._torch.dynamo import uncompiled_calls
-from rockmate._torch.members import compiled_from, is_compiled, is_compiled_in_place
+from rockmate._torch.members import (
+    compiled_from,
+    is_compiled,
+    is_compiled_in_place,
+    modules_within,
+)
 
 logger = logging.getLogger(__name__)
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -44,7 +49,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 def has_compiled(model: nn.Module) -> bool:
     """Whether the model or a submodule has been compiled."""
-    return any(is_compiled(each) or is_compiled_in_place(each) for each in model.modules())
+    return any(is_compiled(each) or is_compiled_in_place(each) for each in modules_within(model))
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[None]:

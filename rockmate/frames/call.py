@@ -13,7 +13,7 @@ from torch import nn
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
-from rockmate._torch.members import tensor_tables
+from rockmate._torch.members import modules_within, tensor_tables
 from rockmate._torch.storage import storage_id, versions_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
@@ -69,7 +69,7 @@ class Call:
         self._rest = with_changed(lambda each: each, tuple(arguments[1:]))
         self._inputs = tensors_in(self._rest)
         self._versions = versions_of(self._inputs)
-        self._submodules = list(module.modules())
+        self._submodules = modules_within(module)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
         self._path_and_modes = key.path, tuple([each.training for each in self._submodules])

@@ -148,7 +148,6 @@ class Memory:
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.given_up = {}
         self._num_steps += 1
-        self._let_go_begun()
         self.menus.make(self.agreement)
         self.calls.begin_step(state)
         self.decision = Decision()
@@ -303,7 +302,7 @@ class Memory:
         if present == frame.order:
             return
         self.backward_order = frame.order
-        self._let_go_begun()
+        self.let_go_begun()
         if self.recorder is not None:
             if present is None:
                 at_end_of_backward(self.recorder.end)
@@ -327,7 +326,8 @@ class Memory:
         """
         self._begun.append(weakref.ref(frame))
 
-    def _let_go_begun(self) -> None:
+    def let_go_begun(self) -> None:
+        """Lets go of what such frames saved, also if the script still holds a loss of theirs."""
         begun, self._begun = self._begun, []
         for reference in begun:
             frame = reference()

@@ -173,7 +173,7 @@ class FrameProfile:
 
 
 def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
-    """The profiles, with times that are medians over those of the same structure.
+    """The profiles, with times that are medians over those of the same structure and sizes.
 
     One time of one step is noisy: memory is touched for the first time, another process runs.
     """
@@ -184,8 +184,11 @@ def smoothed(profiles: Sequence[FrameProfile]) -> list[FrameProfile]:
 
 
 def _structure(profile: FrameProfile) -> Hashable:
+    """What times depend on: the same ops on larger tensors take longer."""
     parts = tuple((key, len(part.slots)) for key, part in profile.parts.items())
-    return len(profile.saved_s), parts, None if profile.taped is None else profile.taped.states
+    sizes = tuple(tuple(profile.num_bytes[key] for key in keys) for keys in profile.storages)
+    taped = profile.taped
+    return len(profile.saved_s), parts, sizes, taped and (taped.states, taped.num_bytes)
 
 
 def _with_median_times(profile: FrameProfile, alike: Sequence[FrameProfile]) -> FrameProfile:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import member_tables_of
+from rockmate._torch.members import member_tables_of, modules_within, tensor_tables
 from rockmate._torch.storage import version_of, versions_of
 from rockmate.frames.storages import PLAIN
 
@@ -216,6 +216,14 @@ class Members:
                 table.update(held)
             for each in others:
                 each.requires_grad_(not each.requires_grad)
+
+
+def modes_of(model: nn.Module) -> tuple[Hashable, Hashable]:
+    """Which of its modules are in training mode, and which of its parameters are trained."""
+    modules = modules_within(model)
+    parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
+    modes = tuple([each.training for each in modules])
+    return modes, tuple([p is not None and p.requires_grad for p in parameters])
 
 
 class RandomState:

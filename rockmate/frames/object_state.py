@@ -88,6 +88,9 @@ class ObjectState:
             if issubclass(kind, torch.Tensor):
                 self.tensors.append(value)
                 continue
+            if kind is tuple and len(value) <= _MOST_ELEMENTS:  # sizes and strides: most of all
+                pending += [each for each in value if type(each) not in _ATOMS]
+                continue
             handler = _handler(kind)
             if handler is None or (isinstance(value, _SIZED) and len(value) > _MOST_ELEMENTS):
                 continue

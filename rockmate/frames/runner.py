@@ -18,6 +18,7 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.members import module_at
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
@@ -26,6 +27,7 @@ from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.module_state import modes_of
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
@@ -186,6 +188,7 @@ class FrameRunner:
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
+        memory.let_go_begun()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         is_known = self._take_needs(size)
         if not is_known and not size.is_profiled:
@@ -334,10 +337,10 @@ class FrameRunner:
         replaced = ReplacedForwards()
         try:
             for path in self._paths:
-                module = self._model.get_submodule(path)
+                module = module_at(self._model, path)
                 replaced.replace(module, self._framed(path, module, module.forward))
                 for inner in self._part_paths(path, module):
-                    part = module.get_submodule(inner)
+                    part = module_at(module, inner)
                     replaced.replace(part, self._parted((path, inner), part, part.forward))
             yield
         finally:
@@ -433,9 +436,7 @@ class FrameRunner:
 
     def _state(self) -> Hashable:
         """What decides, beside inputs, which tensors a frame saves."""
-        modes = tuple(each.training for each in self._model.modules())
-        trained = tuple(each.requires_grad for each in self._model.parameters())
-        return modes, trained, tuple(autocast_dtypes().items())
+        return *modes_of(self._model), tuple(autocast_dtypes().items())
 
     def _note_out_of_memory(self, key: FrameKey) -> None:
         """Lowers the budget to what is there, since a backward cannot be rolled back."""

@@ -33,7 +33,7 @@ class TapedSlots:
     def __init__(self, tape: Tape) -> None:
         """Nothing is saved yet."""
         self.tape, self.states = tape, list[int]()
-        self._views: list[View] = []
+        self._views: dict[int, View] = {}  # of slots that may be given up
         self._answers: dict[Set[int], bool] = {}
 
     def observing(self, key: PartKey | None) -> AbstractContextManager[Any]:
@@ -49,7 +49,6 @@ class TapedSlots:
     def note(self, tensor: torch.Tensor) -> None:
         """A tensor is saved."""
         self.states.append(self.tape.state_of(tensor))
-        self._views.append(View.of(tensor))
 
     def can_make(self, slots: frozenset[int], present: Callable[[], Mapping[int, Saved]]) -> bool:
         """Whether the ops of this run, which may be others than those measured, make slots again.
@@ -59,9 +58,12 @@ class TapedSlots:
             present: gives those that are in memory, by their positions.
         """
         if slots not in self._answers:  # asked whenever a frame is chosen
+            known = present()
             self._answers[slots] = max(slots) < len(self.states) and self.tape.can_make(
-                {self.states[index] for index in slots}, self._held(slots, present())
+                {self.states[index] for index in slots}, self._held(slots, known)
             )
+            for index in slots & known.keys():
+                self._views[index] = View.of(known[index].tensor)
         return self._answers[slots]
 
     def make(self, slots: Set[int], present: Mapping[int, Saved]) -> dict[int, Saved]:
@@ -100,6 +102,7 @@ class TapedSlots:
             state = self.states[index]
             alike = {each for each in present if self.states[each] == state}
             held = self._held(alike, present)
+            self._views[index] = View.of(saved.tensor)
             order = self.tape.ops_for({state}, held.keys())
             if order is not None and wrong.isdisjoint(order):
                 try:

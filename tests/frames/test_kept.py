@@ -232,3 +232,18 @@ def test_a_layer_that_the_first_steps_lack_is_measured_when_it_comes() -> None:
     assert needs is not None
     saved = {path: needs.of(FrameKey(path, 0)).saved_bytes for path in ("blocks.4", "blocks.5")}
     assert saved["blocks.5"] == saved["blocks.4"]
+
+
+def test_a_loss_that_the_script_holds_keeps_no_bytes_of_its_step() -> None:
+    first = framed(Chain(), "1GiB")
+    steps(first, 1, ROWS)
+    assert first.frames is not None
+    needs = first.frames.needs
+    assert needs is not None
+    module = framed(Chain(), f"{int(1.02 * needs.baseline_bytes)}B")
+    losses = []
+    for step in range(6):
+        losses.append(loss_of(module, step, ROWS))
+        losses[-1].backward()
+    assert not memory_of(module).decision.offers
+    assert memory_of(module).counts.num_dropped == 0

@@ -125,5 +125,15 @@ def test_times_are_medians_over_frames_of_the_same_structure() -> None:
     assert [menu(each) for each in alike] == [menu(noisy[2])] * 3
 
 
+def test_times_of_larger_frames_of_the_same_structure_are_their_own() -> None:
+    one = random_profile(3)
+    larger = replace(
+        one,
+        saved_s=[4 * each for each in one.saved_s],
+        num_bytes={key: 4 * num_bytes for key, num_bytes in one.num_bytes.items()},
+    )
+    assert smoothed([one, larger, larger]) == [one, larger, larger]
+
+
 def test_a_frame_that_alone_holds_nothing_offers_nothing() -> None:
     assert menu(FrameProfile([[]], [0.1], {}, {5}, {})) == ()

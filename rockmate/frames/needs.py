@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -175,6 +176,7 @@ class StepRecorder:
             parameters: whose gradients, if the step makes them, count for no need.
         """
         self.has_ended = False
+        gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device)
         self._without_gradient = [each for each in parameters if each.grad is None]
         # For each stretch after the first: its frame, which of its needs, and gradients so far.

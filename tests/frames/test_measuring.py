@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -43,6 +45,39 @@ class Attending(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Collecting(nn.Module):
+    """Chance has Python collect its garbage within a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        return x
+
+
+def make_garbage(num_bytes: int) -> None:
+    ring: list[object] = [torch.zeros(num_bytes, dtype=torch.uint8)]
+    ring.append(ring)
+
+
+def test_garbage_of_before_is_no_room() -> None:
+    """Its memory is freed within the measured step and in no later one."""
+    gc.disable()
+    try:
+        peaks = []
+        for garbage_bytes in (0, 1 << 22):
+            model = Attending()
+            model.blocks.insert(3, Collecting())
+            module = framed(model, 0.8)
+            peak(partial(make_garbage, garbage_bytes))  # the profiler knows sizes that it has seen
+            for _ in range(3):
+                module(torch.randn(2, 64, WIDTH)).square().mean().backward()
+            report = module.frames and module.frames.report()
+            assert report is not None
+            peaks.append(report.minimum_bytes)
+        assert peaks[0] == peaks[1]
+    finally:
+        gc.enable()
 
 
 def peak(function: Callable[[], None]) -> int:

@@ -81,9 +81,10 @@ def kinds_of_options(options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def reads_contiguous(graph: fx.Graph) -> bool:
-    """Whether some convolution reads values whose channels are not last."""
+    """Whether some convolution reads values whose channels could be last and are not."""
     calls = graph.find_nodes(op="call_function", target=_FORWARD)
-    return any(not _has_channels_last(_fake(node.args[0])) for node in calls)
+    values = [_fake(node.args[0]) for node in calls]
+    return any(each.ndim in _FORMATS and not _has_channels_last(each) for each in values)
 
 
 def may_read_channels_last(graph: fx.Graph) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
-from rockmate.capture.memory_format import MemoryFormat
+from rockmate.capture.memory_format import AS_GIVEN, Formats, MemoryFormat
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
@@ -276,6 +276,7 @@ def capture_step(
     whole_shared: bool = False,
     kernels: Literal["eager", "fused"] = "eager",
     memory_format: MemoryFormat = "as_given",
+    output_layouts: str = "",
     contiguous_convolutions: str | None = None,
     unfused: str | None = None,
     progress: bool = False,
@@ -290,9 +291,9 @@ def capture_step(
     Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
     texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
     with a tensor hook, and with `whole_shared` those to which several gradients flow.
-    `memory_format`: "channels_last" gives convolutions their inputs so, `contiguous_convolutions`
-    are kinds of those that compute on contiguous values, `unfused` groups that stay; None measures.
-    `loss_chunks`: see `Chunks`.
+    `memory_format`: "channels_last" gives convolutions their inputs so; `output_layouts` are as of
+    the function, "" leaves them. `contiguous_convolutions` are kinds of those that compute on
+    contiguous values, `unfused` groups that stay; None measures. `loss_chunks`: see `Chunks`.
 
     Raises:
         PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
@@ -308,10 +309,11 @@ def capture_step(
     check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
     traced: Any = {"differentiable": differentiable, "outputs": outputs, "untraced": names}
-    traced |= {"memory_format": memory_format, "keeps_checkpoints": request.honours_checkpoints}
+    formats = AS_GIVEN if memory_format == "as_given" else Formats(memory_format, output_layouts)
+    traced |= {"formats": formats, "keeps_checkpoints": request.honours_checkpoints}
     capture = trace_sample(model, sample, **traced)
     state = _state_of(model, hooked, capture if whole_shared else None, options)
-    options |= format_options(memory_format, contiguous_convolutions)
+    options |= format_options(formats, contiguous_convolutions)
     capture = _rewritten(capture, request, options)
     if "memory_format" in options and contiguous_convolutions is None:
         options["contiguous_convolutions"] = in_fastest_formats(capture, progress=progress)
@@ -398,9 +400,15 @@ def step_of(
         like: see `PassOptions`.
         fusion: how groups of ops are fused; None leaves every op by itself.
     """
-    passes = PassOptions(hooked=hooked_names(options), owner_of=owner_names(model), like=like)
-    capture = run_passes(JOINT_PASSES, capture, passes)
     returned = options["gradients"] == "returned"
+    passes = PassOptions(
+        hooked=hooked_names(options),
+        owner_of=owner_names(model),
+        like=like,
+        contiguous=kinds_of_options(options),
+        returned=returned,
+    )
+    capture = run_passes(JOINT_PASSES, capture, passes)
 
     def build(joint: Capture) -> Graph:
         return build_graph(joint, returned_gradients=returned, allocation_bytes=allocation_bytes)

@@ -24,7 +24,7 @@ from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
-from rockmate.graph.convolution_formats import kinds_of_options
+from rockmate.graph.convolution_formats import formats_of, kinds_of_options
 from rockmate.graph.hooked_gradients import hooked_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import MarkRequest
@@ -262,7 +262,7 @@ class StepFamily:
                 differentiable=options["differentiable"],
                 outputs=options["outputs"],
                 keeps_checkpoints=MarkRequest.of_options(options).honours_checkpoints,
-                memory_format=options.get("memory_format", "as_given"),
+                formats=formats_of(options),
             )
         capture = symbolic.instance(planned.call)
         capture = run_passes(REWRITES, capture, self._pass_options)

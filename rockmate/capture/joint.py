@@ -40,7 +40,7 @@ from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.memory_format import MemoryFormat
+from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
 from rockmate.capture.opaque_functions import ForeignFunctions
@@ -75,7 +75,7 @@ def capture_joint(
     outputs: Literal["all", "loss"] = "all",
     untraced: Sequence[str] = (),
     keeps_checkpoints: bool = False,
-    memory_format: MemoryFormat = "as_given",
+    formats: Formats = AS_GIVEN,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -90,7 +90,7 @@ def capture_joint(
             `rockmate.capture.opaque_module`.
         keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
             so that its calls are recorded.
-        memory_format: "channels_last" gives convolutions their inputs so.
+        formats: layouts of values.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -106,7 +106,7 @@ def capture_joint(
         structure,
         differentiable=differentiable,
         outputs=outputs,
-        memory_format=memory_format,
+        formats=formats,
     )
     try:
         return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
@@ -175,7 +175,9 @@ def _captured(
             joint, forward = trace()
             break
         except (InvalidSampleError, UnsupportedModelError) as error:
-            if is_elsewhere or not functions.may_be_traced_again(error):
+            # What is opaque may see layouts, which are as given then.
+            is_final = is_elsewhere or make().formats != AS_GIVEN
+            if is_final or not functions.may_be_traced_again(error):
                 raise
     wrappings = _wrappings(wrapped)
     if forward.notice:

@@ -3,16 +3,27 @@
 The libraries' kernels for channels-last tensors are the faster ones on many machines: nothing is
 reordered within. What a convolution makes of such an input is laid out likewise, and most ops pass
 a layout on, so that a network of convolutions has one copy at its inlet. Values differ by rounding.
+
+A layout must not show beyond that. What a model makes of `view` is made of a copy where it has to
+be; what it returns, and the gradients of its inputs, are laid out as without all this; and a model
+that asks how its values lie in memory has no such form.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from rockmate._torch.storage import version_of
+from rockmate.capture.roles import Capture, RoleKind
+from rockmate.errors import UnsupportedModelError
 
 MemoryFormat = Literal["as_given", "channels_last"]
 
@@ -20,24 +31,124 @@ _CONVOLUTIONS = {
     functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d
 }  # fmt: skip
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_VIEWS = {torch.Tensor.view, torch.Tensor.view_as}
+_TELL_LAYOUT: dict[Any, str] = {
+    torch.Tensor.as_strided: "as_strided",
+    torch.Tensor.dim_order: "dim_order",
+    torch.Tensor.is_contiguous: "is_contiguous",
+    torch.Tensor.resize_: "resize_",
+    torch.Tensor.set_: "set_",
+    torch.Tensor.storage_offset: "storage_offset",
+    torch.Tensor.stride: "stride",
+    torch.Tensor.untyped_storage: "untyped_storage",
+    torch.as_strided: "as_strided",
+}
 
 
-def convolutions_in(memory_format: MemoryFormat) -> AbstractContextManager[Any]:
-    """Has convolutions within read their inputs in a format."""
-    return _ChannelsLastInputs() if memory_format == "channels_last" else nullcontext()
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a traced forward lays out values.
+
+    Attributes:
+        convolutions: the format in which convolutions read their inputs.
+        outputs: layouts of the tensors that the forward gives away; see `output_layouts`.
+    """
+
+    convolutions: MemoryFormat = "as_given"
+    outputs: str = ""
+
+    @contextmanager
+    def applied(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Lays out values within, and gradients of the inputs.
+
+        Raises:
+            UnsupportedModelError: the layout shows beyond rounding.
+        """
+        if self.convolutions == "as_given":
+            yield
+            return
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient.contiguous())
+        mode = _ChannelsLastInputs()
+        with mode:
+            yield
+        mode.check_copies()
+
+    def laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that a forward gives away, copied where they are in another layout."""
+        layouts = self.outputs.split(",")
+        layouts += [""] * (len(tensors) - len(layouts))
+        return list(map(_in_layout, tensors, layouts))
+
+
+AS_GIVEN = Formats()
+
+
+def output_layouts(capture: Capture) -> str:
+    """For each tensor that the forward gives away its dimensions, that of the largest step first.
+
+    They are texts such as "0231" between commas, empty for those that have one layout.
+    """
+    outputs: Any = capture.joint.graph.output_node().args[0]
+    layouts = dict[int, str]()
+    for node, role in zip(outputs, capture.output_roles, strict=True):
+        if role is not None and role.kind is RoleKind.OUTPUT:
+            layouts[role.index] = _layout(node.meta["val"])
+    return ",".join(layouts.get(index, "") for index in range(max(layouts, default=-1) + 1))
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or not 1 < tensor.ndim < 10:
+        return ""
+    return "".join(map(str, sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))))
+
+
+def _in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    order = list(map(int, layout))
+    steps = [tensor.stride(dim) for dim in order if tensor.shape[dim] != 1]
+    steps = [step for step in steps if step != 0]
+    if all(step >= later for step, later in pairwise(steps)):
+        return tensor
+    back = [order.index(dim) for dim in range(tensor.ndim)]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 class _ChannelsLastInputs(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._copied: list[tuple[torch.Tensor, int]] = []
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _TELL_LAYOUT:
+            msg = f"the model calls {_TELL_LAYOUT[func]}, which tells its values' layout"
+            raise UnsupportedModelError(msg)
         if func in _CONVOLUTIONS:
             if args:
                 args = (_channels_last(args[0]), *args[1:])
             else:
                 kwargs["input"] = _channels_last(kwargs["input"])
+        elif func in _VIEWS:
+            return self._view(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _view(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A view of the tensor, or of a copy."""
+        try:
+            return func(tensor, *args, **kwargs)
+        except (RuntimeError, ValueError):
+            copy = tensor.contiguous()
+            view = func(copy, *args, **kwargs)
+        self._copied += [(each, version_of(each)) for each in (tensor, copy)]
+        return view
+
+    def check_copies(self) -> None:
+        """Raises `UnsupportedModelError` if a change would have been seen through a view."""
+        if any(version_of(tensor) != version for tensor, version in self._copied):
+            raise UnsupportedModelError("the model changes values in place of which it has views")
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

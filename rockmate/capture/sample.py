@@ -15,7 +15,7 @@ from torch import nn
 from rockmate.capture.checkpoint_regions import log_redrawn
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.memory_format import MemoryFormat
+from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import (
@@ -103,7 +103,7 @@ def trace_sample(
     outputs: Literal["all", "loss"],
     untraced: tuple[str, ...],
     keeps_checkpoints: bool = False,
-    memory_format: MemoryFormat = "as_given",
+    formats: Formats = AS_GIVEN,
 ) -> Capture:
     """The joint graph of a model for a sample, each node with the user's line that made it.
 
@@ -123,7 +123,7 @@ def trace_sample(
             outputs=outputs,
             untraced=untraced,
             keeps_checkpoints=keeps_checkpoints,
-            memory_format=memory_format,
+            formats=formats,
         )
     log_redrawn(capture.joint.graph)
     if sample.device is not None:

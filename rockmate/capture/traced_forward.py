@@ -17,7 +17,7 @@ from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
-from rockmate.capture.memory_format import MemoryFormat, convolutions_in
+from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.read_values import NO_VALUES, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
@@ -115,6 +115,7 @@ class TracedForward(nn.Module):
 
     Attributes:
         structure: rebuilds the arguments of the model.
+        formats: layouts of values.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
         added: lists and dicts that it adds to, and whether it clears them first.
@@ -136,7 +137,7 @@ class TracedForward(nn.Module):
         *,
         differentiable: str,
         outputs: str,
-        memory_format: MemoryFormat = "as_given",
+        formats: Formats = AS_GIVEN,
         sample: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Takes the model and how it is called.
@@ -148,7 +149,7 @@ class TracedForward(nn.Module):
         self.structure = structure
         self._differentiable = differentiable
         self._outputs = outputs
-        self._memory_format: MemoryFormat = memory_format
+        self.formats = formats
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
@@ -178,7 +179,7 @@ class TracedForward(nn.Module):
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
-                convolutions_in(self._memory_format),
+                self.formats.applied(tensors),
             ):
                 output = unrecorded(self.model(*args, **kwargs))
             if before.replaced_module():
@@ -193,6 +194,7 @@ class TracedForward(nn.Module):
                 )
                 raise InvalidSampleError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
+            flat = self.formats.laid_out(flat)
         finally:
             before.restore()
         self.differentiable_outputs = tuple(

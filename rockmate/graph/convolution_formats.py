@@ -7,14 +7,16 @@ that of its weight) and the sizes of its weight, so it holds for batches of any 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate.capture.memory_format import MemoryFormat
+from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.nodes import layout_of, tensors_of
+from rockmate.capture.opaque_call import OpaqueForward
+from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, refresh, refresh_readers
 from rockmate.ops.convolutions import contiguous_convolution, contiguous_convolution_backward
 from rockmate.ops.rng import is_random
@@ -24,6 +26,7 @@ _CONTIGUOUS = {
     _aten.convolution.default: contiguous_convolution,
     _aten.convolution_backward.default: contiguous_convolution_backward,
 }
+_PLAIN: dict[str, Any] = {"memory_format": torch.contiguous_format}
 _FORWARD = _aten.convolution.default
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -54,11 +57,22 @@ def kinds_in(text: str) -> frozenset[str]:
     return frozenset(filter(None, text.split(",")))
 
 
-def format_options(memory_format: MemoryFormat, kinds: str | None) -> dict[str, str]:
+def format_options(formats: Formats, kinds: str | None) -> dict[str, str]:
     """What the options of a captured step say of formats; nothing for "as_given"."""
-    if memory_format == "as_given":
+    if formats == AS_GIVEN:
         return {}
-    return {"memory_format": memory_format, "contiguous_convolutions": kinds or ""}
+    return {
+        "memory_format": formats.convolutions,
+        "output_layouts": formats.outputs,
+        "contiguous_convolutions": kinds or "",
+    }
+
+
+def formats_of(options: Mapping[str, Any]) -> Formats:
+    """How a forward that was captured with options lays out values."""
+    if "memory_format" not in options:
+        return AS_GIVEN
+    return Formats(options["memory_format"], options["output_layouts"])
 
 
 def kinds_of_options(options: Mapping[str, str]) -> frozenset[str] | None:
@@ -67,9 +81,16 @@ def kinds_of_options(options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def reads_contiguous(graph: fx.Graph) -> bool:
-    """Whether some convolution reads values whose channels are not last."""
+    """Whether some convolution reads values whose channels could be last and are not."""
     calls = graph.find_nodes(op="call_function", target=_FORWARD)
-    return any(not _has_channels_last(_fake(node.args[0])) for node in calls)
+    values = [_fake(node.args[0]) for node in calls]
+    return any(each.ndim in _FORMATS and not _has_channels_last(each) for each in values)
+
+
+def may_read_channels_last(graph: fx.Graph) -> bool:
+    """Whether convolutions read contiguous values, and no opaque call might see another layout."""
+    opaque = (node for node in graph.nodes if isinstance(node.target, OpaqueForward))
+    return reads_contiguous(graph) and not any(opaque)
 
 
 def draws_of(graph: fx.Graph) -> list[Hashable]:
@@ -110,6 +131,40 @@ def copy_inputs_again(graph: fx.Graph) -> None:
                 again = graph.node_copy(copied)
             refresh(again)
             node.replace_input_with(copied, again)
+
+
+def lay_out_gradients(
+    capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]
+) -> None:
+    """Copies whole gradients of parameters to contiguous ones, in place, as eager's are.
+
+    Args:
+        capture: of a step with channels last.
+        hooked: names of the parameters whose gradients code may look at; others are added to
+            `.grad` in its layout.
+        owner_of: for each parameter's name, the first name of the same tensor.
+    """
+    graph = capture.joint.graph
+    owners = {owner_of[name] for name in hooked}
+    parameters = {
+        owner_of[role.name]: node
+        for node, role in capture.inputs
+        if role.kind is RoleKind.PARAMETER and not role.inner
+    }
+    returned: Any = graph.output_node().args[0]
+    nodes = list(returned)
+    for index, role in enumerate(capture.output_roles):
+        if role is None or role.kind is not RoleKind.PARAMETER_GRADIENT or role.inner:
+            continue
+        owner, node = owner_of[role.name], nodes[index]
+        if owner not in owners or node is None or _fake(node).is_contiguous():
+            continue
+        if _fake(parameters[owner]).is_contiguous():
+            with graph.inserting_after(node):
+                nodes[index] = graph.call_function(_aten.clone.default, (node,), _PLAIN)
+            made = fake_result(_aten.clone.default, (node,), _PLAIN, like=node)
+            nodes[index].meta["val"] = made
+    graph.output_node().args = (tuple(nodes),)
 
 
 def _fake(value: Any) -> torch.Tensor:

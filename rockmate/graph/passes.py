@@ -26,7 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.convolution_formats import copy_inputs_again, run_contiguous
+from rockmate.graph.convolution_formats import copy_inputs_again, lay_out_gradients, run_contiguous
 from rockmate.graph.fake_values import correct_results
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
@@ -56,6 +56,7 @@ class PassOptions:
         marks: what the user marks.
         contiguous: in a step with channels last, kinds of convolutions that compute on contiguous
             values; see `convolution_formats`. None in other steps.
+        returned: whether gradients of parameters are returned.
     """
 
     hooked: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class PassOptions:
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
     contiguous: frozenset[str] | None = None
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,11 @@ def _run_contiguous(capture: Capture, options: PassOptions) -> Capture:
 
 
 def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
-    return sum_hooked_gradients(capture, options.hooked, options.owner_of)
+    capture = sum_hooked_gradients(capture, options.hooked, options.owner_of)
+    if options.contiguous is not None:
+        seen = options.owner_of if options.returned else options.hooked
+        lay_out_gradients(capture, seen, options.owner_of)
+    return capture
 
 
 def _defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:

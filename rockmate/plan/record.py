@@ -59,8 +59,8 @@ class PlanRecord:
         chain: the blocks of the step.
         options: how the step was captured: "differentiable", "outputs", "gradients";
             "loss_chunks" if the loss block runs in chunks; "kernels" and "unfused", the groups that
-            stay as they are, if kernels are fused; "memory_format" and "contiguous_convolutions"
-            if convolutions read channels last.
+            stay as they are, if kernels are fused; "memory_format",
+            "output_layouts" and "contiguous_convolutions" if convolutions read channels last.
         strategy: name of the strategy that made the plan.
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
         num_unproved_blocks: number of solves without a proof of optimality: stopped at their time

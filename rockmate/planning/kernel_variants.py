@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from rockmate._torch.distributed import first_offer
 from rockmate.bound.protocol import Bounds, MinBound
-from rockmate.errors import MissingCompilerError
-from rockmate.graph.convolution_formats import draws_of, reads_contiguous
+from rockmate.capture.memory_format import output_layouts
+from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
+from rockmate.graph.convolution_formats import draws_of, may_read_channels_last
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variants
@@ -50,7 +51,7 @@ def fused_forms(
 def other_forms(
     kernels: Kernels,
     step: CapturedStep,
-    channels_last: Callable[[], CapturedStep] | None,
+    channels_last: Callable[..., CapturedStep] | None,
     *,
     progress: bool,
     compile_limit_s: float,
@@ -60,12 +61,12 @@ def other_forms(
     Args:
         kernels: what was asked for.
         step: as captured.
-        channels_last: captures it once more, with convolutions that read channels last; None where
-            times are not measured.
+        channels_last: captures it once more, with convolutions that read channels last and outputs
+            in layouts; None where times are not measured.
         progress: as for `Planner`.
         compile_limit_s: as for `Planner`.
     """
-    is_reordered = channels_last is not None and reads_contiguous(step.capture.joint.graph)
+    is_reordered = channels_last is not None and may_read_channels_last(step.capture.joint.graph)
     if kernels == "eager" or (kernels == "fused" and not is_reordered):
         return None
 
@@ -74,12 +75,27 @@ def other_forms(
         found = fused_forms(step, **limits) if kernels == "auto" else []
         if is_reordered and (found or kernels == "fused"):
             assert channels_last is not None
-            other = channels_last()
-            if draws_of(other.capture.joint.graph) == draws_of(step.capture.joint.graph):
+            other = _with_channels_last(step, channels_last)
+            if other is not None:
                 found += fused_forms(other, **limits) if kernels == "auto" else [other]
         return found
 
     return forms
+
+
+def _with_channels_last(
+    step: CapturedStep, channels_last: Callable[..., CapturedStep]
+) -> CapturedStep | None:
+    """The other form; None if more than rounding would differ, with a line in the log."""
+    try:
+        other = channels_last(output_layouts=output_layouts(step.capture))
+    except (InvalidSampleError, UnsupportedModelError) as error:
+        logger.info("convolutions do not read channels last: %s", error)
+        return None
+    if draws_of(other.capture.joint.graph) != draws_of(step.capture.joint.graph):
+        logger.info("convolutions do not read channels last: other numbers would be drawn")
+        return None
+    return other
 
 
 def in_one_format(forms: Sequence[Variants]) -> list[Variants]:

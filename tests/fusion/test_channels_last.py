@@ -238,6 +238,8 @@ def test_a_step_without_contiguous_convolutions_has_one_format() -> None:
     linear, conv = Squared(nn.Linear(4, 4)), Squared(Conv(4, 4, 3))
     assert not reads_contiguous(capture_step(linear, torch.randn(4, 4)).capture.joint.graph)
     assert reads_contiguous(capture_step(conv, image()).capture.joint.graph)
+    rows = Squared(nn.Conv1d(4, 4, 3)), torch.randn(2, 4, 9)
+    assert not reads_contiguous(capture_step(*rows).capture.joint.graph)
     laid_out = image().contiguous(memory_format=torch.channels_last)
     assert not reads_contiguous(capture_step(conv, laid_out).capture.joint.graph)
 

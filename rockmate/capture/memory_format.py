@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 from rockmate._torch.storage import version_of
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.errors import UnsupportedModelError
+from rockmate.ops.kernel_layouts import CHANNELS_LAST
 
 MemoryFormat = Literal["as_given", "channels_last"]
 
 _CONVOLUTIONS = {
     functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d
 }  # fmt: skip
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VIEWS = {torch.Tensor.view, torch.Tensor.view_as}
 _TELL_LAYOUT: dict[Any, str] = {
     torch.Tensor.as_strided: "as_strided",
@@ -153,6 +153,6 @@ class _ChannelsLastInputs(TorchFunctionMode):
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy in the format; one without a batch dimension has none."""
-    if tensor.ndim not in _FORMATS:
+    if tensor.ndim not in CHANNELS_LAST:
         return tensor
-    return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+    return tensor.contiguous(memory_format=CHANNELS_LAST[tensor.ndim])

@@ -18,6 +18,7 @@ from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Role
 from rockmate.capture.size_groups import SizesNotCoveredError
 from rockmate.errors import UnsupportedModelError
+from rockmate.ops.kernel_layouts import CLONES, cloned
 
 _TEMPLATE = "template"  # key in a node's meta
 
@@ -306,11 +307,20 @@ class _Copier:
             copied.meta.pop(_TEMPLATE, None)
             if "val" in node.meta:
                 copied.meta["val"] = map_aggregate(value, self.tensor)
+            if node.target in CLONES and isinstance(value, _TensorTemplate):
+                self._lay_out_clone(copied, value)
             if self._names is not None:
                 copied.meta[_TEMPLATE] = value
         return graph, {
             node: copied for node, copied in present.items() if isinstance(copied, fx.Node)
         }
+
+    def _lay_out_clone(self, node: fx.Node, value: _TensorTemplate) -> None:
+        """Gives the clone of a memory as much of it as the memory has at these sizes."""
+        given: Any = node.args[0]
+        with self._mode:
+            made = cloned(given.meta["val"], node.meta["val"])
+        node.meta["val"], self._memories[value.memory] = made, made.untyped_storage()
 
     def _argument(self, item: Any, present: Mapping[fx.Node, Any]) -> Any:
         if isinstance(item, fx.Node):

@@ -19,6 +19,7 @@ from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, refresh, refresh_readers
 from rockmate.ops.convolutions import contiguous_convolution, contiguous_convolution_backward
+from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
@@ -28,7 +29,6 @@ _CONTIGUOUS = {
 }
 _PLAIN: dict[str, Any] = {"memory_format": torch.contiguous_format}
 _FORWARD = _aten.convolution.default
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def kind_of(node: fx.Node) -> str:
@@ -84,7 +84,7 @@ def reads_contiguous(graph: fx.Graph) -> bool:
     """Whether some convolution reads values whose channels could be last and are not."""
     calls = graph.find_nodes(op="call_function", target=_FORWARD)
     values = [_fake(node.args[0]) for node in calls]
-    return any(each.ndim in _FORMATS and not _has_channels_last(each) for each in values)
+    return any(each.ndim in CHANNELS_LAST and not _has_channels_last(each) for each in values)
 
 
 def may_read_channels_last(graph: fx.Graph) -> bool:
@@ -172,7 +172,7 @@ def _fake(value: Any) -> torch.Tensor:
 
 
 def _has_channels_last(fake: torch.Tensor) -> bool:
-    memory_format = _FORMATS.get(fake.ndim)
+    memory_format = CHANNELS_LAST.get(fake.ndim)
     return memory_format is not None and fake.is_contiguous(memory_format=memory_format)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from rockmate.capture.nodes import storage_ids
 from rockmate.graph.fake_values import fake_result, refresh_views
+from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 
 _aten = torch.ops.aten
@@ -91,7 +92,7 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """The format of a tensor that has one, as the result of each dropout's backward."""
     if tensor.is_contiguous():
         return torch.contiguous_format
-    return {4: torch.channels_last, 5: torch.channels_last_3d}[tensor.ndim]
+    return CHANNELS_LAST[tensor.ndim]
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from rockmate.ops.kernel_layouts import CHANNELS_LAST
+
 _aten = torch.ops.aten
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def contiguous_convolution(
@@ -22,7 +23,7 @@ def contiguous_convolution(
 ) -> torch.Tensor:
     """`aten.convolution` on a copy of the values; the result has channels last."""
     made = _aten.convolution(values.contiguous(), weight, bias, *settings)
-    return made.contiguous(memory_format=_FORMATS[made.ndim])
+    return made.contiguous(memory_format=CHANNELS_LAST[made.ndim])
 
 
 def contiguous_convolution_backward(
@@ -30,13 +31,13 @@ def contiguous_convolution_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """`aten.convolution_backward` on copies; a gradient of the values has channels last."""
     *_, mask = settings
-    if mask[1] or not values.is_contiguous(memory_format=_FORMATS[values.ndim]):
+    if mask[1] or not values.is_contiguous(memory_format=CHANNELS_LAST[values.ndim]):
         values = values.contiguous()
     else:  # only the sizes and the format count
         values = values.as_strided(values.shape, _contiguous_strides(values.shape))
     made, *others = _aten.convolution_backward(gradient.contiguous(), values, weight, *settings)
     if made is not None:
-        made = made.contiguous(memory_format=_FORMATS[made.ndim])
+        made = made.contiguous(memory_format=CHANNELS_LAST[made.ndim])
     return made, *others
 
 

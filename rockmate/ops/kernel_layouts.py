@@ -16,6 +16,9 @@ from rockmate.ops.kernels import dropout_apply
 
 _aten = torch.ops.aten
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The format with the channels last, by the number of dimensions."""
+
 # Calls whose first result the kernel lays out in the memory format of the argument at a position,
 # and contiguously where that is in none.
 _IN_FORMAT_OF: dict[Any, int] = {
@@ -72,7 +75,7 @@ _LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
 
 # Calls that clone the whole memory behind their first argument. PyTorch caches the fake results of
 # such calls, and what it takes from the cache lies elsewhere.
-_CLONES = {
+CLONES = {
     _aten.copy.default,
     _aten.diagonal_scatter.default,
     _aten.select_scatter.default,
@@ -105,8 +108,8 @@ def in_kernel_layout(
         return _all_in(_PLAIN, result)
     if not isinstance(result, torch.Tensor):
         return result
-    if target in _CLONES:
-        return _cloned(args[0], result)
+    if target in CLONES:
+        return cloned(args[0], result)
     if target in _LIKE_PRODUCT:
         if torch.memory_format in map(type, args):
             return result
@@ -125,7 +128,7 @@ def in_kernel_layout(
     return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
 
 
-def _cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """A result that lies in a copy of the whole memory of an argument, as the argument does."""
     nbytes, offset = given.untyped_storage().nbytes(), given.storage_offset()
     is_alike = result.untyped_storage().nbytes() == nbytes and result.storage_offset() == offset
@@ -162,7 +165,7 @@ def _first_in(own: torch.memory_format, result: Any) -> Any:
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     """The format of a dense tensor; None if it is in none."""
     formats = [torch.contiguous_format]
-    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.ndim, [])
+    formats += [CHANNELS_LAST[tensor.ndim]] if tensor.ndim in CHANNELS_LAST else []
     return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
 
 

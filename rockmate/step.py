@@ -11,7 +11,7 @@ from torch import nn
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
-from rockmate.capture.memory_format import AS_GIVEN, Formats, MemoryFormat
+from rockmate.capture.memory_format import Formats, MemoryFormat
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
@@ -304,12 +304,11 @@ def capture_step(
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     options |= {"untraced": ",".join(names)} if names else {}
     request = MarkRequest.of(marks, policy, existing_checkpoints)
-    if num_in_flight_of(in_flight) > 1:
-        options["in_flight"] = str(in_flight)
+    options |= {"in_flight": str(in_flight)} if num_in_flight_of(in_flight) > 1 else {}
     check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
+    formats = Formats(memory_format, output_layouts)
     traced: Any = {"differentiable": differentiable, "outputs": outputs, "untraced": names}
-    formats = AS_GIVEN if memory_format == "as_given" else Formats(memory_format, output_layouts)
     traced |= {"formats": formats, "keeps_checkpoints": request.honours_checkpoints}
     capture = trace_sample(model, sample, **traced)
     state = _state_of(model, hooked, capture if whole_shared else None, options)

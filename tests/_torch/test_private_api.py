@@ -145,7 +145,9 @@ from rockmate._torch.members import (
     is_compiled_in_place,
     is_member,
     member_tables_of,
+    module_at,
     module_hooks_of,
+    modules_within,
     other_hook_keys,
     share_members,
     submodule_table,
@@ -832,6 +834,16 @@ class TestMembers:
         module.add_module("child", nn.Linear(1, 1))
         names = ("weight", "running_mean", "child", "eps")
         assert [is_member(module, name) for name in names] == [True, True, True, False]
+
+    def test_modules_below(self) -> None:
+        shared = nn.Linear(1, 1)
+        module = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared)
+        module.register_module("empty", None)
+        assert set(modules_within(module)) == set(module.modules())
+        assert len(modules_within(module)) == 4
+        assert module_at(module, "0.1") is module.get_submodule("0.1")
+        with pytest.raises(KeyError):
+            module_at(module, "0.2")
 
     def test_tables(self) -> None:
         module = nn.Sequential(nn.BatchNorm1d(2))

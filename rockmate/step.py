@@ -300,10 +300,9 @@ def capture_step(
     """
     options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
     check_choices(**options, kernels=kernels, memory_format=memory_format)
-    model = innermost(model)
+    model, request = innermost(model), MarkRequest.of(marks, policy, existing_checkpoints)
     names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
     options |= {"untraced": ",".join(names)} if names else {}
-    request = MarkRequest.of(marks, policy, existing_checkpoints)
     options |= {"in_flight": str(in_flight)} if num_in_flight_of(in_flight) > 1 else {}
     check_model(model, names, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
@@ -319,8 +318,8 @@ def capture_step(
     limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
     fusion = _fusion_of(unfused, sample, machine, limits) if kernels == "fused" else None
     options |= {"kernels": kernels} if fusion else {}
-    allocated: Any = {"allocation_bytes": machine.allocation_bytes if machine else None}
-    step = step_of(capture, model, sample.call, state, options, **allocated, fusion=fusion)
+    further: Any = {"allocation_bytes": machine and machine.allocation_bytes, "fusion": fusion}
+    step = step_of(capture, model, sample.call, state, options, **further)
     step = _chunked(step, loss_chunks) if loss_chunks else step
     return replace(step, absence=sample.absence)
 

@@ -32,6 +32,11 @@ _CONVOLUTIONS = {
     functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d
 }  # fmt: skip
 _VIEWS = {torch.Tensor.view, torch.Tensor.view_as}
+# These return the tensor itself, a view or a copy, by its layout.
+_MAY_COPY = {
+    torch.Tensor.contiguous, torch.Tensor.flatten, torch.Tensor.ravel, torch.Tensor.reshape,
+    torch.Tensor.reshape_as, torch.flatten, torch.ravel, torch.reshape,
+}  # fmt: skip
 _TELL_LAYOUT: dict[Any, str] = {
     torch.Tensor.as_strided: "as_strided",
     torch.Tensor.dim_order: "dim_order",
@@ -133,7 +138,12 @@ class _ChannelsLastInputs(TorchFunctionMode):
                 kwargs["input"] = _channels_last(kwargs["input"])
         elif func in _VIEWS:
             return self._view(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _MAY_COPY:
+            given = args[0] if args else kwargs["input"]
+            if result is not given and not result._is_view():
+                self._note_copy(given, result)
+        return result
 
     def _view(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A view of the tensor, or of a copy."""
@@ -142,8 +152,11 @@ class _ChannelsLastInputs(TorchFunctionMode):
         except (RuntimeError, ValueError):
             copy = tensor.contiguous()
             view = func(copy, *args, **kwargs)
-        self._copied += [(each, version_of(each)) for each in (tensor, copy)]
+        self._note_copy(tensor, copy)
         return view
+
+    def _note_copy(self, *alike: torch.Tensor) -> None:
+        self._copied += [(each, version_of(each)) for each in alike]
 
     def check_copies(self) -> None:
         """Raises `UnsupportedModelError` if a change would have been seen through a view."""

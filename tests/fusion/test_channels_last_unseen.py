@@ -58,6 +58,16 @@ def changed_behind_view(y: Tensor) -> Tensor:
     return view
 
 
+def changed_through(maybe_a_copy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def function(y: Tensor) -> Tensor:
+        z = y * 1
+        other = maybe_a_copy(z)
+        other.mul_(torch.arange(288).to(y).view(other.shape[1:]))
+        return z
+
+    return function
+
+
 def strided(y: Tensor) -> Tensor:
     return y.as_strided((2, 8, 6, 6), (288, 36, 6, 1)) * torch.arange(6).to(y)
 
@@ -68,6 +78,12 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "view of parts": (lambda y: y[:, ::2].tanh().view(2, 4, -1).repeat(1, 2, 1), True),
     "changed through a view": (changed_through_view, False),
     "changed behind a view": (changed_behind_view, False),
+    "flattened": (lambda y: y.flatten(1).relu(), True),
+    "changed through reshape": (changed_through(lambda z: z.reshape(2, -1)), False),
+    "changed through flatten": (changed_through(lambda z: z.flatten(1)), False),
+    "changed through contiguous": (changed_through(Tensor.contiguous), False),
+    "changed through a module": (changed_through(nn.Flatten()), False),
+    "changed through rows": (changed_through(lambda z: torch.reshape(z, (2, 8, 36))), True),
     "as_strided": (strided, False),
     "torch.as_strided": (lambda y: torch.as_strided(y, (2, 288), (288, 1)), False),
     "stride": (lambda y: y * y.stride(1), False),

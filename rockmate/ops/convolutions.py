@@ -8,12 +8,11 @@ contiguous, as the weights are.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from rockmate.ops.kernel_layouts import CHANNELS_LAST
+from rockmate.ops.kernel_layouts import CHANNELS_LAST, contiguous_strides
 
 _aten = torch.ops.aten
 
@@ -34,12 +33,8 @@ def contiguous_convolution_backward(
     if mask[1] or not values.is_contiguous(memory_format=CHANNELS_LAST[values.ndim]):
         values = values.contiguous()
     else:  # only the sizes and the format count
-        values = values.as_strided(values.shape, _contiguous_strides(values.shape))
+        values = values.as_strided(values.shape, contiguous_strides(values.shape))
     made, *others = _aten.convolution_backward(gradient.contiguous(), values, weight, *settings)
     if made is not None:
         made = made.contiguous(memory_format=CHANNELS_LAST[made.ndim])
     return made, *others
-
-
-def _contiguous_strides(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -87,6 +87,11 @@ _PLAIN = torch.contiguous_format
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def in_kernel_layout(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> Any:

@@ -61,8 +61,8 @@ def other_forms(
     Args:
         kernels: what was asked for.
         step: as captured.
-        channels_last: captures it once more, with convolutions that read channels last and outputs
-            in layouts; None where times are not measured.
+        channels_last: captures it once more, op by op, with convolutions that read channels last
+            and outputs in layouts; None where times are not measured.
         progress: as for `Planner`.
         compile_limit_s: as for `Planner`.
     """
@@ -77,7 +77,8 @@ def other_forms(
             assert channels_last is not None
             other = _with_channels_last(step, channels_last)
             if other is not None:
-                found += fused_forms(other, **limits) if kernels == "auto" else [other]
+                is_auto = kernels == "auto"
+                found += fused_forms(other, **limits) if is_auto else [other.fused(**limits)]
         return found
 
     return forms

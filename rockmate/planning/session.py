@@ -127,12 +127,12 @@ class PlanningSession:
             "existing_checkpoints": existing_checkpoints,
             "in_flight": in_flight,
         }
-        limits: dict[str, Any] = {"progress": progress, "compile_limit_s": compile_limit_s}
-        options |= limits
-        plain = plain_model(model)
+        limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
+        plain, options = plain_model(model), options | limits
         with timed(timings, "capture"):
             step = captured_step(plain, sample_input, mesh=mesh, shard=shard, **options)
-        again = partial(capture_step, plain, sample_input, memory_format="channels_last", **options)
+        options |= {"kernels": "eager", "memory_format": "channels_last"}
+        again = partial(capture_step, plain, sample_input, **options)
         others = other_forms(kernels, step, again if target is None else None, **limits)
         self._begin(
             step,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rockmate._torch.distributed import joined_mesh, num_cuts, strided_shard
+from rockmate.ops.kernel_layouts import contiguous_strides
 from rockmate.sharding.unit import Rest
 
 
@@ -63,12 +64,8 @@ def sharded(parameter: nn.Parameter, mesh: Any) -> Sharded:
         placements,
         run_check=False,
         shape=parameter.shape,
-        stride=_contiguous_strides(parameter.shape),
+        stride=contiguous_strides(parameter.shape),
     )
     new = nn.Parameter(made, requires_grad=parameter.requires_grad)
     vars(new).update(vars(parameter))
     return Sharded(new, dim, rest)
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

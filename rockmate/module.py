@@ -28,6 +28,7 @@ from rockmate.errors import (
     advise_frames,
 )
 from rockmate.frames.runner import FrameRunner
+from rockmate.interiors.captured import CapturedInteriors
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
@@ -103,6 +104,7 @@ class RockmateModule(nn.Module):
             submodules save is dropped when memory is short, and they run again in the backward.
             "auto" plans, and takes frames, with a line in the log, where it cannot capture.
         keep: paths of submodules that frames leave alone.
+        plan_frames: whether the insides of frames that can be captured are planned, each by itself.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
             "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
             above the budget, and warns with both in one line.
@@ -136,6 +138,7 @@ class RockmateModule(nn.Module):
         on_infeasible: OnInfeasible = "error",
         mode: Mode = "plan",
         keep: Collection[str] = (),
+        plan_frames: bool = True,
         **planner_options: Any,
     ) -> None:
         check_arguments(budget, memory_limit, plan)
@@ -150,7 +153,11 @@ class RockmateModule(nn.Module):
         if mode != "plan":
             bound = budget if limit is None else limit
             assert bound is not None
-            make = partial(FrameRunner, plain, bound, on_infeasible=on_infeasible, keep=keep)
+            interiors = CapturedInteriors if plan_frames else None
+            make = partial(
+                FrameRunner, plain, bound,
+                on_infeasible=on_infeasible, keep=keep, interiors=interiors,
+            )  # fmt: skip
             self._make_frames = make
         if mode == "frames":
             if planner_options or strategy is not None:

@@ -39,6 +39,7 @@ class KnownFrame:
         choices: what it may give up.
         hooks_s: seconds that hooks for all that it saves take.
         share: of the steps, in which it comes.
+        must_choose: whether to give up nothing is one of the choices, and the needs are theirs.
     """
 
     key: FrameKey
@@ -46,6 +47,26 @@ class KnownFrame:
     choices: Sequence[Offer]
     hooks_s: float = 0.0
     share: float = 1.0
+    must_choose: bool = False
+
+    @property
+    def numbers(self) -> range:
+        """Of all that it may do."""
+        return range(int(self.must_choose), len(self.choices) + 1)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of its forward and backward, whatever it gives up."""
+        return max(self.needs.forward_bytes, self.needs.backward_bytes)
+
+    def own_peak_bytes(self, number: int) -> int:
+        """Of its forward and backward with a choice."""
+        if not number:
+            return 0
+        choice = self.choices[number - 1]
+        if self.must_choose:
+            return choice.peak_bytes
+        return self.needs.backward_bytes + choice.extra_bytes if choice.extra_bytes else 0
 
     def held_bytes(self, number: int) -> float:
         """What it holds on average if it gives up its choice of a number from 1, or nothing (0)."""
@@ -105,7 +126,7 @@ def _limits(frames: Sequence[KnownFrame], budget_bytes: int) -> list[int]:
     following = 0
     for frame in reversed(frames):
         limits.append(budget_bytes - max(frame.needs.after_bytes, following))
-        following = max(frame.needs.forward_bytes, frame.needs.backward_bytes)
+        following = frame.peak_bytes
     return limits[::-1]
 
 
@@ -113,7 +134,7 @@ def _solve(
     frames: Sequence[KnownFrame], budget_bytes: int, rounded: Callable[[float], float]
 ) -> tuple[float, list[int]] | None:
     """Seconds, and for each frame 0 or the number of its choice from 1."""
-    if any(max(f.needs.forward_bytes, f.needs.backward_bytes) > budget_bytes for f in frames):
+    if any(frame.peak_bytes > budget_bytes for frame in frames):
         return None
     if budget_bytes <= 0:
         return None
@@ -123,13 +144,13 @@ def _solve(
     for frame, limit in zip(frames, _limits(frames, budget_bytes), strict=True):
         new = np.full(_NUM_LEVELS + 1, np.inf)
         which = np.zeros(_NUM_LEVELS + 1, np.int32)
-        for number in range(len(frame.choices) + 1):
+        for number in frame.numbers:
             shift = int(rounded(frame.held_bytes(number) / unit))
             if shift > _NUM_LEVELS:
                 continue
             shifted = best[: _NUM_LEVELS + 1 - shift] + frame.seconds(number)
-            if number and (extra_bytes := frame.choices[number - 1].extra_bytes):
-                most = budget_bytes - frame.needs.backward_bytes - extra_bytes
+            if own_bytes := frame.own_peak_bytes(number):
+                most = budget_bytes - own_bytes
                 shifted[max(0, int(most // unit) + 1) :] = np.inf
             is_better = shifted < new[shift:]
             new[shift:][is_better] = shifted[is_better]

@@ -140,10 +140,15 @@ class Call:
         return self._versions != versions_of(self._inputs)
 
     @contextmanager
-    def again(self) -> Iterator[tuple[Callable[[], Any], dict[int, torch.Tensor]]]:
+    def again(
+        self, forward: Callable[..., Any] | None = None
+    ) -> Iterator[tuple[Callable[[], Any], dict[int, torch.Tensor]]]:
         """State as in the first run.
 
         Yields the second run, and the storages of parameters and buffers in it.
+
+        Args:
+            forward: what runs; None for the call's own.
 
         Raises:
             UnsupportedModelError: an argument was changed in place after the call, or a parameter
@@ -171,7 +176,8 @@ class Call:
             changed = [*self._watched.changed(), *self._watched_buffers.changed()]
             if changed:
                 stack.enter_context(self._refusing_to_read(changed))
-            yield lambda: self._forward(*args, **kwargs), self._member_storages() | copies
+            run = self._forward if forward is None else forward
+            yield lambda: run(*args, **kwargs), self._member_storages() | copies
 
     def _refusing_to_read(self, changed: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Has an op that reads one of some tensors be an error."""

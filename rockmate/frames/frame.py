@@ -72,6 +72,9 @@ class Frame:
         self.taken: Offer | None = None
         self.is_made_again = False
 
+    way = None
+    """It runs as in eager."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds and no other frame does."""

@@ -8,6 +8,7 @@ from rockmate._torch.engine import keeps_graph
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.storages import tensors_in
+from rockmate.frames.way import Way
 
 
 class KeptFrame:
@@ -20,7 +21,10 @@ class KeptFrame:
         key: which call.
         order: position among all frames, by the beginning of their calls.
         num_bytes: that it holds, as known from calls before.
+        way: how a captured inside runs; None if it runs as in eager.
     """
+
+    way: Way | None = None
 
     def __init__(self, key: FrameKey, order: int, num_bytes: int, memory: Memory) -> None:
         """Counts nothing yet."""

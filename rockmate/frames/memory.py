@@ -31,14 +31,16 @@ from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import Decision
 from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.foreign_random import ForeignRandom
-from rockmate.frames.menu import Offer
+from rockmate.frames.menu import Offer, offer_of_way
 from rockmate.frames.menus import Menus
 from rockmate.frames.module_state import ChangingBuffers
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.room import Room, backward_bytes, forward_bytes, least_way
 from rockmate.frames.running import Frame, Kept, Running
 from rockmate.frames.sequence import KnownCalls
 from rockmate.frames.storages import HeldStorages
 from rockmate.frames.tape import Recipe
+from rockmate.frames.way import Way
 
 _REMEMBERED_STEPS = 4
 _SURELY_FREE = 0.8
@@ -54,6 +56,7 @@ class Counts:
     Attributes:
         num_frames: calls that were frames.
         num_kept: how many of them ran without hooks, as decided ahead.
+        num_planned: how many ran a schedule of their captured inside.
         num_dropped: how many of them were dropped.
         num_made_again: how many times a forward, or a part of one, ran again.
         made_again_s: seconds of these runs.
@@ -61,6 +64,7 @@ class Counts:
 
     num_frames: int = 0
     num_kept: int = 0
+    num_planned: int = 0
     num_dropped: int = 0
     num_made_again: int = 0
     made_again_s: float = 0.0
@@ -79,6 +83,7 @@ class Memory:
         counts: since the last reset.
         storages: that frames hold.
         kept_bytes: of frames that are kept.
+        is_learning: whether insides are captured in this step, so that it holds nothing.
         is_profiling: whether menus are made from the frames of this step.
         can_profile: whether they could be, as the step is as large as the recorded one.
         menus: what each frame may give up.
@@ -86,6 +91,7 @@ class Memory:
         is_limited: whether an allocation may fail.
         given_up: what frames of this step have given up; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
+        room: what captured insides may hold in this step; None where nothing is to be held.
         agreement: with the ranks that hold other shards of the parameters. Frames run collectives
             again, in the same order on all ranks, so nothing that differs between them decides, and
             frames give up what was decided ahead, not what memory is short for.
@@ -129,7 +135,8 @@ class Memory:
         self.menus, self.calls = Menus(), KnownCalls()
         self.decision = Decision()
         self.given_up: dict[FrameKey, Offer | None] = {}
-        self._most_kept_bytes, self.is_limited = 0, True
+        self.room: Room | None = None
+        self.is_limited, self.is_learning = True, False
         self.backward_order: int | None = None
         self._part_paths: dict[str, set[str]] = {}
         self._region_paths: dict[str, set[str]] = {}
@@ -150,11 +157,13 @@ class Memory:
         self._num_steps += 1
         self.menus.make(self.agreement)
         self.calls.begin_step(state)
-        self.decision = Decision()
+        self.decision, self.room = Decision(), None
         if self.recorder is None and self.needs is not None and self.budget_bytes is not None:
             left_bytes = self.budget_bytes - held_bytes
-            self.decision = self.calls.decision(self.needs, self.menus, left_bytes, self.scale)
-            self._most_kept_bytes = self._bytes_to_keep(self.needs, self.budget_bytes)
+            available_bytes = self._available_bytes(self.budget_bytes)
+            self.room = Room(self.needs, available_bytes, self.scale)
+            if not self.is_learning:
+                self.decision = self.calls.decision(self.needs, self.menus, left_bytes, self.scale)
         self._part_paths = {}
         for (path, part), step in self._wanted_at.items():
             if self._num_steps - step <= _REMEMBERED_STEPS:
@@ -165,16 +174,16 @@ class Memory:
             regions = offer.recipe.regions if offer.recipe is not None else ()
             self._region_paths.setdefault(key.path, set()).update(each.path for each in regions)
 
-    def _bytes_to_keep(self, needs: StepNeeds, budget_bytes: int) -> int:
-        """Most bytes of frames that are kept: a step that holds nothing else has to fit beside.
+    def _available_bytes(self, budget_bytes: int) -> int:
+        """What frames that cannot give up anything, and those to come, may take.
 
-        What is kept cannot be dropped when memory runs out, so it has to fit into what is free.
+        What they hold cannot be dropped when memory runs out, so it has to fit into what is free.
         """
         free = free_bytes(self.device) if self.agreement is None else None
         self.is_limited = free is not None
-        if free is not None:
-            budget_bytes = min(budget_bytes, self.held_bytes + int(_SURELY_FREE * free))
-        return budget_bytes - int(needs.minimum_bytes * self.scale)
+        if free is None:
+            return budget_bytes
+        return min(budget_bytes, self.held_bytes + int(_SURELY_FREE * free))
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -237,7 +246,15 @@ class Memory:
         num_bytes = self.calls.saved_bytes(key, sizes)
         if num_bytes is None or (order + self._num_steps) % _CHECKED_EVERY == 0:
             return None
-        return num_bytes if self.kept_bytes + num_bytes <= self._most_kept_bytes else None
+        has_room = self.room is not None and self.kept_bytes + num_bytes <= self.room.kept_bytes
+        return num_bytes if has_room else None
+
+    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int:
+        """The number of the way in which a frame's captured inside runs."""
+        if self.room is None or self.is_learning:
+            return least_way(ways)
+        offer = self.decision.offers.get(key)
+        return self.room.number_for(key, ways, offer and offer.way, self.kept_bytes)
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
         """A call comes, as a frame. One that was not recorded adds to what a step needs.
@@ -252,13 +269,16 @@ class Memory:
         needs = self.needs
         if self.recorder is None and needs is not None and key not in needs.by_key:
             needs.take(key, before, int(call_bytes() / max(self.scale, 1e-9)))
+            if self.room is not None:
+                self.room.take_new_calls()
 
     def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
         elif self.needs is not None:
-            self._make_room(self.needs.of(frame.key).forward_bytes, position=frame.order)
+            needed = forward_bytes(self.needs.of(frame.key), frame.way, self.scale)
+            self._make_room(needed, position=frame.order)
 
     def end_forward(self, frame: Frame, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
@@ -275,8 +295,9 @@ class Memory:
             self.menus.note(frame.key, frame.profile())
         known = self.menus.menu_of(frame.key)
         frame.offers = (frame.everything(),) if known is None else known
-        frame.planned = self.decision.offers.get(frame.key)
-        if self.budget_bytes is None or self.recorder is not None:
+        planned = self.decision.offers.get(frame.key)
+        frame.planned = None if planned is None or planned.way is not None else planned
+        if self.budget_bytes is None or self.recorder is not None or self.is_learning:
             self._drop_wholly(frame)
         elif self.agreement is not None:
             self._drop_as_decided(frame)
@@ -285,16 +306,25 @@ class Memory:
             self.recorder.mark(frame.key, "after_bytes")
 
     def end_kept(self, frame: Kept) -> None:
-        """Takes a frame that is kept, when its forward has run."""
+        """Takes a frame that is kept, or planned, when its forward has run."""
         self.counts.num_frames += 1
-        self.counts.num_kept += 1
-        self.given_up[frame.key] = None
         self.kept_bytes += frame.num_bytes
+        if frame.way is None:
+            self.counts.num_kept += 1
+            self.given_up[frame.key] = None
+        else:
+            self.counts.num_planned += 1
+            self.counts.num_dropped += frame.way.seconds > 0
+            saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
+            self.given_up[frame.key] = offer_of_way(frame.way, saved_bytes)
+            if frame.way.seconds:
+                self.note_made_again(frame.way.seconds)
         self._make_room_after(frame)
 
     def _make_room_after(self, frame: Running) -> None:
         if self.needs is not None and self.recorder is None:
-            self._make_room(self.needs.of(frame.key).after_bytes, position=frame.order + 1)
+            needed = self.needs.of(frame.key).after_bytes * self.scale
+            self._make_room(int(needed), position=frame.order + 1)
 
     def begin_backward(self, frame: Running) -> None:
         """Makes room for a frame's backward, when it begins."""
@@ -309,10 +339,12 @@ class Memory:
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         elif self.needs is not None:
-            needed = self.needs.backward_bytes(frame.key)
-            self.has_new_backward |= frame.key in self.needs.without_backward
-            scaled = needed - frame.num_bytes / max(self.scale, 1e-9)
-            self._make_room(int(scaled) + frame.extra_bytes, position=frame.order, but=frame)
+            needed = backward_bytes(self.needs.of(frame.key), frame.way, self.scale)
+            if frame.key in self.needs.without_backward:
+                self.has_new_backward = True
+                needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
+            needed += frame.extra_bytes - frame.num_bytes
+            self._make_room(needed, position=frame.order, but=frame)
 
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""
@@ -377,9 +409,8 @@ class Memory:
         self.budget_bytes = lowered
         return lowered
 
-    def _make_room(self, needed_bytes: int, *, position: int, but: Running | None = None) -> None:
+    def _make_room(self, needed: int, *, position: int, but: Running | None = None) -> None:
         assert self.budget_bytes is not None
-        needed = int(needed_bytes * self.scale)
         while self.agreement is None and self.held_bytes + needed > self.budget_bytes:
             if not self.drop_one(position, but):
                 break

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 
+from rockmate.budget import size_text
 from rockmate.frames.derivation import TapedFrame, derivations, recipe_of
 from rockmate.frames.regions import PartKey
 from rockmate.frames.tape import Recipe
+from rockmate.frames.way import Way
 
 _MOST_PARTS = 8
 """How many sets of parts a menu tries."""
@@ -84,6 +86,8 @@ class Offer:
         extra_bytes: that are live while they are made again, beside all that the frame has saved.
         recipe: of those ops.
         packed: positions of further tensors, which are held as booleans.
+        way: the number of a way, where the inside is captured: there is nothing else to give up.
+        peak_bytes: of the frame's forward and backward, in such a way.
     """
 
     num_bytes: int
@@ -94,6 +98,8 @@ class Offer:
     extra_bytes: int = 0
     recipe: Recipe | None = None
     packed: frozenset[int] = frozenset()
+    way: int | None = None
+    peak_bytes: int = 0
 
     @property
     def by_itself(self) -> frozenset[int]:
@@ -101,6 +107,8 @@ class Offer:
         return self.derived | self.packed
 
     def __str__(self) -> str:
+        if not (self.by_itself or self.parts or self.prefix):
+            return f"{size_text(max(0, self.num_bytes))}, as planned"
         if self.by_itself:
             made = f"{len(self.derived)} tensors, made again by their ops"
             packed = f"{len(self.packed)} held as booleans"
@@ -111,6 +119,21 @@ class Offer:
         ]
         first = "all" if self.prefix == ALL_TENSORS else f"its first {self.prefix} tensors"
         return ", ".join([first] * bool(self.prefix) + parts)
+
+
+def offer_of_way(
+    way: Way, saved_bytes: int, *, number: int | None = None, peak_bytes: int = 0
+) -> Offer:
+    """What a captured inside gives up in a way, of what it saves as in eager.
+
+    Args:
+        way: how it runs.
+        saved_bytes: by its forward as in eager.
+        number: of the way.
+        peak_bytes: of the frame's forward and backward.
+    """
+    num_bytes = saved_bytes - way.held_bytes
+    return Offer(num_bytes, way.seconds, frozenset(), 0, way=number, peak_bytes=peak_bytes)
 
 
 @dataclass(slots=True)

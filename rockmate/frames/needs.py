@@ -11,6 +11,7 @@ import torch
 
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate.frames.agreement import Agreement
+from rockmate.frames.way import Way
 
 
 class FrameKey(NamedTuple):
@@ -33,6 +34,9 @@ class Needs:
         backward_bytes: while it is made again and its backward runs, up to the next one's.
         saved_bytes: what it saves.
         seconds: that its forward takes.
+        before_forward_bytes: live when its forward begins.
+        before_backward_bytes: live when its backward begins.
+        ways: how it runs if its inside is captured.
     """
 
     forward_bytes: int = 0
@@ -40,11 +44,31 @@ class Needs:
     backward_bytes: int = 0
     saved_bytes: int = 0
     seconds: float = 0.0
+    before_forward_bytes: int = 0
+    before_backward_bytes: int = 0
+    ways: Sequence[Way] = ()
 
     @property
     def peak_bytes(self) -> int:
         """The largest of the peaks."""
         return max(self.forward_bytes, self.after_bytes, self.backward_bytes)
+
+    def peak_of(self, way: Way) -> int:
+        """The largest peak of its forward and backward, if it runs in a way."""
+        return max(
+            self.before_forward_bytes + way.forward_bytes,
+            self.before_backward_bytes + way.backward_bytes,
+        )
+
+    def least_before(self, after_bytes: int) -> int:
+        """Bytes without which neither it nor what follows can run.
+
+        Args:
+            after_bytes: that what follows takes at least.
+        """
+        if not self.ways:
+            return max(self.forward_bytes, self.backward_bytes, after_bytes)
+        return min(max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways)
 
 
 @dataclass(slots=True)
@@ -70,8 +94,20 @@ class StepNeeds:
 
     @property
     def minimum_bytes(self) -> int:
-        """The peak of a step that holds nothing."""
-        return max((needs.peak_bytes for needs in self.by_key.values()), default=0)
+        """The smallest peak: of a step that holds nothing but what captured insides have to."""
+        least = 0
+        for needs in reversed(self.by_key.values()):
+            least = needs.least_before(max(needs.after_bytes, least))
+        return least
+
+    def least_after(self) -> dict[FrameKey, int]:
+        """For each frame, what the step takes at least from its end on, if it holds nothing."""
+        found: dict[FrameKey, int] = {}
+        least = 0
+        for key, needs in reversed(self.by_key.items()):
+            found[key] = max(needs.after_bytes, least)
+            least = needs.least_before(found[key])
+        return found
 
     @property
     def baseline_bytes(self) -> int:
@@ -91,12 +127,10 @@ class StepNeeds:
             known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
         return known
 
-    def backward_bytes(self, key: FrameKey) -> int:
-        """Of a frame; where its backward was not measured, an estimate: gradients of all saved."""
+    def guessed_backward_bytes(self, key: FrameKey) -> int:
+        """Of a frame whose backward was not measured: gradients of all that it saves."""
         needs = self.of(key)
-        if key in self.without_backward:
-            return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
-        return needs.backward_bytes
+        return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
         """Has a call that was not recorded take its place.
@@ -118,8 +152,17 @@ class StepNeeds:
             needs.forward_bytes += call_bytes
             needs.after_bytes += call_bytes
             needs.backward_bytes += call_bytes
+            needs.before_forward_bytes += call_bytes
+            needs.before_backward_bytes += call_bytes
         self._taken.add(key)
         self.has_new_calls = True
+
+    def take_ways(self, path: str, ways: Sequence[Way]) -> None:
+        """Takes how the calls of a path run, whose insides are captured."""
+        self._of_others.clear()
+        for key, needs in self.by_key.items():
+            if key.path == path:
+                needs.ways = ways
 
     def agree(self, agreement: Agreement) -> None:
         """Takes the largest needs of each call over all ranks. Collective."""
@@ -155,6 +198,9 @@ def _largest(several: Sequence[Needs]) -> Needs:
         max((each.backward_bytes for each in several), default=0),
         max((each.saved_bytes for each in several), default=0),
         max((each.seconds for each in several), default=0.0),
+        max((each.before_forward_bytes for each in several), default=0),
+        max((each.before_backward_bytes for each in several), default=0),
+        next((each.ways for each in several if each.ways), ()),
     )
 
 
@@ -225,6 +271,10 @@ class StepRecorder:
                 continue
             peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
             setattr(needs, what, peak)
+            before = f"before_{what}"
+            if what != "after_bytes":
+                begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
+                setattr(needs, before, begin)
         for key, (saved_bytes, seconds) in self.saved.items():
             needs = step.by_key.setdefault(key, Needs())
             needs.saved_bytes, needs.seconds = saved_bytes, seconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,17 @@ class ReplacedForwards:
         table = vars(module)
         self._before.append((table, table.get("forward")))
         table["forward"] = forward
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Has all as before within."""
+        present = [(table, table["forward"]) for table, _ in self._before]
+        self.put_back()
+        try:
+            yield
+        finally:
+            for table, forward in present:
+                table["forward"] = forward
 
     def put_back(self) -> None:
         """Puts all back, the last one first."""

@@ -25,12 +25,14 @@ from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
+from rockmate.frames.interior import Interiors
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import modes_of
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
+from rockmate.frames.planned import PlannedFrame
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FrameRow, FramesReport, given_up_text
 from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _SHARE_AFTER_OUT_OF_MEMORY = 0.9
 """Of the live bytes at which memory has run out: the budget of what follows."""
+_MOST_LEARNING_STEPS = 4
+"""Steps that hold nothing, so that insides can be captured, until all frames have been there."""
 _NUM_PROFILES = 2
 """Steps that menus are made from, the last one counting: a process's first step is slow."""
 
@@ -66,6 +70,7 @@ class FrameRunner:
         *,
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
+        interiors: Callable[[], Interiors] | None = None,
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
@@ -75,6 +80,7 @@ class FrameRunner:
                 bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
+            interiors: makes what captures insides of frames; None has all run as in eager.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
@@ -95,6 +101,11 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
+        can_plan = self._agreement is None and not self._memory.has_compiled_modules
+        self._interiors = interiors() if can_plan and interiors is not None else None
+        self._num_learning_left = 0  # steps in which insides may be captured
+        self._learned: set[str] = set()  # paths of frames in the present ones
+        self._replaced = ReplacedForwards()
         self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
         noting_cost()
         self._num_calls: Counter[str] = Counter()
@@ -189,6 +200,7 @@ class FrameRunner:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
         memory.let_go_begun()
+        memory.is_learning = self._goes_on_learning()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         is_known = self._take_needs(size)
         if not is_known and not size.is_profiled:
@@ -230,7 +242,7 @@ class FrameRunner:
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
         memory.budget_bytes = self._asked_bytes
-        if memory.budget_bytes < needs.minimum_bytes:
+        if memory.budget_bytes < needs.minimum_bytes and not memory.is_learning:
             memory.budget_bytes = self._checked(self._asked_bytes, needs)
             if self._refusal is not None:
                 raise self._refusal
@@ -283,7 +295,10 @@ class FrameRunner:
             return
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
-        memory.budget_bytes = self._checked(budget_bytes, needs)
+        if self._interiors is not None:
+            self._num_learning_left, self._learned = _MOST_LEARNING_STEPS, set()
+        else:
+            memory.budget_bytes = self._checked(budget_bytes, needs)
 
     def _note_no_frames(self, size: StepSize) -> None:
         """A step without frames is not measured again, unless a larger one comes."""
@@ -329,12 +344,37 @@ class FrameRunner:
             )  # fmt: skip
         return minimum
 
+    # --- captured insides -------------------------------------------------------------------------
+
+    def _goes_on_learning(self) -> bool:
+        """Whether insides are captured in the coming step; if no more, takes what was learned."""
+        needs = self._memory.needs
+        if not self._num_learning_left or needs is None:
+            return False
+        if {key.path for key in needs.by_key} <= self._learned:
+            self._num_learning_left = 0
+        else:
+            self._num_learning_left -= 1
+        return self._num_learning_left > 0
+
+    def _learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """Captures the inside of a call, and takes its ways for all calls of the path."""
+        memory, path = self._memory, call.key.path
+        assert self._interiors is not None
+        assert memory.needs is not None
+        self._learned.add(path)
+        with self._replaced.suspended(), memory.inside_frame():
+            self._interiors.learn(call, module, arguments)
+        found = self._interiors.find(path, arguments)
+        if found is not None:
+            memory.needs.take_ways(path, found[0].ways)
+
     # --- frames -----------------------------------------------------------------------------------
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:
         """Has the chosen submodules run as frames, and some of theirs as parts."""
-        replaced = ReplacedForwards()
+        replaced = self._replaced = ReplacedForwards()
         try:
             for path in self._paths:
                 module = module_at(self._model, path)
@@ -388,16 +428,15 @@ class FrameRunner:
         order = self._num_frames
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
-        kept_bytes = memory.bytes_if_kept(key, sizes, order)
-        if kept_bytes is not None:
-            kept = KeptFrame(key, order, kept_bytes, memory)
+        unhooked = self._unhooked(key, arguments, sizes, order)
+        if unhooked is not None:
+            kept, run = unhooked
             # What takes back a failed run is needed only where an allocation can fail.
             call = Call(key, module, arguments, memory) if memory.is_limited else None
             memory.begin_forward(kept)
-            forward, args, kwargs = arguments
             try:
                 with memory.inside_frame():
-                    output = forward(*args, **kwargs)
+                    output = run()
             except Exception as error:
                 if call is None or not memory.has_made_room(error, order):
                     raise
@@ -408,7 +447,30 @@ class FrameRunner:
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
+        if memory.is_learning:
+            self._learn(call, module, arguments)
         return output
+
+    def _unhooked(
+        self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
+    ) -> tuple[KeptFrame, Callable[[], Any]] | None:
+        """A frame that gives up nothing once it has run, and what runs; None if there is to be one
+        that can.
+        """
+        memory = self._memory
+        found = None
+        if self._interiors is not None and memory.recorder is None:
+            found = self._interiors.find(key.path, arguments)
+        if found is not None:
+            interior, tensors = found
+            number = memory.way_for(key, interior.ways)
+            planned = PlannedFrame(key, order, interior.ways[number], memory)
+            return planned, lambda: interior.run(number, tensors)
+        kept_bytes = memory.bytes_if_kept(key, sizes, order)
+        if kept_bytes is None:
+            return None
+        forward, args, kwargs = arguments
+        return KeptFrame(key, order, kept_bytes, memory), lambda: forward(*args, **kwargs)
 
     def _run_with_hooks(
         self, call: Call, module: nn.Module, arguments: Arguments, order: int

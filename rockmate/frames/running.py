@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rockmate.frames.menu import FrameProfile, Offer
 from rockmate.frames.needs import FrameKey
+from rockmate.frames.way import Way
 
 
 class Running(Protocol):
@@ -18,6 +19,8 @@ class Running(Protocol):
     def num_bytes(self) -> int: ...  # noqa: D102
     @property
     def extra_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def way(self) -> Way | None: ...  # noqa: D102
 
 
 class Frame(Running, Protocol):

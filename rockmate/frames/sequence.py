@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
-from rockmate.frames.menu import ALL_TENSORS, Offer
+from rockmate.frames.menu import ALL_TENSORS, Offer, offer_of_way
 from rockmate.frames.menus import Menus
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 
@@ -91,7 +91,8 @@ class KnownCalls:
             scale: its size relative to the recorded one.
         """
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
-        question = (budget_bytes, size, menus.version, needs.minimum_bytes)
+        num_ways = sum(len(each.ways) for each in needs.by_key.values())
+        question = (budget_bytes, size, menus.version, needs.minimum_bytes, num_ways)
         if question not in self._decisions:
             frames = self.known_frames(needs, menus)
             found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)
@@ -109,20 +110,25 @@ class KnownCalls:
     def _frames_of(
         self, keys: Sequence[FrameKey], needs: StepNeeds, menus: Menus
     ) -> list[KnownFrame]:
-        return [
-            KnownFrame(
-                key, needs.of(key),
-                menus.choices_of(key) or (_everything(needs.of(key)),),
-                menus.hooks_s(key),
-            )
-            for key in keys
-        ]  # fmt: skip
+        return [_known_frame(key, needs.of(key), menus) for key in keys]
 
     def forget(self) -> None:
         """Other calls will be frames."""
         self._order, self._present = [], []
         self._steps.clear()
         self._decisions.clear()
+
+
+def _known_frame(key: FrameKey, needs: Needs, menus: Menus) -> KnownFrame:
+    if not needs.ways:
+        choices = menus.choices_of(key) or (_everything(needs),)
+        return KnownFrame(key, needs, choices, menus.hooks_s(key))
+    ways = [
+        offer_of_way(way, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(way))
+        for number, way in enumerate(needs.ways)
+    ]
+    own = replace(needs, forward_bytes=0, backward_bytes=0)
+    return KnownFrame(key, own, ways, must_choose=True)
 
 
 def _everything(needs: Needs) -> Offer:

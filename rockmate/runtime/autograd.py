@@ -89,6 +89,8 @@ class Runner:
         backward_statics: the statics that the backward reads.
         backward: the backward with all tangents.
         input_gradients: index of an input -> position of its gradient in the backward's results.
+        further_gradients: where each reader of an input has its gradient by itself, those after the
+            first: index of the input, and position.
         parameter_gradients: positions of the returned parameter gradients in those.
         input_layouts: index of an input -> the layout that the program relies on.
         tangent_layouts: index of an output -> the layout of its tangent.
@@ -117,9 +119,13 @@ class Runner:
         self.backward_statics = Statics(program, self.binding, program.backward_arguments)
         self.backward = _Backward(program, program.backward, program.backward_arguments)
         gradients = list(enumerate(program.gradients))
-        self.input_gradients = {
-            role.index: place for place, role in gradients if role.kind is RoleKind.INPUT_GRADIENT
-        }
+        self.input_gradients: dict[int, int] = {}
+        self.further_gradients: list[tuple[int, int]] = []
+        for place, role in gradients:
+            if role.kind is not RoleKind.INPUT_GRADIENT:
+                continue
+            if self.input_gradients.setdefault(role.index, place) != place:
+                self.further_gradients.append((role.index, place))
         self.parameter_gradients = [
             place for place, role in gradients if role.kind is RoleKind.PARAMETER_GRADIENT
         ]
@@ -167,8 +173,9 @@ class Runner:
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
+        further = [laid_out[index] for index, _ in self.further_gradients]
         outputs = PlannedStep.apply(
-            self, owners, anchor, anchor.leaf, len(laid_out), *laid_out, *parameters
+            self, owners, anchor, anchor.leaf, len(laid_out), *laid_out, *further, *parameters
         )
         for index in self.updated_inputs:
             # The forward has updated a copy in the planned layout.
@@ -277,7 +284,8 @@ class PlannedStep(torch.autograd.Function):
         fields.saved, fields.moves = saved, moves
         # These refer to tensors of the caller's, and live as long as the function's node.
         fields.owners = owners
-        fields.visited = () if runner.returned_names else tensors[num_inputs:]
+        num_before = num_inputs + len(runner.further_gradients)
+        fields.visited = () if runner.returned_names else tensors[num_before:]
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
@@ -301,6 +309,7 @@ class PlannedStep(torch.autograd.Function):
         inputs: list[torch.Tensor | None] = [None] * ctx.num_inputs
         for index, place in runner.input_gradients.items():
             inputs[index] = _returned(runner, values, place)
+        inputs += [_returned(runner, values, place) for _, place in runner.further_gradients]
         if isinstance(sink, LastHooksSink):
             parameters = sink.remaining_gradients(ctx.visited)
         else:

@@ -1,0 +1,53 @@
+"""What frames ask of insides that are captured. They know nothing of captures themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rockmate.frames.call import Arguments, Call
+from rockmate.frames.way import Way
+
+
+class Interior(Protocol):
+    """The inside of the calls of one submodule, for arguments of one signature."""
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """How it can run, of rising seconds."""
+        ...
+
+    def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+        """The result of a call.
+
+        Args:
+            number: of the way.
+            tensors: of the arguments.
+        """
+        ...
+
+
+class Interiors(Protocol):
+    """The insides of all frames of a model."""
+
+    def find(
+        self, path: str, arguments: Arguments
+    ) -> tuple[Interior, Sequence[torch.Tensor]] | None:
+        """The inside of a call and the tensors of its arguments.
+
+        None if it is not captured, or the submodule is not as it was.
+        """
+        ...
+
+    def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """Captures the inside of a call, if it can be captured.
+
+        Args:
+            call: which, with the state that it began in.
+            module: the submodule.
+            arguments: of the call.
+        """
+        ...

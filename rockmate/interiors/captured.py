@@ -1,0 +1,156 @@
+"""Captures insides of frames, plans them, and tries each before it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.members import has_tensor_hooks
+from rockmate.capture.model_signature import ModelSignature, acting_hooks
+from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.capture.sample import read_sample, trace_sample
+from rockmate.capture.signature import SampleCall
+from rockmate.costs.cost import Cost
+from rockmate.costs.measure import measure_costs
+from rockmate.errors import RockmateError, UnsupportedModelError
+from rockmate.frames.call import Arguments, Call
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.passes import REWRITES, PassOptions, run_passes
+from rockmate.interiors.interior import CapturedInterior, signature_of
+from rockmate.interiors.readers import one_gradient_per_reader
+from rockmate.interiors.trial import Trial, trained
+from rockmate.interiors.ways import PlannedWay, planned_ways
+from rockmate.ops.fused import FusedOp
+from rockmate.runtime.model_checks import check_model
+from rockmate.step import CapturedStep, step_of
+
+logger = logging.getLogger(__name__)
+
+_MOST_SIGNATURES = 8
+"""Of one submodule: each is captured and planned by itself."""
+_OPTIONS = {"differentiable": "all", "outputs": "all", "gradients": "returned"}
+
+
+class CapturedInteriors:
+    """The insides of the frames of one model."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
+        self._costs: dict[Hashable, Cost] = {}
+        self._ways: dict[Hashable, list[PlannedWay]] = {}
+
+    def find(
+        self, path: str, arguments: Arguments
+    ) -> tuple[CapturedInterior, Sequence[torch.Tensor]] | None:
+        """See `rockmate.frames.interior.Interiors`."""
+        known = self._known.get(path)
+        if not known:
+            return None
+        try:
+            tensors, signature = signature_of(arguments)
+        except RockmateError:
+            return None
+        interior = known.get(signature)
+        if interior is None or not _are_apart(tensors) or not interior.is_present():
+            return None
+        return interior, tensors
+
+    def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """See `rockmate.frames.interior.Interiors`."""
+        known = self._known.setdefault(call.key.path, {})
+        try:
+            tensors, signature = signature_of(arguments)
+            if signature in known or len(known) >= _MOST_SIGNATURES or not _are_apart(tensors):
+                return
+            known[signature] = None
+            known[signature] = self._learned(call, module, arguments)
+        except Exception as error:  # whatever a capture runs into: the frame runs as in eager
+            logger.info("%s is not planned, and runs as in eager: %s", call.key.path, error)
+
+    def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
+        _check(call, module)
+        eager = trained(call, module, arguments.forward)
+        step = _captured(module, arguments, eager)
+        costs = measure_costs(step.graph, known=self._costs)
+        interior = CapturedInterior(step, module, planned_ways(step, costs))
+        for number in {0, len(interior.ways) - 1}:
+            planned = trained(call, module, _forward_of(interior, number))
+            difference = eager.difference(planned)
+            if difference:
+                msg = f"its {difference} would not be eager's bit for bit"
+                raise UnsupportedModelError(msg)
+        return interior
+
+
+def _forward_of(interior: CapturedInterior, number: int) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors, _ = signature_of(Arguments(forward, args, kwargs))
+        return interior.run(number, tensors)
+
+    return forward
+
+
+def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no argument with a gradient comes twice, nor is a parameter."""
+    trained_ones = [each for each in tensors if each.requires_grad]
+    ids = {id(each) for each in trained_ones}
+    return len(ids) == len(trained_ones) and not any(
+        isinstance(each, nn.Parameter) for each in trained_ones
+    )
+
+
+def _check(call: Call, module: nn.Module) -> None:
+    if call.cannot_repeat:
+        msg = "it changes its input, or a buffer, in place"
+        raise UnsupportedModelError(msg)
+    if any(map(acting_hooks, module.modules())):
+        msg = "it, or a submodule of it, has hooks"
+        raise UnsupportedModelError(msg)
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    if len({id(each) for _, each in parameters}) < len(parameters):
+        msg = "it has one parameter under several names"
+        raise UnsupportedModelError(msg)
+    if any(has_tensor_hooks(each) for _, each in parameters):
+        msg = "a parameter of it has a hook"
+        raise UnsupportedModelError(msg)
+    check_model(module, (), None)
+
+
+def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> CapturedStep:
+    """The inside of a call, with a gradient for each reader of a tensor."""
+    sample = read_sample(module, SampleCall(arguments.args, arguments.kwargs), None)
+    capture = trace_sample(module, sample, differentiable="all", outputs="all", untraced=())
+    _check_capture(capture)
+    counts = dict(zip(_leaves(module, sample.tensors), map(len, eager.contributions), strict=True))
+    apart = one_gradient_per_reader(capture, counts)
+    if apart is None:
+        msg = "the order in which gradients are added up is not that of its graph"
+        raise UnsupportedModelError(msg)
+    capture = run_passes(REWRITES, apart, PassOptions(owner_of=owner_names(module)))
+    return step_of(capture, module, sample.call, ModelSignature.of(module), _OPTIONS)
+
+
+def _check_capture(capture: Capture) -> None:
+    if capture.attributes.leaves_any or capture.read_values.check is not None:
+        msg = "it assigns attributes, or reads the values of tensors"
+        raise UnsupportedModelError(msg)
+    if capture.num_checkpoints or capture.non_differentiable_outputs:
+        msg = "it has checkpoints of its own, or outputs without a gradient"
+        raise UnsupportedModelError(msg)
+
+
+def _leaves(module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[Role]:
+    """The roles of gradients of arguments and parameters, in the order of a trial's leaves."""
+    given = [
+        Role(RoleKind.INPUT_GRADIENT, index=index)
+        for index, each in enumerate(tensors)
+        if each.requires_grad
+    ]
+    named = module.named_parameters()
+    trained_ones = [name for name, each in named if each.requires_grad]
+    return [*given, *(Role(RoleKind.PARAMETER_GRADIENT, name=name) for name in trained_ones)]

@@ -1,0 +1,79 @@
+"""The inside of a frame, captured: each call runs one of its schedules as one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.frames.call import Arguments
+from rockmate.frames.way import Way
+from rockmate.graph.parameters import owner_names
+from rockmate.interiors.ways import PlannedWay
+from rockmate.runtime.autograd import Runner
+from rockmate.runtime.emit import emit
+from rockmate.step import CapturedStep
+
+_ANY_NUMBER = 1 << 30
+"""Of calls whose backward has not run: frames count what each holds."""
+
+
+def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
+    """The tensors of a call, and what a captured inside depends on.
+
+    That has layouts, too: kernels round otherwise for others.
+
+    Raises:
+        UnsupportedModelError: an argument is neither a tensor nor a constant.
+    """
+    tensors, call = flatten_call(arguments.args, arguments.kwargs)
+    return tensors, (call, tuple([each.stride() for each in tensors]))
+
+
+class CapturedInterior:
+    """One captured inside, and its schedules as far as they have run."""
+
+    def __init__(self, step: CapturedStep, module: nn.Module, ways: Sequence[PlannedWay]) -> None:
+        """Writes no code yet.
+
+        Args:
+            step: the captured inside; gradients are returned.
+            module: the submodule.
+            ways: its schedules.
+        """
+        self._step, self._module, self._planned = step, module, ways
+        self._runners: dict[int, Runner] = {}
+        self._watch = ModelWatch(module, step.capture.attributes)
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """See `rockmate.frames.interior.Interior`."""
+        return [each.way for each in self._planned]
+
+    def is_present(self) -> bool:
+        """Whether the submodule, and what its forward reads, are as they were."""
+        if not self._watch.has_changed():
+            return True
+        attributes = self._step.capture.attributes
+        now = ModelSignature.of(self._module)
+        if self._step.state.difference(now) or attributes.difference():
+            return False
+        self._watch = ModelWatch(self._module, attributes)
+        return True
+
+    def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+        """See `rockmate.frames.interior.Interior`."""
+        runner = self._runners.get(number)
+        if runner is None:
+            runner = self._runners[number] = self._new_runner(self._planned[number])
+        outputs = list(runner.run(tensors))
+        return self._step.capture.output_structure.rebuild(outputs)
+
+    def _new_runner(self, planned: PlannedWay) -> Runner:
+        program = emit(self._step.graph, planned.schedule, owner_names(self._module))
+        return Runner(replace(program, num_in_flight=_ANY_NUMBER), self._module)

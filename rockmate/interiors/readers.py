@@ -1,0 +1,101 @@
+"""The gradients that a tensor gets from each of its readers.
+
+Autograd adds them up as they arrive. Where a tensor has readers within a frame and outside of it,
+the order of these additions is that of eager only if each reader within hands over its gradient by
+itself. A captured graph has their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.capture.roles import Capture, Role
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+@contextmanager
+def contributions_noted(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> Iterator[list[list[torch.Tensor]]]:
+    """Notes the gradients that arrive at leaves in a backward, for each leaf in their order.
+
+    Args:
+        outputs: where the backward begins.
+        leaves: tensors without a history.
+    """
+    found: list[list[torch.Tensor]] = [[] for _ in leaves]
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    places = dict(zip(nodes, range(len(nodes)), strict=True))
+    handles: list[Any] = []
+    for node in _nodes_of(outputs):
+        edges = [places.get(following) for following, _ in node.next_functions]
+        if any(place is not None for place in edges):
+            handles.append(node.register_hook(_noting(edges, found)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nodes_of(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    pending = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        pending += new
+
+
+def _noting(edges: Sequence[int | None], found: Sequence[list[torch.Tensor]]) -> Any:
+    def note(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+        for place, gradient in zip(edges, gradients, strict=False):
+            if place is not None and gradient is not None:
+                found[place].append(gradient)
+
+    return note
+
+
+def one_gradient_per_reader(capture: Capture, counts: Mapping[Role, int]) -> Capture | None:
+    """The capture with each sum of gradients taken apart.
+
+    Args:
+        capture: a joint graph as it was traced; it is changed in place.
+        counts: role of a gradient -> how many autograd adds up.
+
+    Returns:
+        The capture, in which such a role comes once for each reader, in the order in which autograd
+        adds them; None if a sum is not what `counts` says.
+    """
+    returned = capture.joint.graph.output_node()
+    old: Any = returned.args[0]
+    values: list[Any] = []
+    roles: list[Role | None] = []
+    for value, role in zip(old, capture.output_roles, strict=True):
+        terms = [value] if role is None else _terms(value, counts.get(role, 1))
+        if terms is None:
+            return None
+        values += terms
+        roles += [role] * len(terms)
+    returned.args = (tuple(values),)
+    return replace(capture, output_roles=tuple(roles))
+
+
+def _terms(value: Any, count: int) -> list[Any] | None:
+    """What a value is the sum of, the first addition first."""
+    terms = []
+    for _ in range(count - 1):
+        if not isinstance(value, fx.Node) or value.target is not _ADD or value.kwargs:
+            return None
+        value, last = value.args
+        terms.append(last)
+    return [value, *reversed(terms)]

@@ -1,0 +1,105 @@
+"""Runs a call eager and as planned, and compares bits: outputs, gradients, buffers, random state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rockmate._torch.pytree import tree_leaves
+from rockmate.capture.structure import Structure, flatten
+from rockmate.frames.call import Call
+from rockmate.frames.storages import tensors_in
+from rockmate.interiors.readers import contributions_noted
+
+
+class Trial(NamedTuple):
+    """What one run of a call has given.
+
+    Attributes:
+        structure: of the output.
+        outputs: for each of its tensors layout, whether it has a gradient, and bits.
+        contributions: for each argument and parameter with a gradient, the bits of what its readers
+            hand over, in the order in which they do.
+        buffers: bits of each.
+        random_state: bits of it, after the forward.
+    """
+
+    structure: Structure
+    outputs: tuple[Any, ...]
+    contributions: tuple[tuple[int, ...], ...]
+    buffers: tuple[int, ...]
+    random_state: tuple[int, ...]
+
+    def difference(self, other: Trial) -> str:
+        """What differs, in one word; empty if nothing does."""
+        for name in self._fields:
+            if getattr(self, name) != getattr(other, name):
+                return name.replace("_", " ")
+        return ""
+
+
+def trained(call: Call, module: nn.Module, forward: Callable[..., Any]) -> Trial:
+    """Runs a forward and its backward in the state that a call began in, which then goes back.
+
+    The gradients of outputs are random numbers, the same ones at each time.
+
+    Args:
+        call: whose state and arguments they are.
+        module: its submodule.
+        forward: what runs.
+    """
+    given: list[torch.Tensor] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        given.extend(tensors_in((args, kwargs)))
+        return forward(*args, **kwargs)
+
+    parameters = dict.fromkeys(each for each in module.parameters() if each.requires_grad)
+    with call.again(noting) as (run, _):
+        tensors, structure = flatten(run(), what="the output")
+        random_state = tuple(_bits(each) for each in _random_states(tensors))
+        buffers = tuple([_bits(each) for each in module.buffers()])
+        leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
+        contributions = _contributions(tensors, leaves)
+        outputs = tuple([
+            (each.shape, each.stride(), each.dtype, each.requires_grad, _bits(each))
+            for each in tensors
+        ])  # fmt: skip
+        return Trial(structure, outputs, contributions, buffers, random_state)
+
+
+def _contributions(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    outputs = [each for each in outputs if each.requires_grad]
+    generators = {each.device: torch.Generator(each.device) for each in outputs}
+    for generator in generators.values():
+        generator.manual_seed(0)
+    tangents = [
+        torch.empty_like(each).normal_(generator=generators[each.device]) for each in outputs
+    ]
+    with contributions_noted(outputs, leaves) as found:
+        _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
+    return tuple([tuple(map(_bits, each)) for each in found])
+
+
+def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    devices = {each.device for each in tensors if each.device.type == "cuda"}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    """A number for shape and bits, the same on all devices."""
+    flat = tensor.detach().contiguous().flatten()
+    if flat.dtype == torch.bool or not flat.numel():
+        numbers = flat.to(torch.int64)
+    else:
+        size = flat.element_size()
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        numbers = flat.view(kinds.get(size, torch.int64)).to(torch.int64)
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return hash((tuple(tensor.shape), int((numbers * places).sum())))

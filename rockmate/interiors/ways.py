@@ -1,0 +1,114 @@
+"""The schedules of one captured step that are worth running, by what each holds.
+
+A step whose backward follows at once needs a small peak. A frame waits for its backward while other
+frames run, so what it holds until then counts most. `checkmate` finds the sets of values to save for
+each level of saved bytes, and the default search adds schedules with small peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Costs
+from rockmate.frames.way import Way
+from rockmate.graph.ir import Graph
+from rockmate.planning.block_options import OptionSolver, SolvedBlocks, storages_at
+from rockmate.planning.lowering import lower_saved
+from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.variant import Variant
+from rockmate.schedule.schedule import Schedule, baseline_schedule
+from rockmate.schedule.simulate import simulate
+from rockmate.step import CapturedStep
+
+_MOST_WAYS = 32
+_MOST_SAVED_SETS = 24
+_NUM_BUDGETS = 6
+"""How many peaks, from the least to the largest, are searched for."""
+_SECONDS = 5.0
+"""Limit of solvers and of the search."""
+_GAP = 0.01
+"""To the bound, at which the search ends."""
+
+
+class PlannedWay(NamedTuple):
+    """A way, and the schedule that it stands for."""
+
+    way: Way
+    schedule: Schedule
+
+
+def planned_ways(step: CapturedStep, costs: Costs) -> list[PlannedWay]:
+    """Schedules of rising seconds; none holds and needs as much as one before it.
+
+    Args:
+        step: the inside of a frame; gradients are returned.
+        costs: of its ops.
+    """
+    graph = step.graph
+    found = [_way_of(graph, each, costs) for each in _schedules(step, costs)]
+    least_s = min(each.way.seconds for each in found)
+    found = [
+        PlannedWay(Way(*_bytes_of(each.way), each.way.seconds - least_s), each.schedule)
+        for each in found
+    ]
+    return _thinned(_undominated(found))
+
+
+def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
+    graph, solved, solver_time = step.graph, SolvedBlocks(), SolverTime(_SECONDS)
+    variant = Variant(step, costs, solver_time, solved, StoppingRule(_GAP, _SECONDS))
+    yield baseline_schedule(graph)
+    chain = variant.blocks
+    whole = chain.span(0, len(chain.blocks) - 1)
+    solver = OptionSolver(
+        graph, chain, costs, max_options=_MOST_SAVED_SETS, solver_time=solver_time, solved=solved
+    )
+    for option in solver.options(whole):
+        yield lower_saved(graph, chain, storages_at(whole, option.saved))
+    search = variant.local_search
+    least, most = search.minimum().peak_bytes, variant.baseline.peak_bytes
+    budgets = {least + (most - least) * each // _NUM_BUDGETS for each in range(_NUM_BUDGETS)}
+    for candidate in search.best_within_each(sorted(budgets)).values():
+        yield candidate.schedule
+
+
+def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
+    simulation = simulate(graph, schedule, costs)
+    num_forward = len(schedule.forward)
+    output_bytes = sum(each.num_bytes for each in graph.storages if each.is_output)
+    tangent_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
+    live = simulation.live_bytes
+    way = Way(
+        held_bytes=max(0, simulation.saved_bytes - output_bytes),
+        forward_bytes=max(live[:num_forward], default=0),
+        backward_bytes=max(live[num_forward:], default=0) - output_bytes - tangent_bytes,
+        seconds=simulation.time_ms / 1e3,
+    )
+    return PlannedWay(way, schedule)
+
+
+def _bytes_of(way: Way) -> tuple[int, int, int]:
+    return way.held_bytes, way.forward_bytes, way.backward_bytes
+
+
+def _undominated(ways: Iterable[PlannedWay]) -> list[PlannedWay]:
+    """Those that no faster one betters in all that it takes."""
+    kept: list[PlannedWay] = []
+    for each in sorted(ways, key=lambda each: (each.way.seconds, _bytes_of(each.way))):
+        mine = _bytes_of(each.way)
+        if not any(
+            all(one <= other for one, other in zip(_bytes_of(known.way), mine, strict=True))
+            for known in kept
+        ):
+            kept.append(each)
+    return kept
+
+
+def _thinned(ways: Sequence[PlannedWay]) -> list[PlannedWay]:
+    """At most so many of them, the first and the last included."""
+    if len(ways) <= _MOST_WAYS:
+        return list(ways)
+    step = (len(ways) - 1) / (_MOST_WAYS - 1)
+    return [ways[round(step * number)] for number in range(_MOST_WAYS)]

@@ -39,8 +39,8 @@ _CUDA_BLOCK_BYTES = 512
 _AS_STRIDED = _aten.as_strided.default
 _BY_POSITION = (_AS_STRIDED, _aten.as_strided_scatter.default)
 _MAX_POOL = _aten.max_pool2d_with_indices.default
-_FUNCTIONAL_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
-_BATCH_NORMS = {_FUNCTIONAL_BATCH_NORM, _aten._native_batch_norm_legit.no_stats}
+FUNCTIONAL_BATCH_NORM = _aten._native_batch_norm_legit_functional.default
+_BATCH_NORMS = {FUNCTIONAL_BATCH_NORM, _aten._native_batch_norm_legit.no_stats}
 
 
 def build_graph(
@@ -334,7 +334,7 @@ def _set_recomputation(op: Op) -> None:
         op.recompute_target, op.recompute_args = recompute_max_pool, (args[0], indices, *args[1:])
         op.save_state = saved_offsets
         op.saved_state_bytes = indices.meta["val"].nbytes // 4
-    elif target is _FUNCTIONAL_BATCH_NORM:
+    elif target is FUNCTIONAL_BATCH_NORM:
         # The running statistics may have changed by then.
         op.recompute_target, op.recompute_args = (
             recompute_batch_norm,
@@ -348,7 +348,7 @@ def _statistics(op: Op) -> tuple[fx.Node, ...]:
     """Mean and inverse deviation of a batch normalization in training, if a replay can use them."""
     items, args = _items(op.node), op.node.args
     found = tuple(items[index] for index in (1, 2) if index in items)
-    is_training = args[5 if op.node.target is _FUNCTIONAL_BATCH_NORM else 3]
+    is_training = args[5 if op.node.target is FUNCTIONAL_BATCH_NORM else 3]
     if is_training is not True or len(found) < 2:
         return ()
     operands = [value.meta["val"] if isinstance(value, fx.Node) else None for value in args[:3]]

@@ -57,6 +57,7 @@ class PassOptions:
         contiguous: in a step with channels last, kinds of convolutions that compute on contiguous
             values; see `convolution_formats`. None in other steps.
         returned: whether gradients of parameters are returned.
+        keeps_inputs: whether inputs stay as they are until the backward.
     """
 
     hooked: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class PassOptions:
     marks: MarkRequest = NO_MARKS
     contiguous: frozenset[str] | None = None
     returned: bool = False
+    keeps_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +203,9 @@ REWRITES: tuple[Pass[Capture], ...] = (
     Pass(
         name="copy inputs of the forward",
         keeps=_SAME_BITS,
-        run=lambda capture, _: copy_inputs_of_the_forward(capture),
+        run=lambda capture, options: (
+            capture if options.keeps_inputs else copy_inputs_of_the_forward(capture)
+        ),
     ),
 )
 

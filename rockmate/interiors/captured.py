@@ -75,7 +75,8 @@ class CapturedInteriors:
     def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
         _check(call, module)
         eager = trained(call, module, arguments.forward)
-        step = _captured(module, arguments, eager)
+        with call.again():  # buffers of its own: autograd holds the present ones
+            step = _captured(module, arguments, eager)
         costs = measure_costs(step.graph, known=self._costs)
         interior = CapturedInterior(step, module, planned_ways(step, costs))
         for number in {0, len(interior.ways) - 1}:
@@ -131,7 +132,8 @@ def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> Captured
     if apart is None:
         msg = "the order in which gradients are added up is not that of its graph"
         raise UnsupportedModelError(msg)
-    capture = run_passes(REWRITES, apart, PassOptions(owner_of=owner_names(module)))
+    passes = PassOptions(owner_of=owner_names(module), keeps_inputs=True)
+    capture = run_passes(REWRITES, apart, passes)
     return step_of(capture, module, sample.call, ModelSignature.of(module), _OPTIONS)
 
 

@@ -46,8 +46,8 @@ def contributions_noted(
 
 
 def _nodes_of(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    pending = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen = set(pending)
+    seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
+    pending = list(seen)
     while pending:
         node = pending.pop()
         yield node

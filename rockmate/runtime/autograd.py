@@ -402,7 +402,10 @@ def _write_updates(
         role = runner.program.results[place]
         is_input = role.kind is RoleKind.INPUT_UPDATE
         target = inputs[role.index] if is_input else runner.binding[role.name]
-        without_class(at_path(target, role.inner)).detach().copy_(values[place])
+        tensor = without_class(at_path(target, role.inner))
+        # What is written by way of `data` does not count.
+        written = tensor.data if place in runner.program.uncounted else tensor.detach()
+        written.copy_(values[place])
 
 
 def _returned(

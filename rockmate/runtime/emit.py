@@ -20,6 +20,7 @@ from torch import fx
 from rockmate._torch.ops import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
+from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
 from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
 from rockmate.offload.request import OffloadRequest
 from rockmate.ops.collectives import collective_texts, is_communication
@@ -80,6 +81,9 @@ def emit(
         forward_arguments=tuple(forward.arguments),
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
+        uncounted=frozenset(
+            place for place, (node, _) in enumerate(results) if _is_running_statistic(node)
+        ),
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         gradients=tuple(role for _, role in gradients),
@@ -106,6 +110,13 @@ def _saved_outputs(
     """See `Program.saved_outputs`."""
     outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     return tuple(index for index, storage in enumerate(saved) if storage in outputs)
+
+
+def _is_running_statistic(node: fx.Node) -> bool:
+    """Whether a value is what a batch normalization makes of its running mean or variance."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    is_made = isinstance(source, fx.Node) and source.target is FUNCTIONAL_BATCH_NORM
+    return is_made and node.args[1] in (3, 4)
 
 
 def _differentiable(graph: Graph) -> frozenset[int]:

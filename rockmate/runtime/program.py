@@ -79,6 +79,8 @@ class Program:
         forward_arguments: of the forward, in order.
         backward_arguments: of the backward, in order.
         results: roles of the forward's first results: outputs and updates.
+        uncounted: positions in `results` of updates that autograd does not count as writes in place,
+            as in eager: running statistics of batch normalization.
         saved: saved values and states, the forward's further results, in the order in which the
             backward takes them.
         saved_outputs: positions in `saved` of values in the memory of an output.
@@ -105,6 +107,7 @@ class Program:
     forward_arguments: tuple[Argument, ...]
     backward_arguments: tuple[Argument, ...]
     results: tuple[Role, ...]
+    uncounted: frozenset[int]
     saved: tuple[Argument, ...]
     saved_outputs: tuple[int, ...]
     gradients: tuple[Role, ...]

@@ -76,6 +76,7 @@ def capture_joint(
     untraced: Sequence[str] = (),
     keeps_checkpoints: bool = False,
     formats: Formats = AS_GIVEN,
+    keeps_strides: bool = False,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -91,6 +92,8 @@ def capture_joint(
         keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
             so that its calls are recorded.
         formats: layouts of values.
+        keeps_strides: whether inputs whose elements do not lie side by side are traced so. Else the
+            graph is for dense ones.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -99,7 +102,8 @@ def capture_joint(
             line.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
-    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    cloned = _cloned_with_strides if keeps_strides else torch.Tensor.clone
+    tensors = [cloned(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
         TracedForward,
         model,
@@ -123,6 +127,26 @@ def capture_joint(
         except BaseException:
             before.restore()
             raise
+
+
+def _cloned_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or _overlaps(tensor):
+        return tensor.clone()
+    like = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **like).copy_(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, or are not laid out by strides."""
+    if tensor.layout != torch.strided:
+        return True
+    needed = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < needed:
+                return True
+            needed = stride * size
+    return False
 
 
 def _captured_with_values(

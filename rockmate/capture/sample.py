@@ -104,6 +104,7 @@ def trace_sample(
     untraced: tuple[str, ...],
     keeps_checkpoints: bool = False,
     formats: Formats = AS_GIVEN,
+    keeps_strides: bool = False,
 ) -> Capture:
     """The joint graph of a model for a sample, each node with the user's line that made it.
 
@@ -124,6 +125,7 @@ def trace_sample(
             untraced=untraced,
             keeps_checkpoints=keeps_checkpoints,
             formats=formats,
+            keeps_strides=keeps_strides,
         )
     log_redrawn(capture.joint.graph)
     if sample.device is not None:

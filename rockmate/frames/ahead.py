@@ -39,7 +39,6 @@ class KnownFrame:
         choices: what it may give up.
         hooks_s: seconds that hooks for all that it saves take.
         share: of the steps, in which it comes.
-        must_choose: whether to give up nothing is one of the choices, and the needs are theirs.
     """
 
     key: FrameKey
@@ -47,26 +46,14 @@ class KnownFrame:
     choices: Sequence[Offer]
     hooks_s: float = 0.0
     share: float = 1.0
-    must_choose: bool = False
 
-    @property
-    def numbers(self) -> range:
-        """Of all that it may do."""
-        return range(int(self.must_choose), len(self.choices) + 1)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of its forward and backward, whatever it gives up."""
-        return max(self.needs.forward_bytes, self.needs.backward_bytes)
-
-    def own_peak_bytes(self, number: int) -> int:
-        """Of its forward and backward with a choice."""
-        if not number:
-            return 0
-        choice = self.choices[number - 1]
-        if self.must_choose:
+    def peak_bytes(self, number: int) -> int:
+        """Of its forward and backward with its choice of a number from 1, or nothing (0)."""
+        choice = self.choices[number - 1] if number else None
+        if choice is not None and choice.way is not None:
             return choice.peak_bytes
-        return self.needs.backward_bytes + choice.extra_bytes if choice.extra_bytes else 0
+        extra_bytes = 0 if choice is None else choice.extra_bytes
+        return max(self.needs.forward_bytes, self.needs.backward_bytes + extra_bytes)
 
     def held_bytes(self, number: int) -> float:
         """What it holds on average if it gives up its choice of a number from 1, or nothing (0)."""
@@ -75,7 +62,11 @@ class KnownFrame:
 
     def seconds(self, number: int) -> float:
         """That this takes on average."""
-        return self.share * (self.choices[number - 1].seconds + self.hooks_s) if number else 0.0
+        if not number:
+            return 0.0
+        choice = self.choices[number - 1]
+        hooks_s = self.hooks_s if choice.way is None else 0.0
+        return self.share * (choice.seconds + hooks_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +111,30 @@ def bound_s(frames: Sequence[KnownFrame], budget_bytes: int) -> float | None:
     return None if found is None else found[0]
 
 
-def _limits(frames: Sequence[KnownFrame], budget_bytes: int) -> list[int]:
-    """Most bytes that each frame and those before it may hold."""
-    limits = []
-    following = 0
-    for frame in reversed(frames):
-        limits.append(budget_bytes - max(frame.needs.after_bytes, following))
-        following = frame.peak_bytes
-    return limits[::-1]
-
-
 def _solve(
     frames: Sequence[KnownFrame], budget_bytes: int, rounded: Callable[[float], float]
 ) -> tuple[float, list[int]] | None:
     """Seconds, and for each frame 0 or the number of its choice from 1."""
-    if any(frame.peak_bytes > budget_bytes for frame in frames):
-        return None
     if budget_bytes <= 0:
         return None
     unit = budget_bytes / _NUM_LEVELS
     best: NDArray[np.float64] = np.zeros(_NUM_LEVELS + 1)
     chosen: list[NDArray[np.int32]] = []
-    for frame, limit in zip(frames, _limits(frames, budget_bytes), strict=True):
+    for frame in frames:
         new = np.full(_NUM_LEVELS + 1, np.inf)
         which = np.zeros(_NUM_LEVELS + 1, np.int32)
-        for number in frame.numbers:
+        for number in range(len(frame.choices) + 1):
             shift = int(rounded(frame.held_bytes(number) / unit))
             if shift > _NUM_LEVELS:
                 continue
             shifted = best[: _NUM_LEVELS + 1 - shift] + frame.seconds(number)
-            if own_bytes := frame.own_peak_bytes(number):
-                most = budget_bytes - own_bytes
-                shifted[max(0, int(most // unit) + 1) :] = np.inf
+            before = budget_bytes - frame.peak_bytes(number)  # most that is held before
+            shifted[max(0, int(before // unit) + 1) :] = np.inf
             is_better = shifted < new[shift:]
             new[shift:][is_better] = shifted[is_better]
             which[shift:][is_better] = number
-        new[max(0, int(limit // unit) + 1) :] = np.inf
+        most = budget_bytes - frame.needs.after_bytes
+        new[max(0, int(most // unit) + 1) :] = np.inf
         best = new
         chosen.append(which)
     level = int(np.argmin(best))

@@ -249,11 +249,14 @@ class Memory:
         has_room = self.room is not None and self.kept_bytes + num_bytes <= self.room.kept_bytes
         return num_bytes if has_room else None
 
-    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int:
-        """The number of the way in which a frame's captured inside runs."""
-        if self.room is None or self.is_learning:
+    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int | None:
+        """The number of the way in which a frame's captured inside runs; None if as in eager."""
+        if self.is_learning:
             return least_way(ways)
         offer = self.decision.offers.get(key)
+        is_eager = offer.way is None if offer is not None else key in self.decision.kept
+        if self.room is None or is_eager:
+            return None
         return self.room.number_for(key, ways, offer and offer.way, self.kept_bytes)
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
@@ -269,8 +272,6 @@ class Memory:
         needs = self.needs
         if self.recorder is None and needs is not None and key not in needs.by_key:
             needs.take(key, before, int(call_bytes() / max(self.scale, 1e-9)))
-            if self.room is not None:
-                self.room.take_new_calls()
 
     def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
@@ -314,11 +315,11 @@ class Memory:
             self.given_up[frame.key] = None
         else:
             self.counts.num_planned += 1
-            self.counts.num_dropped += frame.way.seconds > 0
+            self.counts.num_dropped += frame.way.again_s > 0
             saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
             self.given_up[frame.key] = offer_of_way(frame.way, saved_bytes)
-            if frame.way.seconds:
-                self.note_made_again(frame.way.seconds)
+            if frame.way.again_s:
+                self.note_made_again(frame.way.again_s)
         self._make_room_after(frame)
 
     def _make_room_after(self, frame: Running) -> None:

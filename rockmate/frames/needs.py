@@ -66,9 +66,9 @@ class Needs:
         Args:
             after_bytes: that what follows takes at least.
         """
-        if not self.ways:
-            return max(self.forward_bytes, self.backward_bytes, after_bytes)
-        return min(max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways)
+        as_in_eager = max(self.forward_bytes, self.backward_bytes, after_bytes)
+        in_ways = [max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways]
+        return min([as_in_eager, *in_ways])
 
 
 @dataclass(slots=True)
@@ -91,23 +91,26 @@ class StepNeeds:
     without_backward: frozenset[FrameKey] = frozenset()
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
+    _least: dict[FrameKey, int] | None = None
 
     @property
     def minimum_bytes(self) -> int:
         """The smallest peak: of a step that holds nothing but what captured insides have to."""
-        least = 0
-        for needs in reversed(self.by_key.values()):
-            least = needs.least_before(max(needs.after_bytes, least))
-        return least
+        if not self.by_key:
+            return 0
+        first = next(iter(self.by_key))
+        return self.by_key[first].least_before(self.least_after[first])
 
+    @property
     def least_after(self) -> dict[FrameKey, int]:
         """For each frame, what the step takes at least from its end on, if it holds nothing."""
-        found: dict[FrameKey, int] = {}
-        least = 0
-        for key, needs in reversed(self.by_key.items()):
-            found[key] = max(needs.after_bytes, least)
-            least = needs.least_before(found[key])
-        return found
+        if self._least is None:
+            self._least = {}
+            least = 0
+            for key, needs in reversed(self.by_key.items()):
+                self._least[key] = max(needs.after_bytes, least)
+                least = needs.least_before(self._least[key])
+        return self._least
 
     @property
     def baseline_bytes(self) -> int:
@@ -155,11 +158,12 @@ class StepNeeds:
             needs.before_forward_bytes += call_bytes
             needs.before_backward_bytes += call_bytes
         self._taken.add(key)
-        self.has_new_calls = True
+        self.has_new_calls, self._least = True, None
 
     def take_ways(self, path: str, ways: Sequence[Way]) -> None:
         """Takes how the calls of a path run, whose insides are captured."""
         self._of_others.clear()
+        self._least = None
         for key, needs in self.by_key.items():
             if key.path == path:
                 needs.ways = ways
@@ -170,7 +174,7 @@ class StepNeeds:
             for key in self.by_key.keys() & others.keys():
                 self.by_key[key] = _largest([self.by_key[key], others[key]])
         self._of_others.clear()
-        self.has_new_calls = False
+        self.has_new_calls, self._least = False, None
 
     def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
         """What a call that was not recorded saves, and how long it takes, when it has run."""

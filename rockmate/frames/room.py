@@ -17,7 +17,7 @@ class Room:
     """Of one step."""
 
     def __init__(self, needs: StepNeeds, available_bytes: int, scale: float) -> None:
-        """Takes what follows each frame.
+        """Knows what follows each frame.
 
         Args:
             needs: of a measured step.
@@ -25,20 +25,15 @@ class Room:
             scale: size of the step relative to the measured one.
         """
         self._needs, self._available_bytes, self._scale = needs, available_bytes, scale
-        self._least_after = needs.least_after()
 
     @property
     def kept_bytes(self) -> int:
         """Most bytes of frames that give up nothing, whichever follow."""
         return self._available_bytes - int(self._needs.minimum_bytes * self._scale)
 
-    def take_new_calls(self) -> None:
-        """A call has been added to the needs."""
-        self._least_after = self._needs.least_after()
-
     def number_for(
         self, key: FrameKey, ways: Sequence[Way], wanted: int | None, kept_bytes: int
-    ) -> int:
+    ) -> int | None:
         """The number of the way in which a frame runs.
 
         Args:
@@ -48,18 +43,18 @@ class Room:
             kept_bytes: that other frames hold and cannot give up.
 
         Returns:
-            What is wanted, or the fastest that there is room for; if there is none, the least.
+            What is wanted, or the fastest that there is room for; None if there is none.
         """
         numbers = range(len(ways))
         first = [] if wanted is None or wanted not in numbers else [wanted]
         for number in (*first, *numbers):
             if kept_bytes + self._peak_bytes(key, ways[number]) <= self._available_bytes:
                 return number
-        return least_way(ways)
+        return None
 
     def _peak_bytes(self, key: FrameKey, way: Way) -> float:
         """Of the rest of the step, if the frame runs in a way and what follows holds nothing."""
-        after_bytes = self._least_after.get(key, self._needs.minimum_bytes)
+        after_bytes = self._needs.least_after.get(key, self._needs.minimum_bytes)
         return max(
             forward_bytes(self._needs.of(key), way, self._scale),
             backward_bytes(self._needs.of(key), way, self._scale),

@@ -70,7 +70,7 @@ class FrameRunner:
         *,
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
-        interiors: Callable[[], Interiors] | None = None,
+        interiors: Callable[[Callable[[], float]], Interiors] | None = None,
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
@@ -80,7 +80,8 @@ class FrameRunner:
                 bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
-            interiors: makes what captures insides of frames; None has all run as in eager.
+            interiors: makes what captures insides of frames, from what measures seconds; None has
+                all run as in eager.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
@@ -102,7 +103,8 @@ class FrameRunner:
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
         can_plan = self._agreement is None and not self._memory.has_compiled_modules
-        self._interiors = interiors() if can_plan and interiors is not None else None
+        makes = can_plan and interiors is not None
+        self._interiors = interiors(self._memory.clock) if makes else None
         self._num_learning_left = 0  # steps in which insides may be captured
         self._learned: set[str] = set()  # paths of frames in the present ones
         self._replaced = ReplacedForwards()
@@ -461,9 +463,9 @@ class FrameRunner:
         found = None
         if self._interiors is not None and memory.recorder is None:
             found = self._interiors.find(key.path, arguments)
-        if found is not None:
+        number = None if found is None else memory.way_for(key, found[0].ways)
+        if found is not None and number is not None:
             interior, tensors = found
-            number = memory.way_for(key, interior.ways)
             planned = PlannedFrame(key, order, interior.ways[number], memory)
             return planned, lambda: interior.run(number, tensors)
         kept_bytes = memory.bytes_if_kept(key, sizes, order)

@@ -120,15 +120,12 @@ class KnownCalls:
 
 
 def _known_frame(key: FrameKey, needs: Needs, menus: Menus) -> KnownFrame:
-    if not needs.ways:
-        choices = menus.choices_of(key) or (_everything(needs),)
-        return KnownFrame(key, needs, choices, menus.hooks_s(key))
+    choices = menus.choices_of(key) or (_everything(needs),)
     ways = [
         offer_of_way(way, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(way))
         for number, way in enumerate(needs.ways)
     ]
-    own = replace(needs, forward_bytes=0, backward_bytes=0)
-    return KnownFrame(key, own, ways, must_choose=True)
+    return KnownFrame(key, needs, (*choices, *ways), menus.hooks_s(key))
 
 
 def _everything(needs: Needs) -> Offer:

@@ -12,14 +12,14 @@ class Way:
     Attributes:
         held_bytes: from its forward to its backward, without its outputs.
         forward_bytes: peak of its forward.
-        backward_bytes: peak of its backward, with what it holds, without the gradients of outputs.
-        seconds: that it takes beyond the fastest one.
+        backward_bytes: peak of its backward, with what it holds, and with copies of the gradients of
+            its outputs.
+        again_s: seconds that it makes things again.
+        seconds: that forward and backward take beyond those of eager.
     """
 
     held_bytes: int
     forward_bytes: int
     backward_bytes: int
+    again_s: float
     seconds: float
-
-    def __str__(self) -> str:
-        return f"all but {self.held_bytes:,} bytes, as planned"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
-from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.capture.signature import flatten_call
 from rockmate.frames.call import Arguments
 from rockmate.frames.way import Way
 from rockmate.graph.parameters import owner_names
-from rockmate.interiors.ways import PlannedWay
+from rockmate.interiors.ways import PlannedWays
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
+from rockmate.schedule.schedule import Schedule
 from rockmate.step import CapturedStep
 
 _ANY_NUMBER = 1 << 30
@@ -38,22 +39,22 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
 class CapturedInterior:
     """One captured inside, and its schedules as far as they have run."""
 
-    def __init__(self, step: CapturedStep, module: nn.Module, ways: Sequence[PlannedWay]) -> None:
+    def __init__(self, step: CapturedStep, module: nn.Module, planned: PlannedWays) -> None:
         """Writes no code yet.
 
         Args:
             step: the captured inside; gradients are returned.
             module: the submodule.
-            ways: its schedules.
+            planned: its schedules.
         """
-        self._step, self._module, self._planned = step, module, ways
+        self._step, self._module, self._planned = step, module, planned
         self._runners: dict[int, Runner] = {}
         self._watch = ModelWatch(module, step.capture.attributes)
 
     @property
     def ways(self) -> Sequence[Way]:
         """See `rockmate.frames.interior.Interior`."""
-        return [each.way for each in self._planned]
+        return self._planned.ways
 
     def is_present(self) -> bool:
         """Whether the submodule, and what its forward reads, are as they were."""
@@ -70,10 +71,10 @@ class CapturedInterior:
         """See `rockmate.frames.interior.Interior`."""
         runner = self._runners.get(number)
         if runner is None:
-            runner = self._runners[number] = self._new_runner(self._planned[number])
+            runner = self._runners[number] = self._new_runner(self._planned.schedules[number])
         outputs = list(runner.run(tensors))
         return self._step.capture.output_structure.rebuild(outputs)
 
-    def _new_runner(self, planned: PlannedWay) -> Runner:
-        program = emit(self._step.graph, planned.schedule, owner_names(self._module))
+    def _new_runner(self, schedule: Schedule) -> Runner:
+        program = emit(self._step.graph, schedule, owner_names(self._module))
         return Runner(replace(program, num_in_flight=_ANY_NUMBER), self._module)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rockmate._torch.pytree import tree_leaves
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.storages import tensors_in
 from rockmate.interiors.readers import contributions_noted
+
+
+_PIECE = 1 << 16
 
 
 class Trial(NamedTuple):
@@ -26,6 +27,7 @@ class Trial(NamedTuple):
             hand over, in the order in which they do.
         buffers: bits of each.
         random_state: bits of it, after the forward.
+        seconds: of forward and backward.
     """
 
     structure: Structure
@@ -33,16 +35,19 @@ class Trial(NamedTuple):
     contributions: tuple[tuple[int, ...], ...]
     buffers: tuple[int, ...]
     random_state: tuple[int, ...]
+    seconds: float
 
     def difference(self, other: Trial) -> str:
         """What differs, in one word; empty if nothing does."""
-        for name in self._fields:
+        for name in self._fields[:-1]:
             if getattr(self, name) != getattr(other, name):
                 return name.replace("_", " ")
         return ""
 
 
-def trained(call: Call, module: nn.Module, forward: Callable[..., Any]) -> Trial:
+def trained(
+    call: Call, module: nn.Module, forward: Callable[..., Any], clock: Callable[[], float]
+) -> Trial:
     """Runs a forward and its backward in the state that a call began in, which then goes back.
 
     The gradients of outputs are random numbers, the same ones at each time.
@@ -51,6 +56,7 @@ def trained(call: Call, module: nn.Module, forward: Callable[..., Any]) -> Trial
         call: whose state and arguments they are.
         module: its submodule.
         forward: what runs.
+        clock: seconds.
     """
     given: list[torch.Tensor] = []
 
@@ -60,21 +66,25 @@ def trained(call: Call, module: nn.Module, forward: Callable[..., Any]) -> Trial
 
     parameters = dict.fromkeys(each for each in module.parameters() if each.requires_grad)
     with call.again(noting) as (run, _):
+        begin_s = clock()
         tensors, structure = flatten(run(), what="the output")
+        forward_s = clock() - begin_s
         random_state = tuple(_bits(each) for each in _random_states(tensors))
         buffers = tuple([_bits(each) for each in module.buffers()])
         leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
-        contributions = _contributions(tensors, leaves)
+        contributions, backward_s = _contributions(tensors, leaves, clock)
         outputs = tuple([
             (each.shape, each.stride(), each.dtype, each.requires_grad, _bits(each))
             for each in tensors
         ])  # fmt: skip
-        return Trial(structure, outputs, contributions, buffers, random_state)
+        seconds = forward_s + backward_s
+        return Trial(structure, outputs, contributions, buffers, random_state, seconds)
 
 
 def _contributions(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> tuple[tuple[int, ...], ...]:
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], clock: Callable[[], float]
+) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Bits of what arrives at each leaf, and seconds of the backward."""
     outputs = [each for each in outputs if each.requires_grad]
     generators = {each.device: torch.Generator(each.device) for each in outputs}
     for generator in generators.values():
@@ -83,8 +93,10 @@ def _contributions(
         torch.empty_like(each).normal_(generator=generators[each.device]) for each in outputs
     ]
     with contributions_noted(outputs, leaves) as found:
+        begin_s = clock()
         _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
-    return tuple([tuple(map(_bits, each)) for each in found])
+        seconds = clock() - begin_s
+    return tuple([tuple(map(_bits, each)) for each in found]), seconds
 
 
 def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,13 +105,15 @@ def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _bits(tensor: torch.Tensor) -> int:
-    """A number for shape and bits, the same on all devices."""
+    """A number for shape and bits. It is computed piece by piece, since memory may be short."""
     flat = tensor.detach().contiguous().flatten()
-    if flat.dtype == torch.bool or not flat.numel():
-        numbers = flat.to(torch.int64)
-    else:
-        size = flat.element_size()
-        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        numbers = flat.view(kinds.get(size, torch.int64)).to(torch.int64)
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-    return hash((tuple(tensor.shape), int((numbers * places).sum())))
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    sums = []
+    for piece in flat.split(_PIECE):
+        numbers = piece
+        if flat.dtype != torch.bool:
+            numbers = piece.view(kinds.get(piece.element_size(), torch.int64))
+        numbers = numbers.to(torch.int64)
+        places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+        sums.append(int((numbers * places).sum()))
+    return hash((tuple(tensor.shape), *sums))

@@ -7,12 +7,15 @@ each level of saved bytes, and the default search adds schedules with small peak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.frames.way import Way
+from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
 from rockmate.planning.block_options import OptionSolver, SolvedBlocks, storages_at
 from rockmate.planning.lowering import lower_saved
@@ -39,21 +42,44 @@ class PlannedWay(NamedTuple):
     schedule: Schedule
 
 
-def planned_ways(step: CapturedStep, costs: Costs) -> list[PlannedWay]:
-    """Schedules of rising seconds; none holds and needs as much as one before it.
+class PlannedWays:
+    """The ways of all insides of one structure. They are planned once, and their trials add up.
 
-    Args:
-        step: the inside of a frame; gradients are returned.
-        costs: of its ops.
+    Attributes:
+        ways: of rising seconds; a trial changes them.
+        schedules: of each.
     """
-    graph = step.graph
-    found = [_way_of(graph, each, costs) for each in _schedules(step, costs)]
-    least_s = min(each.way.seconds for each in found)
-    found = [
-        PlannedWay(Way(*_bytes_of(each.way), each.way.seconds - least_s), each.schedule)
-        for each in found
-    ]
-    return _thinned(_undominated(found))
+
+    def __init__(self, step: CapturedStep, costs: Costs) -> None:
+        """Plans.
+
+        Args:
+            step: the inside of a frame; gradients are returned.
+            costs: of its ops.
+        """
+        found = [_way_of(step.graph, each, costs) for each in _schedules(step, costs)]
+        kept = _thinned(_undominated(found))
+        self.ways = [each.way for each in kept]
+        self.schedules = [each.schedule for each in kept]
+        self._eager_s = self._fastest_s = math.inf
+
+    @property
+    def was_tried(self) -> bool:
+        """Whether it has run, so that its time is known."""
+        return math.isfinite(self._fastest_s)
+
+    def take(self, *, eager_s: float, fastest_s: float) -> None:
+        """Takes seconds of forward and backward, as in eager and in the first way."""
+        self._eager_s = min(self._eager_s, eager_s)
+        self._fastest_s = min(self._fastest_s, fastest_s)
+        more_s = self._fastest_s - self._eager_s - self.ways[0].seconds
+        self.ways[:] = [replace(each, seconds=each.seconds + more_s) for each in self.ways]
+
+
+def structure_of(graph: Graph) -> Hashable:
+    """Equal for graphs of equal calls, which run by the same schedules."""
+    kinds = tuple([kind_of(op, frozenset()) for op in graph.ops])
+    return kinds, wiring_of(Block(tuple(graph.ops), (), None, None))
 
 
 def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
@@ -78,15 +104,26 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     simulation = simulate(graph, schedule, costs)
     num_forward = len(schedule.forward)
     output_bytes = sum(each.num_bytes for each in graph.storages if each.is_output)
-    tangent_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
+    # Autograd adds a gradient to others of the same tensor while all that are returned are there.
+    returned = [each.num_bytes for each in graph.storages if each.is_kept_to_end]
+    end_bytes = sum(returned) + max(returned, default=0)
     live = simulation.live_bytes
     way = Way(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         forward_bytes=max(live[:num_forward], default=0),
-        backward_bytes=max(live[num_forward:], default=0) - output_bytes - tangent_bytes,
+        # Gradients of outputs count once more than they are there: some are copied first, to lie in
+        # memory as the outputs do.
+        backward_bytes=max(max(live[num_forward:], default=0) - output_bytes, end_bytes),
+        again_s=_again_ms(schedule, costs) / 1e3,
         seconds=simulation.time_ms / 1e3,
     )
     return PlannedWay(way, schedule)
+
+
+def _again_ms(schedule: Schedule, costs: Costs) -> float:
+    times = costs.recompute_arrays.time_ms
+    steps = schedule.steps
+    return float(sum(times[steps[position]] for position in schedule.recomputed_positions()))
 
 
 def _bytes_of(way: Way) -> tuple[int, int, int]:
